@@ -1,0 +1,211 @@
+"""`s2_attention`: S2 block-sparse causal attention on strided tensors, with autograd, over a Triton and a PyTorch backend.
+
+S sequence, B batch, H query heads, G KV heads (H a multiple of G), D head dim, T packed tokens. Inside, tensors are views [B, heads, rows, D].
+"""
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+
+from s2_megatron import reference
+from s2_megatron.layout import Layout, PackedSequence, Placement
+from s2_megatron.printing import print_once
+
+# Where batch, heads, rows and head dim stand in each format; thd has no batch.
+FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
+BACKENDS = ("auto", "triton", "reference")
+HEAD_DIM_LIMIT = 256
+
+
+class AttentionCall(NamedTuple):
+    """Everything about a call that is not a differentiable tensor."""
+
+    layout: Layout
+    softmax_scale: float
+    tensor_format: str
+    packed: PackedSequence | None
+    placement: Placement | None
+    backend: str
+    deterministic: bool
+
+
+def resolve_backend(name: str, device_type: str) -> str:
+    """'triton' or 'reference' for a backend setting. 'auto' is Triton on a GPU, the reference on a CPU; the choice is printed once.
+
+    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'triton' on a CPU (except under Triton's
+    interpreter, TRITON_INTERPRET=1).
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}; expected one of {', '.join(BACKENDS)}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    chosen = name if name != "auto" else ("triton" if device_type == "cuda" else "reference")
+    if chosen == "triton":
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(f"backend={name} needs Triton on {device_type}, and it is not installed; pip install triton, or set "
+                             "backend=reference to accept the slow PyTorch version")
+        if device_type != "cuda" and not interpreted:
+            raise ValueError(f"backend={name} on device {device_type}: the Triton kernels need a GPU; use backend=reference or auto")
+    print_once(f"S2 attention backend: {chosen} ({'set' if name != 'auto' else 'chosen'} for {device_type})")
+    return chosen
+
+
+def _implementation(backend):
+    if backend == "reference":
+        return reference
+    from s2_megatron.kernels import launch
+    return launch
+
+
+def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
+    """[B, heads, rows, D] view of a tensor in one of FORMATS."""
+    batch, heads, rows, dim = FORMATS[tensor_format]
+    if batch is None:
+        return tensor.permute(heads, rows, dim).unsqueeze(0)
+    return tensor.permute(batch, heads, rows, dim)
+
+
+def _empty_like(tensor, call, dtype=None):
+    """An output for a tensor's shape, contiguous in its format. Zeros where the kernels leave rows alone (outside of documents or slots)."""
+    partial = call.packed is not None or (call.placement is not None and call.placement.key_slot is not None)
+    return (torch.zeros if partial else torch.empty)(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+
+
+def _check(query, key, value, call: AttentionCall):
+    layout, form = call.layout, call.tensor_format
+    if form not in FORMATS:
+        raise ValueError(f"tensor_format={form!r}; expected one of {', '.join(FORMATS)}")
+    dims = 3 if form == "thd" else 4
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != dims:
+            raise ValueError(f"{name} has {tensor.ndim} dimensions; tensor_format={form} has {dims}")
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same")
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
+    if call.backend == "triton" and query.dtype == torch.float64:
+        raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
+    q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
+    if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
+        raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected the same "
+                         "batch and head dim, and key like value")
+    if q.shape[3] > HEAD_DIM_LIMIT:
+        raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
+    if (form == "thd") != (call.packed is not None):
+        raise ValueError(f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), the others none")
+    limit = getattr(layout.pattern, "num_blocks", None)
+    longest = call.packed.max_seqlen if call.packed else k.shape[2]
+    if call.placement is None and limit is not None:
+        layout.pattern.check_length(longest)
+    if call.packed is not None:
+        for tensor in (call.packed.cu_seqlens, call.packed.starts):
+            if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
+                raise ValueError(f"cu_seqlens is {tensor.dtype} on {tensor.device}; expected contiguous int32 on {query.device}")
+        if call.packed.cu_seqlens.shape != call.packed.starts.shape:
+            raise ValueError(f"cu_seqlens has {len(call.packed.cu_seqlens)} entries, cu_seqlens_padded {len(call.packed.starts)}; expected the same")
+    if call.placement is not None:
+        if call.packed is not None:
+            raise ValueError("placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence")
+        expected = len(call.placement.query_block_ids) * layout.block_size
+        if q.shape[2] != expected:
+            raise ValueError(f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of {layout.block_size} are {expected}")
+        slot = call.placement.key_slot
+        if slot is not None and slot.shape[0] != layout.num_kv_heads:
+            raise ValueError(f"key_slot has {slot.shape[0]} KV heads; the layout has {layout.num_kv_heads}")
+        if limit is not None and call.placement.n_blocks > limit:
+            raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
+    elif q.shape[2] != k.shape[2]:
+        raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement")
+
+
+def attention_forward(query, key, value, call: AttentionCall, initial=None):
+    """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
+
+    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    """
+    _check(query, key, value, call)
+    form = call.tensor_format
+    q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
+    out = _empty_like(query, call)
+    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    if initial is not None:
+        initial = (canonical_view(initial[0], form), initial[1])
+    if q.numel():
+        _implementation(call.backend).forward(q, k, v, canonical_view(out, form), lse, call.layout, call.softmax_scale, call.packed,
+                                              call.placement, initial)
+    return out, lse
+
+
+def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
+    """(grad_query, grad_key, grad_value) from the final out and LSE. grad_lse [B, H, rows] or None."""
+    form = call.tensor_format
+    grads = [_empty_like(tensor, call) for tensor in (query, key, value)]
+    if query.numel():
+        views = [canonical_view(tensor, form) for tensor in (query, key, value, out)]
+        _implementation(call.backend).backward(canonical_view(grad_out, form), grad_lse, *views, lse, *(canonical_view(g, form) for g in grads),
+                                               call.layout, call.softmax_scale, call.packed, call.placement)
+    return grads
+
+
+class _S2Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, call):
+        out, lse = attention_forward(query, key, value, call)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        query, key, value, out, lse = ctx.saved_tensors
+        if grad_out is None and grad_lse is None:
+            return None, None, None, None
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        return (*attention_backward(grad_out, grad_lse, query, key, value, out, lse, ctx.call), None)
+
+
+def s2_attention(query, key, value, layout: Layout, *, softmax_scale: float | None = None, tensor_format: str = "sbhd",
+                 packed: PackedSequence | None = None, placement: Placement | None = None, backend: str = "auto",
+                 deterministic: bool = False, return_lse: bool = False):
+    """S2 block-sparse causal attention, differentiable in query, key, value, and through LSE.
+
+    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads and
+    any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
+    placement: whole query blocks and key slots of a longer sequence (see Placement). softmax_scale: default D ** -0.5. deterministic: the
+    backward is bitwise repeatable (the portable kernels always are).
+    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural log.
+    Raises ValueError for tensors that do not fit each other, the layout or the backend.
+    """
+    backend = resolve_backend(backend, query.device.type)
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    layout = layout.to(query.device)
+    padding = None
+    if placement is None and tensor_format in ("sbhd", "bshd", "bhsd"):
+        rows = FORMATS[tensor_format][2]
+        if query.ndim == 4 and query.shape[rows] < key.shape[rows]:
+            query, padding, placement = _as_whole_blocks(query, key.shape[rows], rows, layout.block_size)
+    call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
+    out, lse = _S2Attention.apply(query, key, value, call)
+    if padding:
+        length = query.shape[rows] - sum(padding)
+        out, lse = out.narrow(rows, padding[0], length), lse.narrow(2, padding[0], length)
+    if tensor_format == "thd":
+        lse = lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _as_whole_blocks(query, key_rows: int, rows: int, block: int):
+    """Pads a query that is the end of a longer sequence to whole blocks: (query, (rows before, rows after), Placement)."""
+    start = key_rows - query.shape[rows]
+    before, n_blocks = start % block, -(-key_rows // block)
+    after = n_blocks * block - key_rows
+    pieces = [query.new_zeros([*query.shape[:rows], count, *query.shape[rows + 1:]]) for count in (before, after)]
+    padded = torch.cat([pieces[0], query, pieces[1]], dim=rows)
+    return padded, (before, after), Placement.make(range(start // block, n_blocks), n_blocks, device=query.device)

@@ -1,0 +1,177 @@
+"""The block geometry that kernels and the reference read: small integer tensors made from one layer's (tensor-parallel local) Pattern.
+
+A layout does not depend on the sequence length, and memory is O(heads) for range patterns and O(nonzeros) for block masks.
+H query heads, P pattern heads of a block mask, R ranges of distance.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.patterns import Pattern, RangePattern
+
+NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
+
+
+class PackedSequence(NamedTuple):
+    """Documents packed into one token dimension (thd).
+
+    Document i holds the tokens starts[i] .. starts[i] + length[i] - 1 with length[i] = cu_seqlens[i+1] - cu_seqlens[i] and starts =
+    cu_seqlens_padded, or cu_seqlens when there is no padding. Rows outside of every document give 0, LSE -inf and zero gradients.
+    """
+
+    cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query
+    max_seqlen: int  # tokens of the longest document
+    cu_seqlens_padded: torch.Tensor | None = None  # int32 [documents + 1]
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole blocks only.
+
+    Query row r is token `query_block_ids[r // block_size] * block_size + r % block_size`. Key block k of KV head g lies in slot
+    `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot k.
+    """
+
+    query_block_ids: torch.Tensor  # int32 [query blocks], ascending
+    query_rank: torch.Tensor  # int32 [n_blocks + 1]: how many of query_block_ids are smaller
+    key_slot: torch.Tensor | None  # int32 [KV heads, n_blocks]
+    n_blocks: int  # blocks of the whole (global) sequence
+    tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
+
+    @classmethod
+    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu") -> Placement:
+        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. Raises ValueError when they do not fit."""
+        ids = np.asarray(query_block_ids, dtype=np.int64)
+        if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
+            raise ValueError(f"query_block_ids must be strictly ascending within 0..{n_blocks - 1}; got {ids.tolist()[:8]}...")
+        tile_blocks = 1
+        while len(ids) % (2 * tile_blocks) == 0 and tile_blocks < 8:
+            rows = ids.reshape(-1, 2 * tile_blocks)
+            if (np.diff(rows, axis=1) != 1).any():
+                break
+            tile_blocks *= 2
+        rank = np.searchsorted(ids, np.arange(n_blocks + 1))
+        if key_slot is not None:
+            key_slot = torch.as_tensor(np.asarray(key_slot), dtype=torch.int32)
+            if key_slot.ndim != 2 or key_slot.shape[1] != n_blocks:
+                raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks={n_blocks}]")
+            key_slot = key_slot.contiguous().to(device)
+        return cls(torch.as_tensor(ids, dtype=torch.int32, device=device), torch.as_tensor(rank, dtype=torch.int32, device=device),
+                   key_slot, n_blocks, tile_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Base of the two kinds of block geometry; `to` copies it to a device."""
+
+    pattern: Pattern
+
+    @property
+    def block_size(self) -> int:
+        return self.pattern.block_size
+
+    @property
+    def num_heads(self) -> int:
+        return self.pattern.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pattern.num_kv_heads
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of index data on the device."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def to(self, device) -> Layout:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class RangeLayout(Layout):
+    """Ranges of distance: every loop bound of a kernel is arithmetic on this table."""
+
+    ranges: torch.Tensor  # int32 [H, R, 4]: first distance, distance limit, stride, offset mod stride; unused ranges start at NO_END
+    tile_blocks: int  # so many neighbouring query blocks may share one tile (1 unless the pattern is KV-cache efficient)
+
+    @property
+    def tensors(self):
+        return (self.ranges,)
+
+    def to(self, device) -> RangeLayout:
+        return self if self.device == torch.device(device) else RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class TableLayout(Layout):
+    """A block mask as lists, by query block and by key block."""
+
+    row_starts: torch.Tensor  # int64 [P, n + 1]: where the list of a query block begins in key_blocks
+    key_blocks: torch.Tensor  # int32 [nonzeros], ascending in each row
+    column_starts: torch.Tensor  # int64 [P, n + 1]: where the list of a key block begins in query_blocks
+    query_blocks: torch.Tensor  # int32 [nonzeros], ascending in each column
+    tile_blocks: int = 1
+
+    @property
+    def tensors(self):
+        return self.row_starts, self.key_blocks, self.column_starts, self.query_blocks
+
+    def to(self, device) -> TableLayout:
+        if self.device == torch.device(device):
+            return self
+        return TableLayout(self.pattern, *(tensor.to(device) for tensor in self.tensors))
+
+
+def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
+    """Largest power of two T so that T neighbouring query blocks can share a tile: the tile's outer blocks then differ only at the ends of
+    ranges, T - 1 key blocks each, and those must not overlap."""
+    if not pattern.is_kv_efficient:
+        return 1
+    tile = most
+    for head in set(pattern.heads):
+        ends = [end for end, _ in head.ranges if end is not None]
+        for previous, end in zip(ends, ends[1:]):
+            while tile > 1 and end - previous < tile - 1:
+                tile //= 2
+    return tile
+
+
+def build_layout(pattern: Pattern, device="cpu") -> Layout:
+    """The layout of a pattern (already sliced for tensor parallelism)."""
+    if isinstance(pattern, RangePattern):
+        most = max(len(head.ranges) for head in pattern.heads)
+        table = np.zeros((pattern.num_heads, most, 4), dtype=np.int32)
+        table[:, :] = (NO_END, NO_END, 1, 0)
+        for index, head in enumerate(pattern.heads):
+            for position, (start, end, stride) in enumerate(head.bounds()):
+                table[index, position] = (start, NO_END if end is None else end, stride, head.offset % stride)
+        return RangeLayout(pattern, torch.from_numpy(table).to(device), _shared_tile_blocks(pattern))
+    assert isinstance(pattern, BlockMaskPattern)
+    row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0
+    for indptr, indices in pattern.tables:
+        rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))
+        row_starts.append(indptr + base)
+        key_blocks.append(indices)
+        column_starts.append(base + np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=pattern.num_blocks))]))
+        query_blocks.append(rows[np.argsort(indices, kind="stable")])
+        base += len(indices)
+    tensors = [torch.from_numpy(np.stack(row_starts)), torch.from_numpy(np.concatenate(key_blocks)),
+               torch.from_numpy(np.stack(column_starts)), torch.from_numpy(np.concatenate(query_blocks))]
+    return TableLayout(pattern, *(tensor.to(device) for tensor in tensors))

@@ -1,0 +1,116 @@
+"""The attention function in PyTorch, block row by block row, on any device: the CPU backend, and what a reader checks the kernels against.
+
+All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim. Arithmetic is fp32 (fp64 for fp64 inputs). The
+backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta) with delta = rowsum(dO O) - dLSE
+(Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class _Row(NamedTuple):
+    """One query block of heads that attend the same key rows."""
+
+    heads: torch.Tensor  # int64 [n] query heads
+    kv_heads: torch.Tensor  # int64 [n] their KV heads
+    queries: slice  # query rows
+    keys: torch.Tensor  # int64 [m] key rows
+    mask: torch.Tensor | None  # bool [queries, m]: attended; None when all are
+
+
+def _documents(query, key, packed):
+    """[(first query row, query rows, first key row, key rows)]"""
+    if packed is None:
+        return [(0, query.shape[2], 0, key.shape[2])]
+    lengths = packed.cu_seqlens.diff().tolist()
+    return [(start, length, start, length) for start, length in zip(packed.starts.tolist(), lengths) if length]
+
+
+def _rows(query, key, layout, packed, placement):
+    pattern, block = layout.pattern, layout.block_size
+    device = query.device
+    ratio = layout.num_heads // layout.num_kv_heads
+    slots = None if placement is None or placement.key_slot is None else placement.key_slot.tolist()
+    groups: dict[tuple, list[int]] = {}
+    for head in range(layout.num_heads):
+        same = pattern.heads[head] if hasattr(pattern, "heads") else pattern.table_of(head)
+        groups.setdefault((same, head // ratio if slots else None), []).append(head)
+    inside = torch.arange(block, device=device)
+    for query_start, query_length, key_start, key_length in _documents(query, key, packed):
+        ids = range(-(-query_length // block)) if placement is None else placement.query_block_ids.tolist()
+        for (_, kv_head), heads in groups.items():
+            head_index = torch.tensor(heads, device=device)
+            for position, query_block in enumerate(ids):
+                first, last = position * block, min((position + 1) * block, query_length)
+                key_blocks = torch.from_numpy(pattern.key_blocks(heads[0], query_block)).to(device)
+                slot_of = key_blocks
+                if slots:
+                    slot_of = placement.key_slot[kv_head].long()[key_blocks]
+                    key_blocks, slot_of = key_blocks[slot_of >= 0], slot_of[slot_of >= 0]
+                if not len(key_blocks):
+                    continue
+                key_rows = (slot_of[:, None] * block + inside).reshape(-1)
+                mask = None
+                if key_blocks[-1] == query_block:
+                    positions = (key_blocks[:, None] * block + inside).reshape(-1)
+                    valid = key_rows < key_length
+                    key_rows, positions = key_rows[valid], positions[valid]
+                    own = torch.arange(query_block * block, query_block * block + last - first, device=device)
+                    mask = own[:, None] >= positions
+                yield _Row(head_index, head_index // ratio, slice(query_start + first, query_start + last), key_rows + key_start, mask)
+
+
+def _scores(row, q, k, scale):
+    scores = (q @ k.transpose(-1, -2)) * scale
+    return scores if row.mask is None else scores.masked_fill(~row.mask, float("-inf"))
+
+
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
+    """Writes out [B, H, rows, D] (query's dtype) and lse [B, H, rows] (fp32, natural log). initial: (out, lse) of earlier keys."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    total = torch.zeros(query.shape, dtype=work, device=query.device)
+    log_sum = torch.full(query.shape[:3], float("-inf"), dtype=work, device=query.device)
+    q_all, k_all, v_all = query.to(work), key.to(work), value.to(work)
+    for row in _rows(query, key, layout, packed, placement):
+        q = q_all[:, row.heads, row.queries]
+        k, v = (tensor[:, row.kv_heads][:, :, row.keys] for tensor in (k_all, v_all))
+        scores = _scores(row, q, k, scale)
+        log = torch.logsumexp(scores, dim=-1)
+        total[:, row.heads, row.queries] = torch.exp(scores - log[..., None]) @ v
+        log_sum[:, row.heads, row.queries] = log
+    if initial is not None:
+        first_out, first_log = initial[0].to(work), initial[1].to(work)
+        both = torch.logaddexp(log_sum, first_log)
+        weight = lambda log: torch.exp(log - both).nan_to_num_(0.0)[..., None]  # NaN: neither part has a key
+        total = total * weight(log_sum) + first_out * weight(first_log)
+        log_sum = both
+    out.copy_(total)
+    lse.copy_(log_sum)
+
+
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
+    """Writes the three gradients. grad_lse: [B, H, rows] or None."""
+    work = torch.promote_types(query.dtype, torch.float32)
+    q_all, k_all, v_all, do_all = (tensor.to(work) for tensor in (query, key, value, grad_out))
+    log_sum = lse.to(work)
+    delta = (do_all * out.to(work)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - torch.where(torch.isinf(log_sum), 0.0, grad_lse.to(work))
+    dq = torch.zeros(query.shape, dtype=work, device=query.device)
+    dk = torch.zeros(key.shape, dtype=work, device=query.device)
+    dv = torch.zeros(value.shape, dtype=work, device=query.device)
+    for row in _rows(query, key, layout, packed, placement):
+        q, do = q_all[:, row.heads, row.queries], do_all[:, row.heads, row.queries]
+        k, v = (tensor[:, row.kv_heads][:, :, row.keys] for tensor in (k_all, v_all))
+        p = torch.exp(_scores(row, q, k, scale) - log_sum[:, row.heads, row.queries, None])
+        ds = p * (do @ v.transpose(-1, -2) - delta[:, row.heads, row.queries, None]) * scale
+        dq[:, row.heads, row.queries] = ds @ k
+        for head, kv_head in enumerate(row.kv_heads.tolist()):
+            dk[:, kv_head].index_add_(1, row.keys, ds[:, head].transpose(-1, -2) @ q[:, head])
+            dv[:, kv_head].index_add_(1, row.keys, p[:, head].transpose(-1, -2) @ do[:, head])
+    grad_query.copy_(dq)
+    grad_key.copy_(dk)
+    grad_value.copy_(dv)
