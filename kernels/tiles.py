@@ -1,0 +1,32 @@
+"""Tile sizes of the portable kernels: a small table instead of autotuning, so that the first step starts at once."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    rows: int  # query rows of a tile or of a step
+    columns: int  # key columns of a step or of a tile
+    warps: int
+    stages: int
+
+
+# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured on an H200 for 16-bit inputs at 128; the others keep within its shared memory.
+_TABLE = {
+    (32, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    (64, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    (128, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+    (256, False): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    (32, True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    (64, True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
+    (128, True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (256, True): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
+HEADS_TOGETHER = 4  # heads whose tiles run side by side and share L2
+
+
+def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int) -> tuple[Tile, Tile, Tile]:
+    """(forward, dQ, dK and dV) tiles. tile_blocks: query blocks that may share a tile (1: a tile stays within a block)."""
+    forward, grad_query, grad_key = _TABLE[max(32, block_dim), wide]
+    rows = lambda tile: tile._replace(rows=max(16, min(tile.rows, block_size * tile_blocks)))
+    return rows(forward), rows(grad_query), grad_key._replace(columns=min(grad_key.columns, block_size))

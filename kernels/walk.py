@@ -1,0 +1,225 @@
+"""Which key blocks a query tile visits, and in which order: written once for the forward and for dQ.
+
+A tile holds TILE_M query rows of one head: the query blocks query_low .. query_high. Its key blocks come in three kinds:
+1. the tile's own blocks (the diagonal), masked by token;
+2. the edges of ranges: blocks that the tile's first query blocks still attend and its last ones do not, masked by block;
+3. all others, attended by every row, without a mask.
+Kinds 2 and 3 are runs `first + t * stride`, t < count, computed from the pattern's ranges, or lists of an index table (block masks). The key
+columns of a step are TILE_N tokens: TILE_N // BLOCK neighbouring entries of a run.
+"""
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE: tl.constexpr):
+    """(first token, tokens, tile within the document) of a tile number. Document i owns the numbers from starts[i] // TILE + i on: at least
+    as many as it has tiles, so that no table of tiles is needed."""
+    low = 0
+    high = n_docs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(starts_ptr + middle) // TILE + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    start = tl.load(starts_ptr + low)
+    length = tl.load(lengths_ptr + low + 1) - tl.load(lengths_ptr + low)
+    return start, length, tile - (start // TILE + low)
+
+
+@triton.jit
+def load_range(ranges_ptr, head, index, N_RANGES: tl.constexpr):
+    """(first distance, distance limit, stride, offset) of one range of a head."""
+    entry = ranges_ptr + (head * N_RANGES + index) * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+
+
+@triton.jit
+def members(low, high, stride, offset):
+    """(first, count) of the blocks k in [low, high] with (k + offset) % stride == 0; low >= 0."""
+    first = low + (stride - (low + offset) % stride) % stride
+    return first, tl.where(high >= first, (high - first) // stride + 1, 0)
+
+
+@triton.jit
+def attended(row_block, column_block, ranges_ptr, head, N_RANGES: tl.constexpr):
+    """Whether blocks [M, 1] attend blocks [1, N], by the definition of the pattern."""
+    distance = row_block - column_block
+    keep = distance != distance
+    for index in tl.static_range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        keep = keep | ((distance >= start) & (distance < end) & ((column_block + offset) % stride == 0))
+    return keep
+
+
+@triton.jit
+def load_rows(ptr, rows, stride_row, stride_dim, keep, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
+    """[rows, BLOCK_D] of a matrix; rows int, keep bool [rows]. Dims from HEAD_DIM on, and masked rows, are 0."""
+    dims = tl.arange(0, BLOCK_D)
+    pointers = ptr + rows.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
+    if MASK:
+        return tl.load(pointers, mask=keep[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if BLOCK_D != HEAD_DIM:
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def key_rows(columns, block, slot_ptr, BLOCK: tl.constexpr, KEY_SLOT: tl.constexpr):
+    """(memory rows, present) of key columns; with slots, a block may lie anywhere or be absent."""
+    if KEY_SLOT:
+        slot = tl.load(slot_ptr + block)
+        return slot * BLOCK + columns % BLOCK, slot >= 0
+    return columns, columns >= 0
+
+
+@triton.jit
+def softmax_step(accumulator, running_sum, running_max, query, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
+    """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a NaN."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None) * scale_log2
+    if MASK:
+        scores = tl.where(keep, scores, float("-inf"))
+    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    base = new_max
+    if MASK:
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(running_max - base)
+    p = tl.exp2(scores - base[:, None])
+    running_sum = running_sum * rescale + tl.sum(p, 1)
+    accumulator = tl.dot(p.to(value.dtype), value, accumulator * rescale[:, None], input_precision="ieee" if IEEE else None)
+    return accumulator, running_sum, new_max
+
+
+@triton.jit
+def grad_query_step(grad_query, delta, lse, query, grad_out, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
+    """One key tile of dQ / softmax scale."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None) * scale_log2
+    p = tl.exp2(scores - lse[:, None])
+    if MASK:
+        p = tl.where(keep, p, 0.0)
+    grad_p = tl.dot(grad_out, tl.trans(value), input_precision="ieee" if IEEE else None)
+    grad_scores = p * (grad_p - delta[:, None])
+    return tl.dot(grad_scores.to(key.dtype), key, grad_query, input_precision="ieee" if IEEE else None)
+
+
+@triton.jit
+def visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd, rows, columns_keep,
+          keep, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr, FORWARD: tl.constexpr):
+    """Loads one key and value tile and does the forward's or dQ's step with it."""
+    key = load_rows(key_ptr, rows, stride_ks, stride_kd, columns_keep, HEAD_DIM, BLOCK_D, MASK)
+    value = load_rows(value_ptr, rows, stride_vs, stride_vd, columns_keep, HEAD_DIM, BLOCK_D, MASK)
+    if FORWARD:
+        accumulator, row_a, row_b = softmax_step(accumulator, row_a, row_b, query, key, value, keep, scale_log2, MASK, IEEE)
+    else:
+        accumulator = grad_query_step(accumulator, row_a, row_b, query, grad_out, key, value, keep, scale_log2, MASK, IEEE)
+    return accumulator, row_a, row_b
+
+
+@triton.jit
+def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd,
+                    ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, head, table, table_rows, positions, query_low, query_high, last_position,
+                    kv_length, scale_log2,
+                    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+                    FORWARD: tl.constexpr):
+    """Visits every key tile of a query tile. (row_a, row_b): running sum and maximum in the forward; delta and LSE (base 2) in dQ.
+    positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
+    PER_STEP: tl.constexpr = TILE_N // BLOCK if TILE_N > BLOCK else 1
+    PARTS: tl.constexpr = BLOCK // TILE_N if BLOCK > TILE_N else 1
+    SHARED: tl.constexpr = TILE_M > BLOCK
+    offsets = tl.arange(0, TILE_N)
+    row_block = positions // BLOCK
+    # 1. the diagonal
+    diagonal_end = tl.minimum(last_position + 1, kv_length)
+    list_start = tl.full([], 0, tl.int64)
+    list_count = 0
+    if TABLE:
+        row = row_starts_ptr + table * table_rows + query_low
+        list_start = tl.load(row)
+        list_count = (tl.load(row + 1) - list_start).to(tl.int32)
+        own = tl.load(key_blocks_ptr + list_start + list_count - 1) == query_low
+        list_count = tl.where(own, list_count - 1, list_count)
+        diagonal_end = tl.where(own, diagonal_end, 0)
+    for column in range(query_low * BLOCK, diagonal_end, TILE_N):
+        columns = column + offsets
+        block = columns // BLOCK
+        present = columns < diagonal_end
+        rows, in_slot = key_rows(columns, tl.where(present, block, query_low), slot_ptr, BLOCK, KEY_SLOT)
+        present = present & in_slot
+        keep = (positions[:, None] >= columns[None, :]) & present[None, :]
+        if SHARED:
+            keep = keep & attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES)
+        accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs,
+                                          stride_vd, rows, present, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE, FORWARD)
+    for index in range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        # 2. the edge of this range
+        if SHARED:
+            first, count = members(tl.maximum(query_low - end + 1, 0), tl.minimum(query_high - end, query_low - 1), stride, offset)
+            next_start, next_end, next_stride, next_offset = load_range(ranges_ptr, head, tl.minimum(index + 1, N_RANGES - 1), N_RANGES)
+            next_stride = tl.where((index + 1 < N_RANGES) & (next_end > next_start), next_stride, 0)
+            for step in range(0, count, PER_STEP):
+                entry = step + offsets // BLOCK
+                block = first + tl.minimum(entry, count - 1) * stride
+                # members of the next range belong to it for every row of the tile (kind 3)
+                wanted = (entry < count) & ((next_stride == 0) | ((block + next_offset) % tl.maximum(next_stride, 1) != 0))
+                columns = block * BLOCK + offsets % BLOCK
+                rows, in_slot = key_rows(columns, block, slot_ptr, BLOCK, KEY_SLOT)
+                wanted = wanted & in_slot
+                if tl.max(wanted.to(tl.int32), 0) > 0:
+                    keep = (row_block[:, None] - block[None, :] < end) & wanted[None, :]
+                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
+                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
+                                                      FORWARD)
+        # 3. what every row attends
+        if TABLE:
+            first = 0
+            stride = 1
+            count = list_count
+        else:
+            first, count = members(tl.maximum(query_high - end + 1, 0), tl.minimum(query_high - start, query_low - 1), stride, offset)
+        if KEY_SLOT:
+            for step in range(0, count * PARTS, PER_STEP):
+                entry = step // PARTS + offsets // BLOCK
+                wanted = entry < count
+                entry = tl.minimum(entry, count - 1)
+                block = first + entry * stride
+                if TABLE:
+                    block = tl.load(key_blocks_ptr + list_start + entry)
+                columns = block * BLOCK + (step % PARTS) * TILE_N + offsets % BLOCK
+                rows, in_slot = key_rows(columns, block, slot_ptr, BLOCK, KEY_SLOT)
+                wanted = wanted & in_slot
+                if tl.max(wanted.to(tl.int32), 0) > 0:
+                    keep = (positions[:, None] >= 0) & wanted[None, :]
+                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
+                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
+                                                      FORWARD)
+        else:
+            full = count * PARTS // PER_STEP
+            for step in tl.range(0, full, num_stages=STAGES):
+                entry = step * PER_STEP // PARTS + offsets // BLOCK
+                if TABLE:
+                    block = tl.load(key_blocks_ptr + list_start + entry)
+                else:
+                    block = first + entry * stride
+                rows = block * BLOCK + (step % PARTS) * TILE_N + offsets % BLOCK
+                accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
+                                                  stride_vs, stride_vd, rows, rows >= 0, rows[None, :] >= 0, scale_log2, HEAD_DIM, BLOCK_D,
+                                                  False, IEEE, FORWARD)
+            if PER_STEP > 1:
+                if full * PER_STEP < count:
+                    entry = full * PER_STEP + offsets // BLOCK
+                    wanted = entry < count
+                    entry = tl.minimum(entry, count - 1)
+                    block = first + entry * stride
+                    if TABLE:
+                        block = tl.load(key_blocks_ptr + list_start + entry)
+                    rows = block * BLOCK + offsets % BLOCK
+                    keep = (positions[:, None] >= 0) & wanted[None, :]
+                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
+                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
+                                                      FORWARD)
+    return accumulator, row_a, row_b

@@ -1,0 +1,30 @@
+"""Kernels run on the GPU where there is one; elsewhere through Triton's interpreter, which must be chosen before Triton is imported."""
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; run `make test-gpu` on such a machine"))
+
+
+@pytest.fixture
+def nan_scratch():
+    """Every tensor that torch allocates without a value holds NaN, so that an unwritten output shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def device():
+    return "cuda" if HAS_GPU else "cpu"

@@ -1,0 +1,294 @@
+"""The op against fp64: error at most twice that of eager attention in the same dtype, for out, LSE, dq, dk, dv, per tensor and per 64 rows.
+
+On a machine without a GPU the kernels run through Triton's interpreter (fp32 and fp16: its dot reads bf16 as integers). The full matrix of
+head dims, dtypes, blocks and patterns is in test_attention_gpu.py.
+"""
+import pytest
+import torch
+from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
+
+from s2_megatron.attention import AttentionCall, attention_backward, attention_forward, s2_attention
+from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.layout import PackedSequence, Placement, build_layout
+from s2_megatron.patterns import RangePattern, make_range_pattern
+
+pytestmark = pytest.mark.usefixtures("nan_scratch")
+BACKENDS = ("reference", "triton")
+F32, F16 = torch.float32, torch.float16
+PAPER, WINDOW = ((2, 1), (None, 4)), ((3, 1),)
+SEVERAL = ((2, 1), (5, 2), (None, 4))
+UNEVEN = ((2, 1), (5, 3), (None, 4))  # not KV-cache efficient
+
+
+def pattern_of(ranges, block, heads, groups, slide="kv", **options):
+    return make_range_pattern(block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options)
+
+
+def random_mask(block, heads, groups, tables, n_blocks=16, seed=0, diagonal=True):
+    generator = torch.Generator().manual_seed(seed)
+    indptr, indices = [], []
+    for _ in range(tables):
+        rows = []
+        for query in range(n_blocks):
+            chosen = torch.rand(query + 1, generator=generator) < 0.4
+            chosen[query if diagonal or query < 2 else query // 2] = True
+            rows.append(chosen.nonzero()[:, 0].numpy())
+        indptr.append([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
+        indices.append(torch.cat([torch.from_numpy(row) for row in rows]).numpy())
+    return BlockMaskPattern.from_csr(block, heads, groups, indptr, indices)
+
+
+# Pairwise over: pattern kind, block, heads/groups, head dim, dtype, length, format, batch.
+CASES = {
+    "paper-gqa-48": (pattern_of(PAPER, 16, 4, 2), 48, F16, 200, "sbhd", 2),
+    "paper-block64": (pattern_of(((1, 1), (None, 2)), 64, 2, 2), 64, F16, 333, "bshd", 1),
+    "paper-block128-80": (pattern_of(((1, 1), (None, 2)), 128, 2, 1), 80, F32, 300, "sbhd", 1),
+    "query-slide": (pattern_of(PAPER, 32, 4, 2, "query"), 32, F32, 260, "bhsd", 1),
+    "several-96": (pattern_of(SEVERAL, 16, 2, 1), 96, F16, 200, "bshd", 1),
+    "uneven": (pattern_of(UNEVEN, 16, 2, 2), 32, F32, 200, "sbhd", 1),
+    "window-160": (pattern_of(WINDOW, 32, 2, 1), 160, F16, 200, "bhsd", 1),
+    "dense-192": (RangePattern.dense(64, 1, 1), 192, F16, 130, "sbhd", 1),
+    "dense-heads-256": (pattern_of(PAPER, 32, 4, 4, dense_heads=[1]), 256, F16, 100, "sbhd", 1),
+    "length-1": (pattern_of(PAPER, 64, 2, 1), 32, F32, 1, "bshd", 2),
+    "length-15": (pattern_of(PAPER, 16, 2, 2), 128, F16, 15, "sbhd", 1),
+    "mask-shared": (random_mask(16, 2, 2, 1), 32, F32, 250, "sbhd", 1),
+    "mask-kv-heads": (random_mask(32, 4, 2, 2), 64, F16, 300, "bhsd", 1),
+    "mask-query-heads": (random_mask(64, 2, 1, 2, 4), 32, F16, 222, "bshd", 1),
+    "mask-without-diagonal": (random_mask(16, 2, 2, 2, diagonal=False), 32, F32, 256, "sbhd", 1),
+    "mask-block128": (random_mask(128, 1, 1, 1, 3), 32, F16, 300, "sbhd", 1),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_gradients(case, backend, device):
+    pattern, dim, dtype, length, form, batch = CASES[case]
+    inputs, grad_lse = make_inputs(pattern, length, dim, dtype, device, batch, form=form)
+    # A softmax scale at which single keys matter: a missing block then moves the result far beyond the bound.
+    check_against_eager(inputs, grad_lse, pattern, form, token_mask(pattern, length, device), 2 * dim ** -0.5, backend=backend)
+
+
+def packed_case(pattern, lengths, padded, dim, dtype, device, extra=0):
+    slots = padded or lengths
+    starts = [sum(slots[:index]) for index in range(len(lengths) + 1)]
+    ends = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    total = starts[-1] + extra
+    inputs, grad_lse = make_inputs(pattern, total, dim, dtype, device, form="thd")
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.int32, device=device)
+    packed = PackedSequence(as_tensor(ends), max(lengths), as_tensor(starts) if padded else None)
+    return inputs, grad_lse, packed, packed_mask(pattern, starts, lengths, total, device)
+
+
+PACKED = {
+    "plain": ([70, 1, 45, 128, 33], None, 0),
+    "padded starts": ([70, 1, 45, 16], [80, 16, 48, 32], 0),
+    "tokens after the last document": ([40, 17], None, 13),
+    "an empty document": ([40, 0, 50], None, 0),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("kind", ["ranges", "mask"])
+def test_packed_gradients(case, kind, backend, device):
+    pattern = pattern_of(PAPER, 16, 2, 1) if kind == "ranges" else random_mask(16, 2, 1, 2)
+    inputs, grad_lse, packed, mask = packed_case(pattern, *PACKED[case][:2], 32, F32, device, PACKED[case][2])
+    got, _ = check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.3, backend=backend, packed=packed)
+    outside = ~mask.any(0).any(-1)
+    for tensor in (got.out, got.grad_query, got.grad_key, got.grad_value):
+        assert not tensor[:, :, outside].any(), "rows outside of every document must be zero"
+    assert torch.isneginf(got.lse[:, :, outside]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shuffled_documents_give_the_same_rows(backend, device):
+    pattern, lengths = pattern_of(PAPER, 16, 2, 1), [70, 33, 90]
+    inputs, _, packed, _ = packed_case(pattern, lengths, None, 32, F32, device)
+    layout = build_layout(pattern, device)
+    out = s2_attention(*inputs[:3], layout, tensor_format="thd", packed=packed, backend=backend)
+    pieces = [tensor.split(lengths) for tensor in (*inputs[:3], out)]
+    order = [2, 0, 1]
+    query, key, value, expected = (torch.cat([piece[index] for index in order]) for piece in pieces)
+    ends = torch.tensor([0, 90, 160, 193], dtype=torch.int32, device=device)
+    shuffled = s2_attention(query, key, value, layout, tensor_format="thd", packed=PackedSequence(ends, 90), backend=backend)
+    assert torch.allclose(shuffled, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("prefix", [1, 15, 16, 17, 100])
+def test_shorter_query_is_the_end_of_the_sequence(prefix, backend, device):
+    pattern = pattern_of(PAPER, 16, 4, 2)
+    (query, key, value, _), _ = make_inputs(pattern, 117, 32, F32, device, form="sbhd")
+    layout = build_layout(pattern, device)
+    whole = s2_attention(query, key, value, layout, backend=backend)
+    for count in (1, 117 - prefix):
+        end = s2_attention(query[prefix:prefix + count], key[:prefix + count], value[:prefix + count], layout, backend=backend)
+        assert torch.allclose(end, whole[prefix:prefix + count], rtol=0, atol=2e-6)
+
+
+def chunks_of(rank, size, n_blocks):
+    """Query blocks of a context-parallel rank in zigzag order."""
+    half = n_blocks // (2 * size)
+    first, last = rank * half, (2 * size - 1 - rank) * half
+    return [*range(first, first + half), *range(last, last + half)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["ranges", "mask"])
+def test_placed_blocks_and_continued_softmax(kind, backend, device):
+    """Two ranks of context parallelism by hand: local keys, then the others from a flat buffer of slots; both directions."""
+    block, n_blocks, dim, scale = 16, 12, 32, 0.4
+    pattern = pattern_of(PAPER, block, 4, 2) if kind == "ranges" else random_mask(block, 4, 2, 2, n_blocks)
+    length = block * n_blocks
+    inputs, grad_lse = make_inputs(pattern, length, dim, F32, device, form="sbhd")
+    whole = run_op(inputs, grad_lse, pattern, "sbhd", scale, backend="reference")
+    query, key, value, grad_out = inputs
+    layout = build_layout(pattern, device)
+    total = {"key": torch.zeros_like(whole.grad_key), "value": torch.zeros_like(whole.grad_value)}
+    inside = torch.arange(block, device=device)
+    for rank in range(2):
+        blocks = chunks_of(rank, 2, n_blocks)
+        rows = (torch.tensor(blocks, device=device)[:, None] * block + inside).reshape(-1)
+        local_slot = torch.full((2, n_blocks), -1)
+        local_slot[:, blocks] = torch.arange(len(blocks))
+        call = AttentionCall(layout, scale, "sbhd", None, Placement.make(blocks, n_blocks, local_slot, device), backend, False)
+        q, k, v, do = (tensor[rows] for tensor in (query, key, value, grad_out))
+        out, lse = attention_forward(q, k, v, call)
+        # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody reads
+        others = [number for number in range(n_blocks) if number not in blocks]
+        remote_slot = torch.full((2, n_blocks), -1)
+        buffers = [torch.full((2 * len(others) + 1, block, dim), float("nan"), device=device) for _ in range(2)]
+        for group, order in enumerate((others, others[::-1])):
+            for position, number in enumerate(order):
+                slot = 1 + group * len(others) + position
+                remote_slot[group, number] = slot
+                for buffer, tensor in zip(buffers, (key, value)):
+                    buffer[slot] = tensor[number * block:(number + 1) * block, 0, group]
+        flat = [buffer.view(-1, 1, 1, dim).expand(-1, 1, 2, dim) for buffer in buffers]
+        remote = call._replace(placement=Placement.make(blocks, n_blocks, remote_slot, device))
+        out, lse = attention_forward(q, *flat, remote, initial=(out, lse))
+        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=3e-6)
+        assert torch.allclose(lse, whole.lse[:, :, rows], rtol=0, atol=3e-6)
+        part = (do, grad_lse[:, :, rows], q)
+        local_grads = attention_backward(*part, k, v, out, lse, call)
+        remote_grads = attention_backward(*part, *flat, out, lse, remote)
+        assert torch.allclose((local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=2e-5)
+        for name, mine, theirs in zip(total, local_grads[1:], remote_grads[1:]):
+            total[name][:, :, rows] += mine.permute(1, 2, 0, 3)
+            for group in range(2):
+                for number in others:
+                    slot = remote_slot[group, number].item()
+                    span = slice(number * block, (number + 1) * block)
+                    total[name][0, group, span] += theirs[slot * block:(slot + 1) * block, 0, group]
+    assert torch.allclose(total["key"], whole.grad_key, rtol=0, atol=2e-5)
+    assert torch.allclose(total["value"], whole.grad_value, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_query_without_a_key_gives_zero(backend, device):
+    pattern = pattern_of(PAPER, 16, 2, 1)
+    (query, key, value, grad_out), grad_lse = make_inputs(pattern, 64, 32, F32, device, form="sbhd")
+    slots = torch.full((1, 4), -1)
+    slots[0, 1] = 0
+    placement = Placement.make(range(4), 4, slots, device)
+    layout = build_layout(pattern, device)
+    call = AttentionCall(layout, 0.2, "sbhd", None, placement, backend, False)
+    out, lse = attention_forward(query, key, value, call)
+    blind = [row for row in range(64) if 1 not in pattern.key_blocks(0, row // 16)]
+    assert blind, "the case must have query blocks that do not attend block 1"
+    assert not out[blind].any() and torch.isneginf(lse[:, :, blind]).all()
+    grads = attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+    assert not grads[0][blind].any()
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert not grads[1][16:].any(), "absent keys have no gradient"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_blocks_on_is_causal_attention(backend, device):
+    pattern = RangePattern.dense(32, 4, 2)
+    inputs, grad_lse = make_inputs(pattern, 150, 64, F32, device, form="bhsd")
+    got = run_op(inputs, torch.zeros_like(grad_lse), pattern, "bhsd", 0.2, backend=backend)
+    query, key, value = (tensor.detach().clone().requires_grad_() for tensor in inputs[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2, enable_gqa=True)
+    expected = (out, *torch.autograd.grad(out, (query, key, value), inputs[3]))
+    for name, mine, theirs in zip(("out", "dq", "dk", "dv"), (got.out, *got[2:]), expected):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-5), name
+
+
+def with_block_flipped(pattern, head, query, key, n_blocks):
+    def chosen(h, q, keys):
+        row = torch.isin(torch.from_numpy(keys), torch.from_numpy(pattern.key_blocks(h, q))).numpy()
+        if (h, q) == (head, query):
+            row[key] = ~row[key]
+        return row
+    return BlockMaskPattern.from_function(pattern.block_size, pattern.num_heads, pattern.num_kv_heads, n_blocks, chosen)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_wrong_block_is_noticed(backend, device):
+    """One block dropped or added, anywhere, fails the gradient check: the bounds are tight enough to see it."""
+    n_blocks = 6
+    pattern = pattern_of(((1, 1), (None, 2)), 16, 2, 1)
+    inputs, grad_lse = make_inputs(pattern, 16 * n_blocks, 32, F32, device)
+    mask = token_mask(pattern, 16 * n_blocks, device)
+    places = [(query % 2, query, key) for query in range(1, n_blocks) for key in range(query + 1)]
+    if backend == "triton" and device == "cpu":
+        places = places[::4]
+    unchanged = with_block_flipped(pattern, -1, -1, -1, n_blocks)
+    check_against_eager(inputs, grad_lse, unchanged, "bhsd", mask, 0.3, backend=backend)
+    for place in places:
+        wrong = with_block_flipped(pattern, *place, n_blocks)
+        with pytest.raises(AssertionError, match="error"):
+            check_against_eager(inputs, grad_lse, wrong, "bhsd", mask, 0.3, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_is_repeatable(backend, device):
+    pattern = pattern_of(PAPER, 16, 4, 2)
+    inputs, grad_lse = make_inputs(pattern, 200, 32, F16, device, form="sbhd")
+    first, second = (run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend=backend, deterministic=True) for _ in range(2))
+    for name, one, two in zip(first._fields, first, second):
+        assert torch.equal(one, two), name
+
+
+def test_empty_batch(device):
+    pattern = pattern_of(PAPER, 16, 2, 1)
+    query, key = torch.zeros(8, 0, 2, 32, requires_grad=True, device=device), torch.zeros(8, 0, 1, 32, device=device)
+    out = s2_attention(query, key, key, build_layout(pattern), backend="reference")
+    out.sum().backward()
+    assert out.shape == query.shape == query.grad.shape
+
+
+GOOD = dict(query=(64, 1, 4, 32), key=(64, 1, 2, 32), value=(64, 1, 2, 32))
+BAD = {
+    "heads": (dict(query=(64, 1, 6, 32)), {}, "query has 6 heads"),
+    "kv heads": (dict(key=(64, 1, 4, 32), value=(64, 1, 4, 32)), {}, "key 4"),
+    "value": (dict(value=(64, 1, 2, 16)), {}, "shapes do not fit"),
+    "head dim": (dict(query=(64, 1, 4, 288), key=(64, 1, 2, 288), value=(64, 1, 2, 288)), {}, "at most 256"),
+    "format": ({}, dict(tensor_format="sdbh"), "expected one of sbhd"),
+    "dimensions": ({}, dict(tensor_format="thd"), "thd has 3"),
+    "longer query": (dict(query=(80, 1, 4, 32)), {}, "query has 80 rows and key 64"),
+    "backend": ({}, dict(backend="cuda"), "expected one of auto"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case):
+    shapes, options, message = BAD[case]
+    tensors = {name: torch.zeros(shapes.get(name, shape)) for name, shape in GOOD.items()}
+    with pytest.raises(ValueError, match=message):
+        s2_attention(**tensors, layout=build_layout(pattern_of(PAPER, 16, 4, 2)), **{"backend": "reference", **options})
+
+
+def test_mask_too_short_is_refused():
+    tensors = [torch.zeros(GOOD[name]) for name in GOOD]
+    with pytest.raises(ValueError, match="seq_length=64 has 4 blocks of 16, the block mask only 2"):
+        s2_attention(*tensors, build_layout(random_mask(16, 4, 2, 1, 2)), backend="reference")
+
+
+def test_fp64_is_exact():
+    pattern = pattern_of(SEVERAL, 16, 4, 2)
+    inputs, grad_lse = make_inputs(pattern, 200, 16, torch.float64, "cpu")
+    got, truth = check_against_eager(inputs, grad_lse, pattern, "bhsd", token_mask(pattern, 200), 1.0, backend="reference")
+    for name, mine, theirs in zip(got._fields, got, truth):
+        assert (mine - theirs).abs().max() <= 1e-12 * theirs.abs().max(), name
