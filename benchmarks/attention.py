@@ -9,6 +9,7 @@ the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAtte
 
     seq 131072  S2 (triton)            forward   23.1 ms  468 TF/s   backward   74.0 ms  365 TF/s   15.8 x FA-2
 """
+
 from __future__ import annotations
 
 import argparse
@@ -31,10 +32,14 @@ def make_tensors(args, length):
     shape = {"sbhd": (length, args.batch), "bshd": (args.batch, length)}
     fused_heads = args.num_heads + 2 * args.num_kv_heads
     if args.tensor_format == "bhsd":
-        parts = [torch.randn(args.batch, heads, length, args.head_dim, device="cuda", dtype=args.torch_dtype)
-                 for heads in (args.num_heads, args.num_kv_heads, args.num_kv_heads)]
+        parts = [
+            torch.randn(args.batch, heads, length, args.head_dim, device="cuda", dtype=args.torch_dtype)
+            for heads in (args.num_heads, args.num_kv_heads, args.num_kv_heads)
+        ]
     else:  # as Megatron gives them: strided views of one fused projection
-        fused = torch.randn(*shape[args.tensor_format], fused_heads, args.head_dim, device="cuda", dtype=args.torch_dtype)
+        fused = torch.randn(
+            *shape[args.tensor_format], fused_heads, args.head_dim, device="cuda", dtype=args.torch_dtype
+        )
         parts = list(fused.split([args.num_heads, args.num_kv_heads, args.num_kv_heads], 2))
     grad = torch.randn(parts[0].shape, device="cuda", dtype=args.torch_dtype)
     return [part.requires_grad_() for part in parts], grad
@@ -56,25 +61,31 @@ def check(args, pattern):
 
 def competitors(args, pattern, tensors, grad):
     layout = build_layout(pattern, "cuda")
+
     def ours(*inputs):
         return s2_attention(*inputs, layout, tensor_format=args.tensor_format, backend="triton")
+
     found = {"S2 (triton)": (ours, tensors, grad)}
     dense = [canonical_view(tensor.detach(), args.tensor_format).contiguous().requires_grad_() for tensor in tensors]
     dense_grad = canonical_view(grad, args.tensor_format).contiguous()
     for name, backend in (("FA-2 dense", SDPBackend.FLASH_ATTENTION), ("cuDNN dense", SDPBackend.CUDNN_ATTENTION)):
         if name.split()[0] not in args.peers:
             continue
+
         def call(*inputs, backend=backend):
             with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=args.num_heads != args.num_kv_heads)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *inputs, is_causal=True, enable_gqa=args.num_heads != args.num_kv_heads
+                )
+
         found[name] = (call, dense, dense_grad)
     return found
 
 
-def timed(function):
+def timed(function, *arguments):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    result = function()
+    result = function(*arguments)
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end), result
@@ -85,8 +96,8 @@ def measure(found, repeats):
     times = {name: ([], []) for name in found}
     for turn in range(repeats + 2):
         for name, (call, inputs, grad) in found.items():
-            forward, out = timed(lambda: call(*inputs))
-            backward, _ = timed(lambda: torch.autograd.grad(out, inputs, grad))
+            forward, out = timed(call, *inputs)
+            backward, _ = timed(torch.autograd.grad, out, inputs, grad)
             if turn >= 2:
                 times[name][0].append(forward)
                 times[name][1].append(backward)
@@ -112,12 +123,19 @@ def main():
     args = parser.parse_args()
     args.torch_dtype = getattr(torch, args.dtype)
     ranges = ((args.local_tokens // args.block_size, 1), (None, args.stride))
-    pattern = make_range_pattern(block_size=args.block_size, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, ranges=ranges,
-                                 slide=args.slide)
+    pattern = make_range_pattern(
+        block_size=args.block_size,
+        num_heads=args.num_heads,
+        num_kv_heads=args.num_kv_heads,
+        ranges=ranges,
+        slide=args.slide,
+    )
     check(args, pattern)
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    print(f"{machine}; batch {args.batch}, heads {args.num_heads}/{args.num_kv_heads}, head dim {args.head_dim}, {args.dtype}, "
-          f"{args.tensor_format}, {pattern.describe()}, block {args.block_size}")
+    print(
+        f"{machine}; batch {args.batch}, heads {args.num_heads}/{args.num_kv_heads}, head dim {args.head_dim}, {args.dtype}, "
+        f"{args.tensor_format}, {pattern.describe()}, block {args.block_size}"
+    )
     rows = []
     for length in map(int, args.seq_lengths.split(",")):
         tensors, grad = make_tensors(args, length)
@@ -127,18 +145,37 @@ def main():
         for name, (forward, backward) in times.items():
             dense_pairs = args.num_heads * length * (length + 1) // 2
             pairs = args.batch * (dense_pairs if "dense" in name else pattern.attended_pairs(length))
-            rate = [scale * args.head_dim * pairs / milliseconds / 1e9 for scale, milliseconds in ((4, forward), (10, backward))]
+            rate = [
+                scale * args.head_dim * pairs / milliseconds / 1e9
+                for scale, milliseconds in ((4, forward), (10, backward))
+            ]
             ratio = baseline / (forward + backward) if baseline else None
-            rows.append(dict(seq_length=length, name=name, forward_ms=forward, backward_ms=backward, forward_tflops=rate[0],
-                             backward_tflops=rate[1], over_fa2=ratio))
-            print(f"seq {length:7d}  {name:14s}  forward {forward:8.2f} ms {rate[0]:4.0f} TF/s   backward {backward:8.2f} ms {rate[1]:4.0f} TF/s"
-                  + (f"   {ratio:5.2f} x FA-2" if ratio else ""), flush=True)
+            rows.append(
+                dict(
+                    seq_length=length,
+                    name=name,
+                    forward_ms=forward,
+                    backward_ms=backward,
+                    forward_tflops=rate[0],
+                    backward_tflops=rate[1],
+                    over_fa2=ratio,
+                )
+            )
+            print(
+                f"seq {length:7d}  {name:14s}  forward {forward:8.2f} ms {rate[0]:4.0f} TF/s   backward {backward:8.2f} ms {rate[1]:4.0f} TF/s"
+                + (f"   {ratio:5.2f} x FA-2" if ratio else ""),
+                flush=True,
+            )
         del tensors, grad, found
         torch.cuda.empty_cache()
     if args.json:
         temporary = args.json + ".tmp"
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(dict(machine=machine, arguments={key: str(value) for key, value in vars(args).items()}, rows=rows), file, indent=1)
+            json.dump(
+                dict(machine=machine, arguments={key: str(value) for key, value in vars(args).items()}, rows=rows),
+                file,
+                indent=1,
+            )
         os.replace(temporary, args.json)
 
 

@@ -11,7 +11,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured on an H200 for 16-bit inputs at 128; the others keep within its shared memory.
+# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured on an H200 for 16-bit inputs at 128;
+# the others keep within its shared memory.
 _TABLE = {
     (32, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     (64, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
@@ -28,5 +29,6 @@ HEADS_TOGETHER = 4  # heads whose tiles run side by side and share L2
 def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int) -> tuple[Tile, Tile, Tile]:
     """(forward, dQ, dK and dV) tiles. tile_blocks: query blocks that may share a tile (1: a tile stays within a block)."""
     forward, grad_query, grad_key = _TABLE[max(32, block_dim), wide]
-    rows = lambda tile: tile._replace(rows=max(16, min(tile.rows, block_size * tile_blocks)))
-    return rows(forward), rows(grad_query), grad_key._replace(columns=min(grad_key.columns, block_size))
+    most_rows = max(16, block_size * tile_blocks)
+    forward, grad_query = (tile._replace(rows=min(tile.rows, most_rows)) for tile in (forward, grad_query))
+    return forward, grad_query, grad_key._replace(columns=min(grad_key.columns, block_size))

@@ -120,8 +120,8 @@ def visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride
 
 @triton.jit
 def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd,
-                    ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, head, table, table_rows, positions, query_low, query_high, last_position,
-                    kv_length, scale_log2,
+                    ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, head, table, table_rows, positions, query_low, query_high,
+                    last_position, kv_length, scale_log2,
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                     N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
                     FORWARD: tl.constexpr):
@@ -161,12 +161,12 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
             first, count = members(tl.maximum(query_low - end + 1, 0), tl.minimum(query_high - end, query_low - 1), stride, offset)
             next_start, next_end, next_stride, next_offset = load_range(ranges_ptr, head, tl.minimum(index + 1, N_RANGES - 1), N_RANGES)
             next_stride = tl.where((index + 1 < N_RANGES) & (next_end > next_start), next_stride, 0)
-            for step in range(0, count, PER_STEP):
-                entry = step + offsets // BLOCK
+            for step in range(0, count * PARTS, PER_STEP):
+                entry = step // PARTS + offsets // BLOCK
                 block = first + tl.minimum(entry, count - 1) * stride
                 # members of the next range belong to it for every row of the tile (kind 3)
                 wanted = (entry < count) & ((next_stride == 0) | ((block + next_offset) % tl.maximum(next_stride, 1) != 0))
-                columns = block * BLOCK + offsets % BLOCK
+                columns = block * BLOCK + (step % PARTS) * TILE_N + offsets % BLOCK
                 rows, in_slot = key_rows(columns, block, slot_ptr, BLOCK, KEY_SLOT)
                 wanted = wanted & in_slot
                 if tl.max(wanted.to(tl.int32), 0) > 0:

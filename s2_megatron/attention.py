@@ -2,6 +2,7 @@
 
 S sequence, B batch, H query heads, G KV heads (H a multiple of G), D head dim, T packed tokens. Inside, tensors are views [B, heads, rows, D].
 """
+
 from __future__ import annotations
 
 import importlib.util
@@ -44,10 +45,14 @@ def resolve_backend(name: str, device_type: str) -> str:
     chosen = name if name != "auto" else ("triton" if device_type == "cuda" else "reference")
     if chosen == "triton":
         if importlib.util.find_spec("triton") is None:
-            raise ValueError(f"backend={name} needs Triton on {device_type}, and it is not installed; pip install triton, or set "
-                             "backend=reference to accept the slow PyTorch version")
+            raise ValueError(
+                f"backend={name} needs Triton on {device_type}, and it is not installed; pip install triton, or set "
+                "backend=reference to accept the slow PyTorch version"
+            )
         if device_type != "cuda" and not interpreted:
-            raise ValueError(f"backend={name} on device {device_type}: the Triton kernels need a GPU; use backend=reference or auto")
+            raise ValueError(
+                f"backend={name} on device {device_type}: the Triton kernels need a GPU; use backend=reference or auto"
+            )
     print_once(f"S2 attention backend: {chosen} ({'set' if name != 'auto' else 'chosen'} for {device_type})")
     return chosen
 
@@ -56,6 +61,7 @@ def _implementation(backend):
     if backend == "reference":
         return reference
     from s2_megatron.kernels import launch
+
     return launch
 
 
@@ -82,21 +88,29 @@ def _check(query, key, value, call: AttentionCall):
         if tensor.ndim != dims:
             raise ValueError(f"{name} has {tensor.ndim} dimensions; tensor_format={form} has {dims}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same")
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
+            )
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
     if call.backend == "triton" and query.dtype == torch.float64:
         raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
-        raise ValueError(f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}")
+        raise ValueError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}"
+        )
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected the same "
-                         "batch and head dim, and key like value")
+        raise ValueError(
+            f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected the same "
+            "batch and head dim, and key like value"
+        )
     if q.shape[3] > HEAD_DIM_LIMIT:
         raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
     if (form == "thd") != (call.packed is not None):
-        raise ValueError(f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), the others none")
+        raise ValueError(
+            f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), the others none"
+        )
     limit = getattr(layout.pattern, "num_blocks", None)
     longest = call.packed.max_seqlen if call.packed else k.shape[2]
     if call.placement is None and limit is not None:
@@ -104,15 +118,23 @@ def _check(query, key, value, call: AttentionCall):
     if call.packed is not None:
         for tensor in (call.packed.cu_seqlens, call.packed.starts):
             if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
-                raise ValueError(f"cu_seqlens is {tensor.dtype} on {tensor.device}; expected contiguous int32 on {query.device}")
+                raise ValueError(
+                    f"cu_seqlens is {tensor.dtype} on {tensor.device}; expected contiguous int32 on {query.device}"
+                )
         if call.packed.cu_seqlens.shape != call.packed.starts.shape:
-            raise ValueError(f"cu_seqlens has {len(call.packed.cu_seqlens)} entries, cu_seqlens_padded {len(call.packed.starts)}; expected the same")
+            raise ValueError(
+                f"cu_seqlens has {len(call.packed.cu_seqlens)} entries, cu_seqlens_padded {len(call.packed.starts)}; expected the same"
+            )
     if call.placement is not None:
         if call.packed is not None:
-            raise ValueError("placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence")
+            raise ValueError(
+                "placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence"
+            )
         expected = len(call.placement.query_block_ids) * layout.block_size
         if q.shape[2] != expected:
-            raise ValueError(f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of {layout.block_size} are {expected}")
+            raise ValueError(
+                f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of {layout.block_size} are {expected}"
+            )
         slot = call.placement.key_slot
         if slot is not None and slot.shape[0] != layout.num_kv_heads:
             raise ValueError(f"key_slot has {slot.shape[0]} KV heads; the layout has {layout.num_kv_heads}")
@@ -135,8 +157,18 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None):
     if initial is not None:
         initial = (canonical_view(initial[0], form), initial[1])
     if q.numel():
-        _implementation(call.backend).forward(q, k, v, canonical_view(out, form), lse, call.layout, call.softmax_scale, call.packed,
-                                              call.placement, initial)
+        _implementation(call.backend).forward(
+            q,
+            k,
+            v,
+            canonical_view(out, form),
+            lse,
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            initial,
+        )
     return out, lse
 
 
@@ -146,8 +178,17 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
     grads = [_empty_like(tensor, call) for tensor in (query, key, value)]
     if query.numel():
         views = [canonical_view(tensor, form) for tensor in (query, key, value, out)]
-        _implementation(call.backend).backward(canonical_view(grad_out, form), grad_lse, *views, lse, *(canonical_view(g, form) for g in grads),
-                                               call.layout, call.softmax_scale, call.packed, call.placement)
+        _implementation(call.backend).backward(
+            canonical_view(grad_out, form),
+            grad_lse,
+            *views,
+            lse,
+            *(canonical_view(g, form) for g in grads),
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+        )
     return grads
 
 
@@ -170,13 +211,24 @@ class _S2Attention(torch.autograd.Function):
         return (*attention_backward(grad_out, grad_lse, query, key, value, out, lse, ctx.call), None)
 
 
-def s2_attention(query, key, value, layout: Layout, *, softmax_scale: float | None = None, tensor_format: str = "sbhd",
-                 packed: PackedSequence | None = None, placement: Placement | None = None, backend: str = "auto",
-                 deterministic: bool = False, return_lse: bool = False):
+def s2_attention(
+    query,
+    key,
+    value,
+    layout: Layout,
+    *,
+    softmax_scale: float | None = None,
+    tensor_format: str = "sbhd",
+    packed: PackedSequence | None = None,
+    placement: Placement | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+):
     """S2 block-sparse causal attention, differentiable in query, key, value, and through LSE.
 
-    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads and
-    any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
+    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads
+    and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
     placement: whole query blocks and key slots of a longer sequence (see Placement). softmax_scale: default D ** -0.5. deterministic: the
     backward is bitwise repeatable (the portable kernels always are).
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural log.
@@ -206,6 +258,6 @@ def _as_whole_blocks(query, key_rows: int, rows: int, block: int):
     start = key_rows - query.shape[rows]
     before, n_blocks = start % block, -(-key_rows // block)
     after = n_blocks * block - key_rows
-    pieces = [query.new_zeros([*query.shape[:rows], count, *query.shape[rows + 1:]]) for count in (before, after)]
+    pieces = [query.new_zeros([*query.shape[:rows], count, *query.shape[rows + 1 :]]) for count in (before, after)]
     padded = torch.cat([pieces[0], query, pieces[1]], dim=rows)
     return padded, (before, after), Placement.make(range(start // block, n_blocks), n_blocks, device=query.device)

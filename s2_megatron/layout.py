@@ -3,9 +3,11 @@
 A layout does not depend on the sequence length, and memory is O(heads) for range patterns and O(nonzeros) for block masks.
 H query heads, P pattern heads of a block mask, R ranges of distance.
 """
+
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +54,9 @@ class Placement:
         """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. Raises ValueError when they do not fit."""
         ids = np.asarray(query_block_ids, dtype=np.int64)
         if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
-            raise ValueError(f"query_block_ids must be strictly ascending within 0..{n_blocks - 1}; got {ids.tolist()[:8]}...")
+            raise ValueError(
+                f"query_block_ids must be strictly ascending within 0..{n_blocks - 1}; got {ids.tolist()[:8]}..."
+            )
         tile_blocks = 1
         while len(ids) % (2 * tile_blocks) == 0 and tile_blocks < 8:
             rows = ids.reshape(-1, 2 * tile_blocks)
@@ -65,8 +69,13 @@ class Placement:
             if key_slot.ndim != 2 or key_slot.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks={n_blocks}]")
             key_slot = key_slot.contiguous().to(device)
-        return cls(torch.as_tensor(ids, dtype=torch.int32, device=device), torch.as_tensor(rank, dtype=torch.int32, device=device),
-                   key_slot, n_blocks, tile_blocks)
+        return cls(
+            torch.as_tensor(ids, dtype=torch.int32, device=device),
+            torch.as_tensor(rank, dtype=torch.int32, device=device),
+            key_slot,
+            n_blocks,
+            tile_blocks,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,15 +117,23 @@ class Layout:
 class RangeLayout(Layout):
     """Ranges of distance: every loop bound of a kernel is arithmetic on this table."""
 
-    ranges: torch.Tensor  # int32 [H, R, 4]: first distance, distance limit, stride, offset mod stride; unused ranges start at NO_END
-    tile_blocks: int  # so many neighbouring query blocks may share one tile (1 unless the pattern is KV-cache efficient)
+    ranges: (
+        torch.Tensor
+    )  # int32 [H, R, 4]: first distance, distance limit, stride, offset mod stride; unused ranges start at NO_END
+    tile_blocks: (
+        int  # so many neighbouring query blocks may share one tile (1 unless the pattern is KV-cache efficient)
+    )
 
     @property
     def tensors(self):
         return (self.ranges,)
 
     def to(self, device) -> RangeLayout:
-        return self if self.device == torch.device(device) else RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
+        return (
+            self
+            if self.device == torch.device(device)
+            else RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +164,7 @@ def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
     tile = most
     for head in set(pattern.heads):
         ends = [end for end, _ in head.ranges if end is not None]
-        for previous, end in zip(ends, ends[1:]):
+        for previous, end in pairwise(ends):
             while tile > 1 and end - previous < tile - 1:
                 tile //= 2
     return tile
@@ -169,9 +186,15 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
         rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))
         row_starts.append(indptr + base)
         key_blocks.append(indices)
-        column_starts.append(base + np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=pattern.num_blocks))]))
+        column_starts.append(
+            base + np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=pattern.num_blocks))])
+        )
         query_blocks.append(rows[np.argsort(indices, kind="stable")])
         base += len(indices)
-    tensors = [torch.from_numpy(np.stack(row_starts)), torch.from_numpy(np.concatenate(key_blocks)),
-               torch.from_numpy(np.stack(column_starts)), torch.from_numpy(np.concatenate(query_blocks))]
+    tensors = [
+        torch.from_numpy(np.stack(row_starts)),
+        torch.from_numpy(np.concatenate(key_blocks)),
+        torch.from_numpy(np.stack(column_starts)),
+        torch.from_numpy(np.concatenate(query_blocks)),
+    ]
     return TableLayout(pattern, *(tensor.to(device) for tensor in tensors))

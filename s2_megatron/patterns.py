@@ -7,6 +7,7 @@ diagonal block is always attended; inside it a token sees the tokens up to itsel
 
 Heads, layers and blocks are 0-based and global, i.e. before any tensor- or context-parallel slicing.
 """
+
 from __future__ import annotations
 
 import math
@@ -43,12 +44,18 @@ class HeadPattern:
             if stride < 1:
                 raise ValueError(f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more")
             if end is None and position != len(self.ranges) - 1:
-                raise ValueError(f"ranges={self.ranges}: only the last end may be None (no limit), not the one at position {position}")
+                raise ValueError(
+                    f"ranges={self.ranges}: only the last end may be None (no limit), not the one at position {position}"
+                )
             if end is not None and end <= previous:
-                raise ValueError(f"ranges={self.ranges}: end {end} at position {position}; ends must grow, expected {previous + 1} or more")
+                raise ValueError(
+                    f"ranges={self.ranges}: end {end} at position {position}; ends must grow, expected {previous + 1} or more"
+                )
             previous = end
         if self.ranges[0][1] != 1:
-            raise ValueError(f"ranges={self.ranges}: the first stride is {self.ranges[0][1]}; expected 1, for a token must see its own block")
+            raise ValueError(
+                f"ranges={self.ranges}: the first stride is {self.ranges[0][1]}; expected 1, for a token must see its own block"
+            )
 
     @property
     def is_dense(self) -> bool:
@@ -121,8 +128,10 @@ class Pattern:
 
     def _check_heads(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                             "every KV head needs the same number of query heads")
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
+                "every KV head needs the same number of query heads"
+            )
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size={self.block_size}; expected a power of two, e.g. 64")
 
@@ -144,8 +153,10 @@ class Pattern:
     def head_slice(self, rank: int, size: int) -> tuple[range, range]:
         """Global (query heads, KV heads) of a tensor-parallel rank; with fewer KV heads than ranks several ranks share one."""
         if self.num_heads % size or (self.num_kv_heads % size and size % self.num_kv_heads):
-            raise ValueError(f"tensor_parallel_size={size} fits neither num_heads={self.num_heads} nor num_kv_heads={self.num_kv_heads}; "
-                             "it must divide the heads, and divide the KV heads or be a multiple of them")
+            raise ValueError(
+                f"tensor_parallel_size={size} fits neither num_heads={self.num_heads} nor num_kv_heads={self.num_kv_heads}; "
+                "it must divide the heads, and divide the KV heads or be a multiple of them"
+            )
         local = self.num_heads // size
         heads = range(rank * local, (rank + 1) * local)
         ratio = self.num_heads // self.num_kv_heads
@@ -193,7 +204,7 @@ class RangePattern(Pattern):
 
     def tensor_parallel_slice(self, rank: int, size: int) -> RangePattern:
         heads, kv_heads = self.head_slice(rank, size)
-        return RangePattern(self.block_size, len(kv_heads), self.heads[heads.start:heads.stop])
+        return RangePattern(self.block_size, len(kv_heads), self.heads[heads.start : heads.stop])
 
     def canonical(self) -> dict:
         groups: dict[Ranges, dict] = {}
@@ -202,7 +213,12 @@ class RangePattern(Pattern):
             group = groups.setdefault(ranges, {"ranges": [list(item) for item in ranges], "heads": [], "offsets": []})
             group["heads"].append(index)
             group["offsets"].append(offset)
-        return {"kind": "ranges", "block_size": self.block_size, "kv_heads": self.num_kv_heads, "groups": list(groups.values())}
+        return {
+            "kind": "ranges",
+            "block_size": self.block_size,
+            "kv_heads": self.num_kv_heads,
+            "groups": list(groups.values()),
+        }
 
     def describe(self) -> str:
         sparse = [head for head in self.heads if not head.is_dense]
@@ -224,6 +240,7 @@ class RangePattern(Pattern):
 
 def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> int:
     """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several do."""
+
     def layers_needed(step):
         seen: set[int] = set()
         for layer in range(stride):
@@ -231,13 +248,14 @@ def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> i
             if len(seen) == stride:
                 return layer + 1
         return stride + 1
+
     return min([pattern_heads, *range(1, stride)], key=layers_needed)
 
 
 def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
     """KV heads that are dense. dense_heads: a list of KV heads, {"last": n} (the paper's) or {"spread": n} (evenly, hence over TP ranks)."""
     if isinstance(dense_heads, dict):
-        (kind, count), = dense_heads.items()
+        ((kind, count),) = dense_heads.items()
         if not 0 <= count <= num_kv_heads:
             raise ValueError(f"dense_heads={{{kind}: {count}}}; expected 0 to {num_kv_heads}, the number of KV heads")
         if kind == "last":
@@ -247,13 +265,25 @@ def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
         raise ValueError(f"dense_heads has the key {kind!r}; expected 'last' or 'spread'")
     wrong = [head for head in dense_heads if not 0 <= head < num_kv_heads]
     if wrong:
-        raise ValueError(f"dense_heads={list(dense_heads)}: {wrong[0]} is not a KV head; expected 0 to {num_kv_heads - 1}")
+        raise ValueError(
+            f"dense_heads={list(dense_heads)}: {wrong[0]} is not a KV head; expected 0 to {num_kv_heads - 1}"
+        )
     return frozenset(dense_heads)
 
 
-def make_range_pattern(*, block_size: int, num_heads: int, num_kv_heads: int, ranges: Ranges, slide: str = "kv",
-                       head_step: str | int = "auto", base_offset: int = 0, layer_index: int = 0, layer_step: str | int = "auto",
-                       dense_heads=()) -> RangePattern:
+def make_range_pattern(
+    *,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    ranges: Ranges,
+    slide: str = "kv",
+    head_step: str | int = "auto",
+    base_offset: int = 0,
+    layer_index: int = 0,
+    layer_step: str | int = "auto",
+    dense_heads=(),
+) -> RangePattern:
     """The pattern of one layer: offset = base_offset + p * head_step + layer_index * layer_step, the same in all ranges of a head.
 
     p is the KV head (slide "kv") or the query head ("query"). head_step "paper" is max(1, s_n // num_heads), "auto"
@@ -278,8 +308,13 @@ def make_range_pattern(*, block_size: int, num_heads: int, num_kv_heads: int, ra
         residues = {p * head_step % stride for p in range(pattern_heads) if p // per_pattern_head not in dense}
         covered = not residues or len(residues) == stride
         layer_step = 0 if covered else _choose_layer_step(stride, residues, pattern_heads)
-    sparse = {p: HeadPattern(ranges, base_offset + p * head_step + layer_index * layer_step) for p in range(pattern_heads)}
-    heads = tuple(HeadPattern(DENSE) if h // ratio in dense else sparse[h // ratio if slide == "kv" else h] for h in range(num_heads))
+    sparse = {
+        p: HeadPattern(ranges, base_offset + p * head_step + layer_index * layer_step) for p in range(pattern_heads)
+    }
+    heads = tuple(
+        HeadPattern(DENSE) if h // ratio in dense else sparse[h // ratio if slide == "kv" else h]
+        for h in range(num_heads)
+    )
     return RangePattern(block_size, num_kv_heads, heads)
 
 
@@ -304,6 +339,6 @@ def period_coverage(patterns, n_blocks: int) -> float:
         for pattern in others:
             for indptr, indices in pattern.tables:
                 if query < pattern.num_blocks:
-                    row[indices[indptr[query]:indptr[query + 1]]] = True
+                    row[indices[indptr[query] : indptr[query + 1]]] = True
         total += int(row.sum())
     return total / (n_blocks * (n_blocks + 1) // 2)

@@ -4,6 +4,7 @@ All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D
 backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta) with delta = rowsum(dO O) - dLSE
 (Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -60,7 +61,13 @@ def _rows(query, key, layout, packed, placement):
                     key_rows, positions = key_rows[valid], positions[valid]
                     own = torch.arange(query_block * block, query_block * block + last - first, device=device)
                     mask = own[:, None] >= positions
-                yield _Row(head_index, head_index // ratio, slice(query_start + first, query_start + last), key_rows + key_start, mask)
+                yield _Row(
+                    head_index,
+                    head_index // ratio,
+                    slice(query_start + first, query_start + last),
+                    key_rows + key_start,
+                    mask,
+                )
 
 
 def _scores(row, q, k, scale):
@@ -84,14 +91,30 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     if initial is not None:
         first_out, first_log = initial[0].to(work), initial[1].to(work)
         both = torch.logaddexp(log_sum, first_log)
-        weight = lambda log: torch.exp(log - both).nan_to_num_(0.0)[..., None]  # NaN: neither part has a key
-        total = total * weight(log_sum) + first_out * weight(first_log)
+        # NaN: neither part has a key
+        own, first = (torch.exp(log - both).nan_to_num_(0.0)[..., None] for log in (log_sum, first_log))
+        total = total * own + first_out * first
         log_sum = both
     out.copy_(total)
     lse.copy_(log_sum)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
+def backward(
+    grad_out,
+    grad_lse,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    grad_query,
+    grad_key,
+    grad_value,
+    layout,
+    scale,
+    packed=None,
+    placement=None,
+):
     """Writes the three gradients. grad_lse: [B, H, rows] or None."""
     work = torch.promote_types(query.dtype, torch.float32)
     q_all, k_all, v_all, do_all = (tensor.to(work) for tensor in (query, key, value, grad_out))

@@ -1,4 +1,5 @@
 """The dense masked computation that every other implementation is compared with, its error measures, and the gradient check."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -47,7 +48,9 @@ def eager(query, key, value, mask, scale, grad_out, grad_lse) -> Result:
     p = torch.softmax(scores, -1).nan_to_num(0.0)
     out = p.to(query.dtype) @ v
     lse = torch.logsumexp(scores.masked_fill(~mask.any(-1, keepdim=True), 0.0), -1)
-    loss = (out.to(scores.dtype) * grad_out.to(scores.dtype)).sum() + (lse * grad_lse.to(scores.dtype) * mask.any(-1)).sum()
+    loss = (out.to(scores.dtype) * grad_out.to(scores.dtype)).sum() + (
+        lse * grad_lse.to(scores.dtype) * mask.any(-1)
+    ).sum()
     return Result(out.detach(), lse.detach(), *torch.autograd.grad(loss, (query, key, value)))
 
 
@@ -65,7 +68,9 @@ def errors(result: Result, truth: Result, rows_seen=None) -> dict[str, tuple[flo
             found[name] = (difference.norm().item(), difference.norm().item())
             continue
         pad = -difference.shape[2] % 64
-        blocks = torch.nn.functional.pad(difference, (0, 0, 0, pad)).unflatten(2, (-1, 64)).square().sum((-1, -2)).sqrt()
+        blocks = (
+            torch.nn.functional.pad(difference, (0, 0, 0, pad)).unflatten(2, (-1, 64)).square().sum((-1, -2)).sqrt()
+        )
         mean = (norm.square() / blocks.numel()).sqrt()
         found[name] = ((difference.norm() / norm).item(), (blocks.max() / mean).item())
     return found
@@ -77,7 +82,7 @@ def make_inputs(pattern, length, dim, dtype, device, batch=1, seed=0, form="bhsd
     heads, groups = pattern.num_heads, pattern.num_kv_heads
     fused = torch.randn(batch, length, heads + 2 * groups, dim + 8, generator=generator) * spread
     fused = fused.to(dtype).to(device)
-    pieces = [piece[..., 4:dim + 4] for piece in fused.split([heads, groups, groups], 2)]
+    pieces = [piece[..., 4 : dim + 4] for piece in fused.split([heads, groups, groups], 2)]
     grad_out = torch.randn(batch, length, heads, dim, generator=generator).to(dtype).to(device)
     grad_lse = torch.randn(batch, heads, length, generator=generator).to(device)
     order = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
@@ -90,11 +95,15 @@ def run_op(inputs, grad_lse, pattern, form, scale, **options) -> Result:
     """The op's results as [B, heads, S, D]."""
     query, key, value, grad_out = inputs
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-    out, lse = s2_attention(query, key, value, build_layout(pattern), tensor_format=form, softmax_scale=scale, return_lse=True, **options)
+    out, lse = s2_attention(
+        query, key, value, build_layout(pattern), tensor_format=form, softmax_scale=scale, return_lse=True, **options
+    )
     upstream = grad_lse[0] if form == "thd" else grad_lse
     seen = torch.isfinite(lse)
     loss_terms = [(out, grad_out), (lse, torch.where(seen, upstream, torch.zeros_like(upstream)).to(lse.dtype))]
-    grads = torch.autograd.grad([term for term, _ in loss_terms], (query, key, value), [grad.to(term.dtype) for term, grad in loss_terms])
+    grads = torch.autograd.grad(
+        [term for term, _ in loss_terms], (query, key, value), [grad.to(term.dtype) for term, grad in loss_terms]
+    )
     if form == "thd":
         lse = lse[None]
     return Result(canonical_view(out.detach(), form), lse.detach(), *(canonical_view(grad, form) for grad in grads))
@@ -114,5 +123,7 @@ def check_against_eager(inputs, grad_lse, pattern, form, mask, scale, factor=2.0
     for name in Result._fields:
         for kind, mine, reference in zip(("norm", "64 rows"), own[name], other[name]):
             limit = max(factor * reference, lse_floor if name == "lse" else floor)
-            assert mine <= limit, f"{name} ({kind}): error {mine:.3e} > {limit:.3e} = {factor} x eager's {reference:.3e}"
+            assert mine <= limit, (
+                f"{name} ({kind}): error {mine:.3e} > {limit:.3e} = {factor} x eager's {reference:.3e}"
+            )
     return got, truth

@@ -3,14 +3,15 @@
 On a machine without a GPU the kernels run through Triton's interpreter (fp32 and fp16: its dot reads bf16 as integers). The full matrix of
 head dims, dtypes, blocks and patterns is in test_attention_gpu.py.
 """
+
 import pytest
 import torch
-from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
 
 from s2_megatron.attention import AttentionCall, attention_backward, attention_forward, s2_attention
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import RangePattern, make_range_pattern
+from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
 
 pytestmark = pytest.mark.usefixtures("nan_scratch")
 BACKENDS = ("reference", "triton")
@@ -21,7 +22,9 @@ UNEVEN = ((2, 1), (5, 3), (None, 4))  # not KV-cache efficient
 
 
 def pattern_of(ranges, block, heads, groups, slide="kv", **options):
-    return make_range_pattern(block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options)
+    return make_range_pattern(
+        block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options
+    )
 
 
 def random_mask(block, heads, groups, tables, n_blocks=16, seed=0, diagonal=True):
@@ -65,7 +68,9 @@ def test_gradients(case, backend, device):
     pattern, dim, dtype, length, form, batch = CASES[case]
     inputs, grad_lse = make_inputs(pattern, length, dim, dtype, device, batch, form=form)
     # A softmax scale at which single keys matter: a missing block then moves the result far beyond the bound.
-    check_against_eager(inputs, grad_lse, pattern, form, token_mask(pattern, length, device), 2 * dim ** -0.5, backend=backend)
+    check_against_eager(
+        inputs, grad_lse, pattern, form, token_mask(pattern, length, device), 2 * dim**-0.5, backend=backend
+    )
 
 
 def packed_case(pattern, lengths, padded, dim, dtype, device, extra=0):
@@ -74,7 +79,10 @@ def packed_case(pattern, lengths, padded, dim, dtype, device, extra=0):
     ends = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     total = starts[-1] + extra
     inputs, grad_lse = make_inputs(pattern, total, dim, dtype, device, form="thd")
-    as_tensor = lambda values: torch.tensor(values, dtype=torch.int32, device=device)
+
+    def as_tensor(values):
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     packed = PackedSequence(as_tensor(ends), max(lengths), as_tensor(starts) if padded else None)
     return inputs, grad_lse, packed, packed_mask(pattern, starts, lengths, total, device)
 
@@ -110,7 +118,9 @@ def test_shuffled_documents_give_the_same_rows(backend, device):
     order = [2, 0, 1]
     query, key, value, expected = (torch.cat([piece[index] for index in order]) for piece in pieces)
     ends = torch.tensor([0, 90, 160, 193], dtype=torch.int32, device=device)
-    shuffled = s2_attention(query, key, value, layout, tensor_format="thd", packed=PackedSequence(ends, 90), backend=backend)
+    shuffled = s2_attention(
+        query, key, value, layout, tensor_format="thd", packed=PackedSequence(ends, 90), backend=backend
+    )
     assert torch.allclose(shuffled, expected, rtol=0, atol=2e-6)
 
 
@@ -122,8 +132,10 @@ def test_shorter_query_is_the_end_of_the_sequence(prefix, backend, device):
     layout = build_layout(pattern, device)
     whole = s2_attention(query, key, value, layout, backend=backend)
     for count in (1, 117 - prefix):
-        end = s2_attention(query[prefix:prefix + count], key[:prefix + count], value[:prefix + count], layout, backend=backend)
-        assert torch.allclose(end, whole[prefix:prefix + count], rtol=0, atol=2e-6)
+        end = s2_attention(
+            query[prefix : prefix + count], key[: prefix + count], value[: prefix + count], layout, backend=backend
+        )
+        assert torch.allclose(end, whole[prefix : prefix + count], rtol=0, atol=2e-6)
 
 
 def chunks_of(rank, size, n_blocks):
@@ -151,7 +163,9 @@ def test_placed_blocks_and_continued_softmax(kind, backend, device):
         rows = (torch.tensor(blocks, device=device)[:, None] * block + inside).reshape(-1)
         local_slot = torch.full((2, n_blocks), -1)
         local_slot[:, blocks] = torch.arange(len(blocks))
-        call = AttentionCall(layout, scale, "sbhd", None, Placement.make(blocks, n_blocks, local_slot, device), backend, False)
+        call = AttentionCall(
+            layout, scale, "sbhd", None, Placement.make(blocks, n_blocks, local_slot, device), backend, False
+        )
         q, k, v, do = (tensor[rows] for tensor in (query, key, value, grad_out))
         out, lse = attention_forward(q, k, v, call)
         # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody reads
@@ -163,7 +177,7 @@ def test_placed_blocks_and_continued_softmax(kind, backend, device):
                 slot = 1 + group * len(others) + position
                 remote_slot[group, number] = slot
                 for buffer, tensor in zip(buffers, (key, value)):
-                    buffer[slot] = tensor[number * block:(number + 1) * block, 0, group]
+                    buffer[slot] = tensor[number * block : (number + 1) * block, 0, group]
         flat = [buffer.view(-1, 1, 1, dim).expand(-1, 1, 2, dim) for buffer in buffers]
         remote = call._replace(placement=Placement.make(blocks, n_blocks, remote_slot, device))
         out, lse = attention_forward(q, *flat, remote, initial=(out, lse))
@@ -172,14 +186,16 @@ def test_placed_blocks_and_continued_softmax(kind, backend, device):
         part = (do, grad_lse[:, :, rows], q)
         local_grads = attention_backward(*part, k, v, out, lse, call)
         remote_grads = attention_backward(*part, *flat, out, lse, remote)
-        assert torch.allclose((local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=2e-5)
+        assert torch.allclose(
+            (local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=2e-5
+        )
         for name, mine, theirs in zip(total, local_grads[1:], remote_grads[1:]):
             total[name][:, :, rows] += mine.permute(1, 2, 0, 3)
             for group in range(2):
                 for number in others:
                     slot = remote_slot[group, number].item()
                     span = slice(number * block, (number + 1) * block)
-                    total[name][0, group, span] += theirs[slot * block:(slot + 1) * block, 0, group]
+                    total[name][0, group, span] += theirs[slot * block : (slot + 1) * block, 0, group]
     assert torch.allclose(total["key"], whole.grad_key, rtol=0, atol=2e-5)
     assert torch.allclose(total["value"], whole.grad_value, rtol=0, atol=2e-5)
 
@@ -209,7 +225,9 @@ def test_all_blocks_on_is_causal_attention(backend, device):
     inputs, grad_lse = make_inputs(pattern, 150, 64, F32, device, form="bhsd")
     got = run_op(inputs, torch.zeros_like(grad_lse), pattern, "bhsd", 0.2, backend=backend)
     query, key, value = (tensor.detach().clone().requires_grad_() for tensor in inputs[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.2, enable_gqa=True
+    )
     expected = (out, *torch.autograd.grad(out, (query, key, value), inputs[3]))
     for name, mine, theirs in zip(("out", "dq", "dk", "dv"), (got.out, *got[2:]), expected):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-5), name
@@ -221,6 +239,7 @@ def with_block_flipped(pattern, head, query, key, n_blocks):
         if (h, q) == (head, query):
             row[key] = ~row[key]
         return row
+
     return BlockMaskPattern.from_function(pattern.block_size, pattern.num_heads, pattern.num_kv_heads, n_blocks, chosen)
 
 
@@ -246,7 +265,9 @@ def test_every_wrong_block_is_noticed(backend, device):
 def test_backward_is_repeatable(backend, device):
     pattern = pattern_of(PAPER, 16, 4, 2)
     inputs, grad_lse = make_inputs(pattern, 200, 32, F16, device, form="sbhd")
-    first, second = (run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend=backend, deterministic=True) for _ in range(2))
+    first, second = (
+        run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend=backend, deterministic=True) for _ in range(2)
+    )
     for name, one, two in zip(first._fields, first, second):
         assert torch.equal(one, two), name
 
@@ -289,6 +310,8 @@ def test_mask_too_short_is_refused():
 def test_fp64_is_exact():
     pattern = pattern_of(SEVERAL, 16, 4, 2)
     inputs, grad_lse = make_inputs(pattern, 200, 16, torch.float64, "cpu")
-    got, truth = check_against_eager(inputs, grad_lse, pattern, "bhsd", token_mask(pattern, 200), 1.0, backend="reference")
+    got, truth = check_against_eager(
+        inputs, grad_lse, pattern, "bhsd", token_mask(pattern, 200), 1.0, backend="reference"
+    )
     for name, mine, theirs in zip(got._fields, got, truth):
         assert (mine - theirs).abs().max() <= 1e-12 * theirs.abs().max(), name

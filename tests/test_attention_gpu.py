@@ -1,4 +1,5 @@
 """The op's full matrix on a GPU: every head dim x dtype, block size, grouping, format, length and pattern kind, against fp64 and eager."""
+
 import pytest
 import torch
 
@@ -16,7 +17,9 @@ RANGES = {"paper": PAPER, "window": WINDOW, "several": SEVERAL, "uneven": UNEVEN
 
 def check(pattern, dim, dtype, length, form="sbhd", batch=1, **options):
     inputs, grad_lse = make_inputs(pattern, length, dim, dtype, "cuda", batch, form=form)
-    check_against_eager(inputs, grad_lse, pattern, form, token_mask(pattern, length, "cuda"), 2 * dim ** -0.5, backend="triton", **options)
+    check_against_eager(
+        inputs, grad_lse, pattern, form, token_mask(pattern, length, "cuda"), 2 * dim**-0.5, backend="triton", **options
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
@@ -35,7 +38,14 @@ def test_patterns_and_blocks(kind, block, dtype):
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "bhsd"])
 def test_grouping_and_formats(form, groups):
-    check(pattern_of(((4, 1), (None, 8)), 64, 8, groups, dense_heads={"spread": groups // 4}), 128, torch.bfloat16, 1500, form, 2)
+    check(
+        pattern_of(((4, 1), (None, 8)), 64, 8, groups, dense_heads={"spread": groups // 4}),
+        128,
+        torch.bfloat16,
+        1500,
+        form,
+        2,
+    )
 
 
 @pytest.mark.parametrize("length", [1, 15, 63, 64, 65, 129, 1028, 5175])
@@ -63,7 +73,9 @@ def test_agrees_with_the_reference_backend_at_length():
     """The two backends are independent ways to the same function; 20K tokens reach lengths that an [S, S] mask cannot."""
     pattern = pattern_of(((16, 1), (None, 16)), 64, 4, 4)
     inputs, grad_lse = make_inputs(pattern, 20000, 128, torch.bfloat16, "cuda", form="sbhd")
-    mine, theirs = (run_op(inputs, grad_lse, pattern, "sbhd", 0.1, backend=backend) for backend in ("triton", "reference"))
+    mine, theirs = (
+        run_op(inputs, grad_lse, pattern, "sbhd", 0.1, backend=backend) for backend in ("triton", "reference")
+    )
     for name, one, two in zip(mine._fields, mine, theirs):
         assert (one.double() - two.double()).norm() <= 6e-3 * two.double().norm(), name
 
@@ -71,7 +83,7 @@ def test_agrees_with_the_reference_backend_at_length():
 def test_offsets_beyond_32_bits():
     """Rows whose element offsets pass 2**31: the last block's result must equal that of a copy that starts at 0."""
     pattern = pattern_of(((2, 1),), 64, 1, 1)
-    length, stride = 20000, 2 ** 17
+    length, stride = 20000, 2**17
     storage = torch.empty(length * stride, dtype=torch.bfloat16, device="cuda")
     wide = storage.view(length, stride)[:, :128].view(length, 1, 1, 128)
     wide.copy_(torch.randn(length, 1, 1, 128, device="cuda"))
@@ -93,6 +105,8 @@ def test_all_blocks_on_is_causal_attention_in_bf16():
     inputs, grad_lse = make_inputs(pattern, 2000, 128, torch.bfloat16, "cuda", form="bhsd")
     got = run_op(inputs, torch.zeros_like(grad_lse), pattern, "bhsd", 0.1)
     query, key, value = (tensor.detach().clone().requires_grad_() for tensor in inputs[:3])
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.1, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.1, enable_gqa=True
+    )
     for mine, theirs in zip((got.out, *got[2:]), (out, *torch.autograd.grad(out, (query, key, value), inputs[3]))):
         assert (mine.double() - theirs.double()).norm() <= 8e-3 * theirs.double().norm()
