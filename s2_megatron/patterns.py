@@ -295,7 +295,8 @@ def make_range_pattern(
         raise ValueError(f"slide={slide!r}; expected 'kv' or 'query'")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    stride = ranges[-1][1] if ranges else 1
+    HeadPattern(ranges)  # refuses ranges of another form
+    stride = ranges[-1][1]
     pattern_heads = num_kv_heads if slide == "kv" else num_heads
     ratio = num_heads // num_kv_heads
     if head_step == "paper":

@@ -4,13 +4,17 @@ The process has `torch.cuda` patched to the CPU, which no other test must see, h
 """
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,6 +37,11 @@ specs:
 """
 
 
+def every_block(head, query_block, key_blocks):
+    """A pattern function that attends everything."""
+    return key_blocks >= 0
+
+
 def arguments(changes: dict[str, str | list[str] | None] | None = None, without: tuple[str, ...] = ()) -> list[str]:
     """BASE as a command line, with flags changed, added (None: no value) or left out."""
     flags = {flag: value for flag, value in {**BASE, **(changes or {})}.items() if flag not in without}
@@ -46,7 +55,8 @@ def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -
     """Runs `script` once over all cases and returns its results, in order. For the keys see `run_case`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cases.json").write_text(json.dumps(cases))
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                     "TRITON_INTERPRET": "0", **environment}
         done = subprocess.run([sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return json.loads((Path(folder) / "results.json").read_text())
@@ -88,27 +98,36 @@ def parse(argv: list[str], attributes: dict | None = None):
 
 
 def run_case(case: dict) -> dict:
-    """argv: a command line; attributes: set afterwards; version: of megatron-core, pretended; environment is the script's own.
+    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended; device: pretended type of device; missing: a
+    package that is pretended to be missing.
 
-    Returns error (the type's name), message, refused_by_megatron, and the attributes of args that start with "s2_" or are a softmax_scale.
+    Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a sparsity, the softmax scale
+    of the model config that Megatron derives, and the attributes of args that start with "s2_".
     """
-    import megatron.core.package_info
+    import megatron.core.package_info as package_info
+    from megatron.training.argument_utils import core_transformer_config_from_args
 
-    from s2_megatron.arguments import prepare_s2
+    from s2_megatron import arguments, printing
 
-    real = megatron.core.package_info.__version__
-    megatron.core.package_info.__version__ = case.get("version", real)
-    refused = error = message = args = None
+    result = {"error": None, "message": None, "refused_by_megatron": None, "args": {}}
+    find_spec, printed = importlib.util.find_spec, io.StringIO()
+    printing._printed.clear()
     try:
-        args, refused = parse(case["argv"], case.get("attributes"))
-        prepare_s2(args)
+        with patch.dict(os.environ, WORLD_SIZE=str(case.get("world_size", 1))):
+            args, result["refused_by_megatron"] = parse(case["argv"], case.get("attributes"))
+        with (
+            patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
+            patch.object(arguments, "_device_type", lambda: case.get("device", "cpu")),
+            patch.object(importlib.util, "find_spec", lambda name, *rest: name != case.get("missing") and find_spec(name, *rest) or None),
+            contextlib.redirect_stdout(printed),
+        ):
+            sparsity = arguments.prepare_s2(args)
+        result["is_s2"] = sparsity is not None
+        result["config_softmax_scale"] = core_transformer_config_from_args(args).softmax_scale
+        result["args"] = {name: value for name, value in vars(args).items() if name.startswith("s2_")}
     except ValueError as caught:
-        error, message = type(caught).__name__, str(caught)
-    finally:
-        megatron.core.package_info.__version__ = real
-    values = {} if args is None else vars(args)
-    return {"error": error, "message": message, "refused_by_megatron": refused,
-            "args": {name: value for name, value in values.items() if name.startswith("s2_") or name == "softmax_scale"}}
+        result |= {"error": type(caught).__name__, "message": str(caught)}
+    return {**result, "printed": printed.getvalue()}
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ CASES = {
     "qk_clip": (dict(flags={"--qk-clip": None}), "remove --qk-clip"),
     "log_max_attention_logit": (dict(flags={"--log-max-attention-logit": None}), "remove --log-max-attention-logit"),
     "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
-    "context_parallel_size": (dict(flags={"--context-parallel-size": "2"}), "--context-parallel-size 1"),
+    "context_parallel_size": (dict(flags={"--context-parallel-size": "2"}, world_size=2), "--context-parallel-size 1"),
     "hybrid_context_parallel": (
         dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}), "remove --hybrid-context-parallel"),
     "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
