@@ -15,7 +15,7 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One query tile against the resident key tile. Scores are transposed (key x query), so that they feed both sums from registers."""
     query = load_rows(query_ptr, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
-    scores = tl.dot(key, tl.trans(query), input_precision="ieee" if IEEE else None) * scale_log2
+    scores = tl.dot(key, tl.trans(query), input_precision="ieee" if IEEE else None)
     if MASK_ROWS:
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
@@ -23,7 +23,7 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
         lse = tl.load(lse_ptr + rows)
         delta = tl.load(delta_ptr + rows)
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E  # rows outside or without a key: probability 0
-    p = tl.exp2(scores - lse[None, :])
+    p = tl.exp2(scores * scale_log2 - lse[None, :])
     if MASK:
         p = tl.where(keep, p, 0.0)
     grad_out = load_rows(grad_out_ptr, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)

@@ -79,15 +79,15 @@ def key_rows(columns, block, slot_ptr, BLOCK: tl.constexpr, KEY_SLOT: tl.constex
 @triton.jit
 def softmax_step(accumulator, running_sum, running_max, query, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a NaN."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None) * scale_log2
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None)
     if MASK:
         scores = tl.where(keep, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1))
+    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)  # the scale is positive: scaling after the maximum saves a product
     base = new_max
     if MASK:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(running_max - base)
-    p = tl.exp2(scores - base[:, None])
+    p = tl.exp2(scores * scale_log2 - base[:, None])
     running_sum = running_sum * rescale + tl.sum(p, 1)
     accumulator = tl.dot(p.to(value.dtype), value, accumulator * rescale[:, None], input_precision="ieee" if IEEE else None)
     return accumulator, running_sum, new_max
@@ -96,8 +96,8 @@ def softmax_step(accumulator, running_sum, running_max, query, key, value, keep,
 @triton.jit
 def grad_query_step(grad_query, delta, lse, query, grad_out, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of dQ / softmax scale."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None) * scale_log2
-    p = tl.exp2(scores - lse[:, None])
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None)
+    p = tl.exp2(scores * scale_log2 - lse[:, None])
     if MASK:
         p = tl.where(keep, p, 0.0)
     grad_p = tl.dot(grad_out, tl.trans(value), input_precision="ieee" if IEEE else None)

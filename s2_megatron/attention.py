@@ -237,6 +237,8 @@ def s2_attention(
     backend = resolve_backend(backend, query.device.type)
     if softmax_scale is None:
         softmax_scale = query.shape[-1] ** -0.5
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
     layout = layout.to(query.device)
     padding = None
     if placement is None and tensor_format in ("sbhd", "bshd", "bhsd"):

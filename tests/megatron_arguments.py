@@ -2,6 +2,7 @@
 
 The process has `torch.cuda` patched to the CPU, which no other test must see, hence a subprocess.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -55,8 +56,14 @@ def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -
     """Runs `script` once over all cases and returns its results, in order. For the keys see `run_case`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cases.json").write_text(json.dumps(cases))
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-                     "TRITON_INTERPRET": "0", **environment}
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "TRITON_INTERPRET": "0",
+            **environment,
+        }
         done = subprocess.run([sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return json.loads((Path(folder) / "results.json").read_text())
@@ -98,8 +105,8 @@ def parse(argv: list[str], attributes: dict | None = None):
 
 
 def run_case(case: dict) -> dict:
-    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended; device: pretended type of device; missing: a
-    package that is pretended to be missing.
+    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended; device: pretended type
+    of device; missing: a package that is pretended to be missing.
 
     Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a sparsity, the softmax scale
     of the model config that Megatron derives, and the attributes of args that start with "s2_".
@@ -112,13 +119,17 @@ def run_case(case: dict) -> dict:
     result = {"error": None, "message": None, "refused_by_megatron": None, "args": {}}
     find_spec, printed = importlib.util.find_spec, io.StringIO()
     printing._printed.clear()
+
+    def found_unless_missing(name, *rest):
+        return None if name == case.get("missing") else find_spec(name, *rest)
+
     try:
         with patch.dict(os.environ, WORLD_SIZE=str(case.get("world_size", 1))):
             args, result["refused_by_megatron"] = parse(case["argv"], case.get("attributes"))
         with (
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
             patch.object(arguments, "_device_type", lambda: case.get("device", "cpu")),
-            patch.object(importlib.util, "find_spec", lambda name, *rest: name != case.get("missing") and find_spec(name, *rest) or None),
+            patch.object(importlib.util, "find_spec", found_unless_missing),
             contextlib.redirect_stdout(printed),
         ):
             sparsity = arguments.prepare_s2(args)

@@ -289,6 +289,7 @@ BAD = {
     "format": ({}, dict(tensor_format="sdbh"), "expected one of sbhd"),
     "dimensions": ({}, dict(tensor_format="thd"), "thd has 3"),
     "longer query": (dict(query=(80, 1, 4, 32)), {}, "query has 80 rows and key 64"),
+    "scale": ({}, dict(softmax_scale=-1.0), "expected a positive number"),
     "backend": ({}, dict(backend="cuda"), "expected one of auto"),
 }
 

@@ -55,10 +55,8 @@ def test_tokens_and_blocks_are_the_same(write):
 
 
 def test_settings_reach_the_pattern(write):
-    spec = (
-        "local_blocks: 2, stride: 8, slide: query, head_step: paper, base_offset: 3, layer_step: 5, "
-        "dense_heads: {last: 1}"
-    )
+    steps = "head_step: paper, base_offset: 3, layer_step: 5"
+    spec = f"local_blocks: 2, stride: 8, slide: query, {steps}, dense_heads: {{last: 1}}"
     resolved = resolve(
         write(f"block_size: 32\nlayers: DSS\nsoftmax_scale: 0.25\nspecs: {{S: {{{spec}}}}}\n"), num_layers=6
     )

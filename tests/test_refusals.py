@@ -1,4 +1,5 @@
 """Every refusal raises and names its flag; every attention flag of the installed Megatron has been decided."""
+
 from __future__ import annotations
 
 import json
@@ -22,13 +23,15 @@ CASES = {
     "reset_attention_mask": (dict(flags={"--reset-attention-mask": None}), "--dataloader-inter-document-masking"),
     "create_attention_mask_in_dataloader": (
         dict(flags={"--seq-length": "16384"}, without=["--no-create-attention-mask-in-dataloader"]),
-        "--no-create-attention-mask-in-dataloader"),
+        "--no-create-attention-mask-in-dataloader",
+    ),
     "position_embedding_type": (dict(flags={"--position-embedding-type": "relative"}), "--position-embedding-type rope"),
     "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
     "multi_latent_attention": (
-        dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]), "remove --multi-latent-attention"),
-    "experimental_attention_variant": (
-        dict(flags={"--experimental-attention-variant": "dsa"}), "remove --experimental-attention-variant"),
+        dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
+        "remove --multi-latent-attention",
+    ),
+    "experimental_attention_variant": (dict(flags={"--experimental-attention-variant": "dsa"}), "remove --experimental-attention-variant"),
     "linear_attention_freq": (dict(flags={"--linear-attention-freq": "4"}), "remove --linear-attention-freq"),
     "decoder_num_layers": (dict(flags={"--decoder-num-layers": "4"}), "remove --decoder-num-layers"),
     "vision_pretraining": (dict(flags={"--vision-pretraining": None}), "remove --vision-pretraining"),
@@ -37,7 +40,9 @@ CASES = {
     "hybrid_layer_pattern": (dict(flags={"--hybrid-layer-pattern": "M*M-"}), "remove --hybrid-layer-pattern"),
     "is_hybrid_model": (dict(flags={"--is-hybrid-model": None}), "remove --is-hybrid-model"),
     "heterogeneous_layers_config_path": (
-        dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}), "remove --heterogeneous-layers-config-path"),
+        dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}),
+        "remove --heterogeneous-layers-config-path",
+    ),
     "transformer_impl": (dict(flags={"--transformer-impl": "inference_optimized"}), "--transformer-impl transformer_engine, or local"),
     "use_kitchen_attention": (dict(flags={"--use-kitchen-attention": None}), "remove --use-kitchen-attention"),
     "yaml_cfg": (dict(attributes={"yaml_cfg": "model.yaml"}), "remove --yaml-cfg"),
@@ -48,24 +53,26 @@ CASES = {
     "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
     "context_parallel_size": (dict(flags={"--context-parallel-size": "2"}, world_size=2), "--context-parallel-size 1"),
     "hybrid_context_parallel": (
-        dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}), "remove --hybrid-context-parallel"),
+        dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}),
+        "remove --hybrid-context-parallel",
+    ),
     "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
     "cuda_graph_impl": (dict(flags={"--cuda-graph-impl": "local"}), "--cuda-graph-impl none"),
-    "overlap_moe_expert_parallel_comm": (
-        dict(flags={"--overlap-moe-expert-parallel-comm": None}), "remove --overlap-moe-expert-parallel-comm"),
+    "overlap_moe_expert_parallel_comm": (dict(flags={"--overlap-moe-expert-parallel-comm": None}), "remove --overlap-moe-expert-parallel-comm"),
     "overlap_dispatch_backward_with_experts_wgrad": (
-        dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}), "remove --overlap-dispatch-backward-with-experts-wgrad"),
+        dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}),
+        "remove --overlap-dispatch-backward-with-experts-wgrad",
+    ),
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
-    "s2_dense_core": (
-        dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}), "--s2-dense-core auto"),
-    "non_persistent_ckpt_type": (
-        dict(flags={"--non-persistent-ckpt-type": "local"}), "--non-persistent-ckpt-type global"),
+    "s2_dense_core": (dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}), "--s2-dense-core auto"),
+    "non_persistent_ckpt_type": (dict(flags={"--non-persistent-ckpt-type": "local"}), "--non-persistent-ckpt-type global"),
     "use_distributed_optimizer": (
         dict(flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5"}),
-        "install Transformer Engine or Apex, or remove --use-distributed-optimizer"),
+        "install Transformer Engine or Apex, or remove --use-distributed-optimizer",
+    ),
 }
 
 # Close to a refusal, and accepted.
@@ -76,7 +83,8 @@ ACCEPTED = {
     "reset_position_ids": dict(flags={"--reset-position-ids": None, "--eod-mask-loss": None}),
     "distributed_optimizer_unsaved": dict(flags={"--use-distributed-optimizer": None}),
     "distributed_optimizer_no_optim": dict(
-        flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5", "--no-save-optim": None}),
+        flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5", "--no-save-optim": None}
+    ),
     "any_length": dict(flags={"--seq-length": "1000"}),
     "long": dict(flags={"--seq-length": "1048576"}),
     "mha": dict(without=["--group-query-attention"]),
@@ -169,9 +177,11 @@ NOT_ATTENTION = re.compile(
 
 def test_every_attention_argument_of_megatron_is_decided():
     """A new attention flag in another Megatron fails here until REFUSALS or HONOURED says what becomes of it."""
-    script = ("import argparse, json\nfrom s2_megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
-              "from megatron.training.arguments import add_megatron_arguments\nparser = argparse.ArgumentParser()\n"
-              "add_megatron_arguments(parser)\nprint('names:', json.dumps([action.dest for action in parser._actions]))")
+    script = (
+        "import argparse, json\nfrom s2_megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
+        "from megatron.training.arguments import add_megatron_arguments\nparser = argparse.ArgumentParser()\n"
+        "add_megatron_arguments(parser)\nprint('names:', json.dumps([action.dest for action in parser._actions]))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     names = json.loads(done.stdout.split("names:")[1])
     decided = set(HONOURED) | {refusal.name for refusal in REFUSALS}

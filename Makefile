@@ -1,0 +1,56 @@
+# make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
+# make test         everything that can be tested without a GPU
+# make test-gpu     the suite for a GPU machine
+# make lint         ruff and the import contracts
+#
+#   CONFIG=configs/quickstart_dense.yaml   another sparsity; its run is in runs/<name of the file>
+#   ITERATIONS=600                         train that far (a finished run is continued)
+#   RUNS=/big/disk/runs                    where corpus, logs and checkpoints go
+#   PYTHON=/path/to/python3.12             the Python to make .venv with (else the first one >= 3.12 that is found)
+#   VENV=                                  empty: use the packages of the present environment, make no .venv
+#   JOBS=1                                 test processes at once
+#   TESTS="tests/test_learns.py -x"        what pytest is given
+
+VENV ?= .venv
+PYTHON ?=
+CONFIG ?= configs/quickstart.yaml
+ITERATIONS ?=
+RUNS ?= runs
+TESTS ?= tests
+JOBS ?= $(shell n=$$(nproc); [ $$n -gt 8 ] && n=8; echo $$n)
+
+ifeq ($(strip $(VENV)),)
+INSTALLED :=
+RUN = $(or $(shell scripts/find-python.sh "$(or $(strip $(PYTHON)),python3)"),$(error no Python to run with))
+else
+INSTALLED := $(VENV)/.installed
+RUN = $(VENV)/bin/python
+endif
+
+.PHONY: help pretrain test test-gpu lint install
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+install: $(INSTALLED)
+
+# Written only after a successful installation; setup.py newer than it installs again.
+$(VENV)/.installed: setup.py
+	@scripts/make-venv.sh "$(VENV)" "$(PYTHON)"
+	@touch $@
+
+pretrain: $(INSTALLED)
+	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS))
+
+# pytest-xdist is left out where the environment has none.
+test: $(INSTALLED)
+	@$(RUN) -m pytest -m "not gpu" \
+	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS)") --durations=15 $(TESTS)
+
+test-gpu: $(INSTALLED)
+	@$(RUN) -m pytest -m gpu --durations=15 $(TESTS)
+
+lint: $(INSTALLED)
+	@$(RUN) -m ruff check .
+	@$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'

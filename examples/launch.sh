@@ -1,0 +1,107 @@
+# Sourced by the launchers beside it: everything that does not depend on the model's size. Settings are environment
+# variables, so that one line starts a run on any machine:
+#
+#   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_hybrid.yaml examples/pretrain_7b.sh
+#
+#   CONFIG           the sparsity YAML
+#   DATA_PATH        Megatron's --data-path: prefixes of indexed datasets, with weights when there are several
+#   TOKENIZER        a Hugging Face tokenizer: its folder
+#   MOCK_DATA=1      instead of the two: random tokens, to try a layout or measure a speed
+#   OUTPUT           where checkpoints, TensorBoard files and the data cache go (runs/<name of CONFIG>)
+#   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     as torchrun has them
+#   TRANSFORMER_IMPL transformer_engine or local; looked up when not set
+#   WANDB_PROJECT    also log to Weights & Biases
+#   DRY_RUN=1        print the command, one argument a line, and start nothing
+#
+# Arguments of the launcher are added to the command line, where they win over its own.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+PYTHON=${PYTHON:-python}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+NNODES=${NNODES:-1}
+
+# One line with what is missing beats a stack trace from every rank.
+require() {
+    local name=$1 hint=$2
+    if [[ -z ${!name:-} ]]; then
+        echo "$(basename "$0"): $name is not set; $hint" >&2
+        exit 2
+    fi
+}
+
+# launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
+launch() {
+    require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_hybrid.yaml"
+    [[ $CONFIG == /* || -f $CONFIG ]] || CONFIG=$ROOT/$CONFIG
+    local output=${OUTPUT:-$ROOT/runs/$(basename "$CONFIG" .yaml)}
+
+    local data=()
+    if [[ ${MOCK_DATA:-0} == 1 ]]; then
+        data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$MOCK_VOCAB_SIZE")
+    else
+        require DATA_PATH "give the prefix of an indexed dataset (or MOCK_DATA=1)"
+        require TOKENIZER "give the folder of a Hugging Face tokenizer (or MOCK_DATA=1)"
+        # Several weighted datasets are separate arguments.
+        local prefixes
+        read -ra prefixes <<< "$DATA_PATH"
+        data=(--data-path "${prefixes[@]}" --split 99,1,0 --data-cache-path "$output/data_cache"
+              --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+    fi
+
+    local implementation=${TRANSFORMER_IMPL:-}
+    if [[ -z $implementation ]]; then
+        if "$PYTHON" -c 'import transformer_engine.pytorch' 2>/dev/null; then
+            implementation=transformer_engine
+        else
+            implementation=local
+        fi
+        echo "TRANSFORMER_IMPL=$implementation (found by looking for Transformer Engine)" >&2
+    fi
+    local layers=(--transformer-impl "$implementation")
+    case $implementation in
+        transformer_engine)
+            layers+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather) ;;
+        local)
+            # The fused kernels of these flags come with Transformer Engine or Apex. So does the only distributed
+            # optimizer that Megatron can resume.
+            layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion) ;;
+        *)
+            echo "$(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
+            exit 2 ;;
+    esac
+
+    local logging=(--log-interval 10 --log-throughput --log-timers-to-tensorboard --tensorboard-dir "$output/tensorboard")
+    if [[ -n ${WANDB_PROJECT:-} ]]; then
+        logging+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$(basename "$output")" --wandb-save-dir "$output")
+    fi
+
+    local rendezvous=(--nproc-per-node "$GPUS_PER_NODE")
+    if [[ $NNODES -gt 1 ]]; then
+        require NODE_RANK "number the nodes from 0 to $((NNODES - 1))"
+        require MASTER_ADDR "give the address of node 0"
+        rendezvous+=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+                     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    else
+        rendezvous+=(--standalone)
+    fi
+
+    local command=("$PYTHON" -m torch.distributed.run "${rendezvous[@]}" "$ROOT/pretrain_gpt_s2.py"
+        --s2-config "$CONFIG"
+        "$@"
+        "${data[@]}" "${layers[@]}" "${logging[@]}"
+        --no-create-attention-mask-in-dataloader
+        --bf16
+        --save "$output/checkpoints" --load "$output/checkpoints" --save-interval 1000 --ckpt-format torch_dist
+        --eval-interval 1000 --eval-iters 10
+        --exit-signal-handler
+        "${EXTRA_FLAGS[@]}")
+
+    if [[ ${DRY_RUN:-0} == 1 ]]; then
+        printf '%s\n' "${command[@]}"
+        return
+    fi
+    mkdir -p "$output"
+    # Megatron overlaps tensor-parallel communication with compute by the order in which kernels are queued.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    exec "${command[@]}"
+}

@@ -1,0 +1,168 @@
+"""The quickstart's model and training flags, all of them Megatron's but the --s2-* ones, and the torchrun command.
+
+The sparsity is in the YAML; what follows is what any Megatron launch has to say about its model, kept small enough for
+two CPU cores.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.quickstart.dataset import SPLIT, PreparedCorpus
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULT_ITERATIONS = 250
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape that the sparsity YAML is resolved for."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int = 384
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    seq_length: int = 512
+
+
+@dataclass(frozen=True)
+class Batch:
+    micro_batch_size: int = 4
+    global_batch_size: int = 4
+
+
+MODEL = Model()
+BATCH = Batch()
+TOKENS_PER_ITERATION = BATCH.global_batch_size * MODEL.seq_length
+
+
+def model_flags(model: Model) -> list[str]:
+    return [
+        f"--num-layers={model.num_layers}",
+        f"--hidden-size={model.hidden_size}",
+        f"--ffn-hidden-size={model.ffn_hidden_size}",
+        f"--num-attention-heads={model.num_heads}",
+        "--group-query-attention",
+        f"--num-query-groups={model.num_kv_heads}",
+        f"--seq-length={model.seq_length}",
+        f"--max-position-embeddings={model.seq_length}",
+        "--position-embedding-type=rope",
+        "--normalization=RMSNorm",
+        "--swiglu",
+        "--untie-embeddings-and-output-weights",
+        "--disable-bias-linear",
+        "--attention-dropout=0.0",
+        "--hidden-dropout=0.0",
+        "--init-method-std=0.02",
+    ]
+
+
+# The local implementation needs neither Transformer Engine nor Apex; these flags keep Megatron from looking for them.
+IMPLEMENTATION_FLAGS = [
+    "--transformer-impl=local",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-create-attention-mask-in-dataloader",
+]
+
+
+def device_flags(on_gpu: bool) -> list[str]:
+    return ["--bf16"] if on_gpu else ["--distributed-backend=gloo", "--num-workers=0"]
+
+
+def training_flags(iterations: int, seed: int) -> list[str]:
+    """The schedule is the same for every number of iterations, so that a run with more of them continues a shorter one."""
+    return [
+        f"--micro-batch-size={BATCH.micro_batch_size}",
+        f"--global-batch-size={BATCH.global_batch_size}",
+        f"--train-iters={iterations}",
+        "--lr=3e-3",
+        "--min-lr=3e-4",
+        "--lr-decay-style=cosine",
+        f"--lr-decay-iters={DEFAULT_ITERATIONS}",
+        "--lr-warmup-iters=20",
+        "--override-opt_param-scheduler",
+        "--weight-decay=0.1",
+        "--adam-beta2=0.95",
+        "--clip-grad=1.0",
+        f"--seed={seed}",
+        "--eval-iters=16",
+        "--eval-interval=1000000",
+    ]
+
+
+def run_flags(run_folder: Path, corpus: PreparedCorpus, save_interval: int) -> list[str]:
+    checkpoints = run_folder / "checkpoints"
+    return [
+        f"--data-path={corpus.data_prefix}",
+        f"--data-cache-path={corpus.folder / 'cache'}",
+        f"--split={SPLIT}",
+        "--tokenizer-type=HuggingFaceTokenizer",
+        f"--tokenizer-model={corpus.tokenizer}",
+        f"--save={checkpoints}",
+        f"--load={checkpoints}",
+        f"--save-interval={save_interval}",
+        "--ckpt-format=torch_dist",
+        f"--tensorboard-dir={run_folder / 'tensorboard'}",
+        "--log-interval=1",
+        "--log-throughput",
+        f"--s2-loss-log={loss_log(run_folder)}",
+    ]
+
+
+def loss_log(run_folder: Path) -> Path:
+    return run_folder / "losses.jsonl"
+
+
+def training_command(
+    config: Path, iterations: int, seed: int, run_folder: Path, corpus: PreparedCorpus, *, on_gpu: bool, save_interval: int
+) -> list[str]:
+    """The whole torchrun command of a run: one process on one device."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"),
+        str(ROOT / "pretrain_gpt_s2.py"),
+        f"--s2-config={config}",
+        *model_flags(MODEL),
+        *IMPLEMENTATION_FLAGS,
+        *device_flags(on_gpu),
+        *training_flags(iterations, seed),
+        *run_flags(run_folder, corpus, save_interval),
+    ]
+
+
+def _terminate_with_parent() -> None:
+    """In the child: be terminated when the launcher dies, so that no trainer is left writing to the run's folder."""
+    import ctypes
+    import signal
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def start_training(command: list[str], log: Path, lock_descriptor: int) -> subprocess.Popen:
+    """Start the command, its output appended to `log`. It holds the run's lock too, until its last process has ended."""
+    environment = os.environ | {
+        # So small a model gains little from threads, and a waiting OpenMP thread burns the core that another process needs:
+        # two threads beside one busy process were measured ten times slower than passive ones.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(min(2, len(os.sched_getaffinity(0))))),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",  # the tokenizer is a local folder
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    with log.open("a") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock_descriptor,),
+            preexec_fn=_terminate_with_parent,
+        )

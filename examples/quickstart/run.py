@@ -1,0 +1,249 @@
+"""Train the quickstart GPT, from the standard library's text to a summary; `make pretrain` runs this.
+
+    python -m examples.quickstart.run
+    python -m examples.quickstart.run --config configs/quickstart_dense.yaml
+    python -m examples.quickstart.run --iterations 500        # continues a finished run
+
+Everything goes to runs/<name of the config>/: train.log, losses.jsonl, checkpoints/, tensorboard/, summary.json. A run
+that was stopped, by whatever, continues from its last checkpoint, and its losses.jsonl ends up the same as an
+uninterrupted run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.quickstart import launch, summary
+from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare_corpus
+from examples.quickstart.progress import OutputFollower, Speed, follow_training
+from s2_megatron.loss_log import read_loss_log, truncate_loss_log
+
+DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
+
+
+class QuickstartError(Exception):
+    """Something the user can act on; printed as one line."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make pretrain", description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
+    parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS, help="train up to this iteration")
+    parser.add_argument("--save-interval", type=int, default=100, help="iterations between two checkpoints")
+    parser.add_argument("--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches")
+    parser.add_argument("--runs", type=Path, default=launch.ROOT / "runs", help="folder of all runs")
+    parsed = parser.parse_args(arguments)
+    for name in ("iterations", "save_interval"):
+        if getattr(parsed, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(parsed, name)}: expected 1 or more")
+    return parsed
+
+
+def resolve_sparsity(config: Path, console: Console):
+    """The config's sparsity for the quickstart's model. The shipped config must be a real S2 run; others are only remarked upon."""
+    from s2_megatron.config import load_config
+
+    model = launch.MODEL
+    sparsity = load_config(config).resolve(
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        seq_length=model.seq_length,
+    )
+    text = summary.s2_run_text(sparsity)
+    if text is None:
+        console.print("dense run: every layer attends all causal pairs", highlight=False)
+        return sparsity
+    problems = summary.s2_run_problems(sparsity)
+    if problems and config.resolve() == DEFAULT_CONFIG.resolve():
+        raise QuickstartError(f"{config}: {'; '.join(problems)}")
+    console.print(text, highlight=False)
+    for problem in problems:
+        console.print(f"note: {problem}", highlight=False)
+    return sparsity
+
+
+def checkpoint_iteration(run_folder: Path) -> int:
+    """The iteration of the last complete checkpoint, 0 without one."""
+    tracker = run_folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def lock_run(run_folder: Path):
+    """An open file that holds the run's lock. Raises QuickstartError when another process has it."""
+    file = (run_folder / "lock").open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise QuickstartError(f"another `make pretrain` is working in {run_folder}; wait for it, or stop it") from None
+    return file
+
+
+def check_settings(run_folder: Path, settings: dict) -> None:
+    """Keep what the run was started with, and refuse to continue it with something else."""
+    path = run_folder / "run.json"
+    if not path.exists():
+        summary.write_atomically(path, settings)
+        return
+    stored = json.loads(path.read_text())
+    changed = [name for name in settings if settings[name] != stored.get(name)]
+    if changed:
+        changes = ", ".join(f"{name} {stored.get(name)!r} -> {settings[name]!r}" for name in changed)
+        raise QuickstartError(f"{run_folder} holds a run with other settings ({changes}); move it away to start a new one")
+
+
+def finished_summary(run_folder: Path, iterations: int) -> dict | None:
+    """The summary of a run that has already trained that far."""
+    path = run_folder / "summary.json"
+    if not path.exists():
+        return None
+    content = json.loads(path.read_text())
+    return content if content["iterations"] >= iterations else None
+
+
+def train(run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bool, lock, console: Console) -> float | None:
+    """Run torchrun to the end of the training; tokens a second. Raises QuickstartError when it fails."""
+    start = checkpoint_iteration(run_folder)
+    if start > parsed.iterations:
+        raise QuickstartError(f"{run_folder} has been trained to iteration {start}; give ITERATIONS={start} or more")
+    if start:
+        console.print(f"continuing from the checkpoint of iteration {start}", highlight=False)
+    losses, log = launch.loss_log(run_folder), run_folder / "train.log"
+    truncate_loss_log(losses, start)
+    command = launch.training_command(
+        parsed.config.resolve(),
+        parsed.iterations,
+        parsed.seed,
+        run_folder,
+        corpus,
+        on_gpu=on_gpu,
+        save_interval=parsed.save_interval,
+    )
+    log.touch()
+    output = OutputFollower(log, caption_lines=len(sparsity.summary().splitlines()))
+    speed = Speed(launch.TOKENS_PER_ITERATION)
+    process = launch.start_training(command, log, lock.fileno())
+    try:
+        status = follow_training(process, losses, output, parsed.iterations, console, speed)
+    finally:
+        if process.poll() is None:  # Ctrl-C, SIGTERM or an error here
+            process.terminate()
+            process.wait()
+    if status != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        console.print(tail, highlight=False, markup=False, soft_wrap=True)
+        raise QuickstartError(f"training ended with status {status}; the whole output is in {log}")
+    return speed.tokens_per_second()
+
+
+def show_summary(content: dict, path: Path, console: Console) -> None:
+    table = Table(title="Summary", show_header=False, title_justify="left")
+    corpus = content["corpus"]
+    rows = {
+        "first loss": f"{content['first_loss']:.4f}",
+        "last loss": f"{content['last_loss']:.4f} (mean of the last {summary.LAST_ITERATIONS} iterations, "
+        f"{content['last_loss'] / content['first_loss']:.0%} of the first)",
+        "validation loss": f"{content['validation_loss']:.4f}",
+        "layers": ", ".join(f"{count} {kind}" for kind, count in content["layers"].items()),
+        "attended pairs": f"{content['density']:.1%} of the causal ones, all layers together",
+        "backend": f"{content['backend']} on {content['device']}",
+        "tokens/s": f"{content['tokens_per_second']:,.0f}" if content["tokens_per_second"] else "-",
+        "iterations": str(content["iterations"]),
+        "corpus": f"{corpus['documents']} documents, {corpus['tokens']:,} tokens, Python {corpus['python']}, "
+        f"seed {content['seed']}, SHA-256 {corpus['sha256'][:12]}",
+        "checkpoint": content["checkpoint"],
+        "summary": str(path),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, highlight=False)
+
+
+def run(parsed: argparse.Namespace, console: Console) -> None:
+    import torch
+
+    from s2_megatron.attention import resolve_backend
+
+    if not parsed.config.exists():
+        raise QuickstartError(f"CONFIG={parsed.config}: no such file; see configs/")
+    run_folder = parsed.runs.resolve() / parsed.config.stem
+    run_folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(run_folder)
+    finished = finished_summary(run_folder, parsed.iterations)
+    if finished is not None:
+        count = finished["iterations"]
+        console.print(
+            f"{run_folder} is finished: {count} iterations, validation loss {finished['validation_loss']:.4f}. "
+            f"`make pretrain ITERATIONS={2 * count}` trains further; see {run_folder / 'summary.json'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    sparsity = resolve_sparsity(parsed.config, console)
+    on_gpu = torch.cuda.is_available()
+    corpus = prepare_corpus(parsed.runs.resolve() / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False))
+    check_settings(
+        run_folder,
+        {
+            "sparsity": sparsity.canonical_json(),
+            "seed": parsed.seed,
+            "corpus": corpus.description["sha256"],
+            "vocabulary_size": VOCABULARY_SIZE,
+            "model": launch.model_flags(launch.MODEL),
+            "device": "gpu" if on_gpu else "cpu",
+        },
+    )
+    tokens_per_second = train(run_folder, corpus, sparsity, parsed, on_gpu, lock, console)
+    description = dict(corpus.description)
+    file_hashes = description.pop("file_sha256")
+    content = summary.make_summary(
+        *read_loss_log(launch.loss_log(run_folder)),
+        sparsity,
+        backend=resolve_backend("auto", "cuda" if on_gpu else "cpu"),
+        device=torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
+        tokens_per_second=tokens_per_second,
+        checkpoint=str(run_folder / "checkpoints" / f"iter_{checkpoint_iteration(run_folder):07d}"),
+        config=str(parsed.config),
+        seed=parsed.seed,
+        corpus=description,
+        corpus_file_sha256=file_hashes,
+    )
+    path = run_folder / "summary.json"
+    if path.exists():  # of fewer iterations: kept beside the new one
+        path.rename(run_folder / f"summary_{json.loads(path.read_text())['iterations']}.json")
+    summary.write_atomically(path, content)
+    show_summary(content, path, console)
+    ratio = content["last_loss"] / content["first_loss"]
+    if content["iterations"] >= launch.DEFAULT_ITERATIONS and ratio > summary.LARGEST_LOSS_RATIO:
+        raise QuickstartError(f"the last loss is {ratio:.0%} of the first, expected {summary.LARGEST_LOSS_RATIO:.0%} at most")
+    lock.close()
+
+
+def main() -> None:
+    # A killed terminal or a scheduler's SIGTERM ends the training process too, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parsed = parse_arguments()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    try:
+        run(parsed, console)
+    except (QuickstartError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Pretrain a GPT in Megatron's own training loop, with S2-Attention in the layers that a sparsity YAML names.
+
+    torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0 --hidden-dropout 0.0 ...
+
+Every flag of Megatron's pretrain_gpt.py keeps its meaning; the README has the complete list of a run. Without --s2-config the script
+builds Megatron's stock model. Before the first step it prints which attention runs in which layer:
+
+    Attention of 4 layers, 4 query / 2 KV heads, 1024 tokens, blocks of 32
+    layer | spec | kind  | pattern                          | density | coverage | core
+    0     | D    | dense | dense                            |  100.0% |   100.0% | Megatron local
+    1-3   | S    | s2    | local 8 + stride 8, 2 offsets    |   50.1% |    61.8% | S2
+
+On a machine without a GPU the run takes the CPU (gloo) and says so.
+"""
+# Only cheap imports here: saving a checkpoint starts a process that imports this file again.
+import os
+import time
+import warnings
+
+PROGRAM_START = time.time()
+
+
+def main() -> None:
+    if int(os.environ.get("RANK", "0")) != 0:
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category)
+
+    # Before the first import of Megatron, which binds torch.cuda functions by name.
+    from s2_megatron.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
+
+    on_cpu = install_if_no_gpu()
+
+    from megatron.core.enums import ModelType
+    from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from s2_megatron.arguments import add_s2_arguments, prepare_s2
+    from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
+    from s2_megatron.gpt_data import datasets_provider, embedding_ranks, forward_step
+    from s2_megatron.layer_specs import apply_s2
+
+    set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
+    use_prebuilt_dataset_helpers()
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
+
+    args = parse_and_validate_args(extra_args_provider=add_s2_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    if on_cpu:
+        require_cpu_settings(args)
+    sparsity = prepare_s2(args)
+    model_config = gpt_config_from_args(args)
+    apply_s2(model_config, args, sparsity)
+    pretrain(
+        pretrain_cfg_container_from_args(args, model_config),
+        datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        store=store,
+        get_embedding_ranks=embedding_ranks,
+    )
+
+
+if __name__ == "__main__":
+    main()

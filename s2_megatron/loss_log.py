@@ -1,0 +1,199 @@
+"""The exact loss of every iteration as JSON lines: `--s2-loss-log PATH`.
+
+Megatron's printed losses have seven digits and the second one of every run, or resume, is the mean of two iterations;
+TensorBoard's files hold the exact ones but stay in a buffer for two minutes and are lost when a run is killed. This log
+is flushed line by line, so that an iteration that has a checkpoint has its line too:
+
+    {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0}
+    {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
+
+A resumed run appends. `read_loss_log` keeps the last line of every iteration, which is what the run with that checkpoint
+did. The log has one writer at a time: a second process is refused, and a process whose torchrun was killed stops.
+Reading the loss costs one device synchronisation an iteration, as `--log-interval 1` does.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+_writer: _Writer | None = None
+
+
+def _number(value) -> float | int | None:
+    """A Python number from a tensor, a number or None; exact, since JSON carries every digit of a float."""
+    if value is None:
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def _locked(path: Path, wait_seconds: float = 0.0) -> TextIO:
+    """The file, opened for appending and locked until it is closed or the process ends.
+
+    Raises ValueError when another process still holds it after `wait_seconds`.
+    """
+    deadline = time.monotonic() + wait_seconds
+    file = path.open("a", encoding="utf-8")
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            file.close()
+            raise ValueError(
+                f"loss log {path} is being written by another process; expected none; wait until it has ended, stop it, or give another path"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            logger.warning("%s is on a file system without locks: nothing keeps two runs from writing it at once", path)
+        return file
+
+
+class _Writer:
+    """Appends records on the last rank, where Megatron has the losses and prints from."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.file: TextIO | None = None
+        if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = _locked(path)
+        # Each of torchrun's processes is in a session of its own: a killed torchrun leaves it training.
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def append(self, record: dict) -> None:
+        if self.launcher not in (None, os.getppid()):
+            raise RuntimeError(f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume")
+        if self.file is not None:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+
+
+def install_loss_log(path: str | Path | None) -> None:
+    """Have Megatron's training loop append its losses to `path`; nothing for None.
+
+    Called once per process, before `pretrain`. A second call with the same path does nothing.
+
+    Raises ValueError when this process already logs to another path, or another process to this one.
+    """
+    global _writer
+    if path is None:
+        return
+    path = Path(path).absolute()
+    if _writer is not None:
+        if _writer.path != path:
+            raise ValueError(f"--s2-loss-log={path}: this process already logs to {_writer.path}; expected one path; drop one")
+        return
+    _writer = writer = _Writer(path)
+
+    from megatron.training import training
+
+    training_log, evaluate = training.training_log, training.evaluate
+    evaluate_and_print_results = training.evaluate_and_print_results
+    current = {}  # what is being evaluated: `evaluate` is not told
+
+    @functools.wraps(training_log)
+    def logged_training_log(
+        loss_dict,
+        total_loss_dict,
+        learning_rate,
+        iteration,
+        loss_scale,
+        report_memory_flag,
+        skipped_iter,
+        grad_norm,
+        *args,
+        **kwargs,
+    ):
+        record = {"iteration": iteration}
+        record |= {name: _number(value) for name, value in loss_dict.items()}
+        record |= {"grad_norm": _number(grad_norm), "learning_rate": _number(learning_rate), "skipped": skipped_iter}
+        writer.append(record)
+        return training_log(
+            loss_dict,
+            total_loss_dict,
+            learning_rate,
+            iteration,
+            loss_scale,
+            report_memory_flag,
+            skipped_iter,
+            grad_norm,
+            *args,
+            **kwargs,
+        )
+
+    @functools.wraps(evaluate)
+    def logged_evaluate(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        if current and result[0] is not None:
+            writer.append(current | {name: _number(value) for name, value in result[0].items()})
+        return result
+
+    @functools.wraps(evaluate_and_print_results)
+    def logged_evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
+        current.update(iteration=iteration, validation=prefix)
+        try:
+            return evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
+        finally:
+            current.clear()
+
+    training.training_log = logged_training_log
+    training.evaluate = logged_evaluate
+    training.evaluate_and_print_results = logged_evaluate_and_print_results
+    logger.info("losses are appended to %s", path)
+
+
+def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
+    """The records of the training iterations by iteration, and of the evaluations by name; later lines win.
+
+    A last line without its end (the run was killed while writing it) is left out. Raises ValueError on any other line
+    that is no JSON object.
+    """
+    iterations: dict[int, dict] = {}
+    evaluations: dict[str, dict] = {}
+    path = Path(path)
+    if not path.exists():
+        return iterations, evaluations
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; remove the line") from error
+        if "validation" in record:
+            evaluations[record["validation"]] = record
+        else:
+            iterations[record["iteration"]] = record
+    return iterations, evaluations
+
+
+def truncate_loss_log(path: str | Path, iteration: int, wait_seconds: float = 60.0) -> None:
+    """Drop what a run logged after its checkpoint of `iteration`, and will do again, so that the log joins without a seam.
+
+    Waits for a writer that is about to end. The file is replaced in one step: a crash leaves the old one or the new one.
+    Raises ValueError when it is still being written after `wait_seconds`.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    with _locked(path, wait_seconds):
+        records, evaluations = read_loss_log(path)
+        kept = [record for number, record in records.items() if number <= iteration]
+        # The evaluation at the checkpoint itself is repeated, too, or belongs to the end of a shorter run.
+        kept += [record for record in evaluations.values() if record["iteration"] < iteration]
+        kept.sort(key=lambda record: (record["iteration"], "validation" in record))
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        unfinished.replace(path)

@@ -1,0 +1,293 @@
+"""What S2-Attention honours of Megatron's command line, and what it refuses, each refusal with the flag to change.
+
+`REFUSALS` is checked when arguments are known and before a model is built; `HONOURED` names every other setting of Megatron that reads like
+attention and says why it may stay. Together they are the support matrix of the README, and a test compares them with Megatron's own parser,
+so that an attention flag of a new Megatron has to be decided.
+"""
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from s2_megatron.attention import HEAD_DIM_LIMIT
+from s2_megatron.sparsity import ResolvedSparsity
+
+MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
+
+# Above this length Megatron's default of a [b, 1, s, s] mask per micro-batch (64 MiB a sample here) is an accident rather than a choice.
+ATTENTION_MASK_SEQ_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One setting that S2-Attention cannot honour.
+
+    name: the argument's name in Megatron's namespace, or a made-up one. refused: whether these arguments ask for it. reason: what came and why
+    it cannot be. fix: the flag to change. Both may refer to arguments as {args.name}, and to the installed version as {megatron}.
+    """
+
+    name: str
+    refused: Callable[[Namespace], bool]
+    reason: str
+    fix: str
+
+    def message(self, args: Namespace) -> str:
+        return "; ".join(text.format(args=args, megatron=megatron_version()) for text in (self.reason, self.fix))
+
+
+def _is_set(name: str) -> Callable[[Namespace], bool]:
+    """Whether an argument is neither absent, None, False, 0 nor empty."""
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _packed(args: Namespace) -> bool:
+    return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _resumes_optimizer(args: Namespace) -> bool:
+    """Whether the optimizer's state is to be written for a resume, or read."""
+    saves = args.save is not None and not args.no_save_optim
+    loads = args.load is not None and not args.no_load_optim and not args.finetune
+    return saves or loads
+
+
+def _distributed_optimizer_cannot_resume(args: Namespace) -> bool:
+    if not args.use_distributed_optimizer or not _resumes_optimizer(args):
+        return False
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+
+    return not HAVE_APEX_OR_TE
+
+
+def megatron_version() -> str:
+    """The version of the megatron-core that is imported, without a commit's suffix."""
+    from megatron.core.package_info import __version__
+
+    return __version__.partition("+")[0]
+
+
+def _unsupported_megatron(args: Namespace) -> bool:
+    # A pre-release counts as the release it leads to: 0.20.0rc1 is inside, 0.21.0rc0 is not.
+    release = Version(Version(megatron_version()).base_version)
+    return not MEGATRON_MINIMUM <= release < MEGATRON_LIMIT
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    # First, for the arguments of another Megatron have other names
+    Refusal("megatron_version", _unsupported_megatron,
+            f"megatron-core {{megatron}} is installed; supported are >={MEGATRON_MINIMUM},<{MEGATRON_LIMIT}",
+            f"pip install 'megatron-core[training]>={MEGATRON_MINIMUM},<{MEGATRON_LIMIT}'"),
+    # What the attention computes
+    Refusal("attention_dropout", _is_set("attention_dropout"),
+            "attention_dropout={args.attention_dropout}, but S2 attention has no dropout",
+            "add --attention-dropout 0 (Megatron's default is 0.1)"),
+    Refusal("softmax_type", lambda args: args.softmax_type != "vanilla",
+            "--softmax-type {args.softmax_type}: S2 attention has no attention sink and no off-by-one softmax", "use --softmax-type vanilla"),
+    Refusal("window_size", lambda args: args.window_size is not None,
+            "--window-size {args.window_size}: windows are part of the sparsity config",
+            "remove --window-size and give the layers `local_tokens` in the YAML of --s2-config"),
+    Refusal("reset_attention_mask", _is_set("reset_attention_mask"),
+            "--reset-attention-mask puts document boundaries into an attention mask, which S2 attention does not read",
+            "use --dataloader-inter-document-masking, which packs the documents (cu_seqlens)"),
+    Refusal("create_attention_mask_in_dataloader",
+            lambda args: args.create_attention_mask_in_dataloader and args.seq_length > ATTENTION_MASK_SEQ_LENGTH,
+            "Megatron's dataloader would build a [{args.micro_batch_size}, 1, {args.seq_length}, {args.seq_length}] attention mask for every "
+            "micro-batch, which causal attention does not need",
+            "add --no-create-attention-mask-in-dataloader"),
+    Refusal("position_embedding_type", lambda args: args.position_embedding_type == "relative",
+            "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
+            "use --position-embedding-type rope"),
+    Refusal("kv_channels", lambda args: args.kv_channels > HEAD_DIM_LIMIT,
+            f"--kv-channels {{args.kv_channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
+            "use more heads (--num-attention-heads) or a smaller --kv-channels"),
+    Refusal("multi_latent_attention", _is_set("multi_latent_attention"),
+            "--multi-latent-attention (MLA) has other head dims for keys than for values, which S2 attention does not compute",
+            "remove --multi-latent-attention"),
+    Refusal("experimental_attention_variant", _is_set("experimental_attention_variant"),
+            "--experimental-attention-variant {args.experimental_attention_variant} replaces the attention that S2 would replace",
+            "remove --experimental-attention-variant"),
+    Refusal("linear_attention_freq", _is_set("linear_attention_freq"),
+            "--linear-attention-freq {args.linear_attention_freq}: linear attention layers have no attention pattern",
+            "remove --linear-attention-freq"),
+    Refusal("decoder_num_layers", _is_set("decoder_num_layers"),
+            "--decoder-num-layers {args.decoder_num_layers} makes an encoder-decoder model; S2 attention is causal self-attention only, "
+            "neither cross attention nor an encoder's", "remove --decoder-num-layers and train a GPT"),
+    Refusal("vision_pretraining", _is_set("vision_pretraining"),
+            "--vision-pretraining attends in both directions; S2 attention is causal", "remove --vision-pretraining"),
+    Refusal("ict_head_size", _is_set("ict_head_size"),
+            "--ict-head-size {args.ict_head_size} makes a BERT retriever, which attends in both directions; S2 attention is causal",
+            "remove --ict-head-size"),
+    # Which model and which layer spec
+    Refusal("spec", _is_set("spec"),
+            "--spec {args.spec} and --s2-config both say which layer spec to build", "remove --spec, or --s2-config"),
+    Refusal("hybrid_layer_pattern", _is_set("hybrid_layer_pattern"),
+            "--hybrid-layer-pattern {args.hybrid_layer_pattern}: hybrid and Mamba models have their own layer specs",
+            "remove --hybrid-layer-pattern"),
+    Refusal("is_hybrid_model", _is_set("is_hybrid_model"),
+            "--is-hybrid-model: hybrid and Mamba models have their own layer specs", "remove --is-hybrid-model"),
+    Refusal("heterogeneous_layers_config_path",
+            lambda args: bool(args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json),
+            "a heterogeneous layer config leaves some layers without attention and brings its own layer specs",
+            "remove --heterogeneous-layers-config-path and --heterogeneous-layers-config-encoded-json"),
+    Refusal("transformer_impl", lambda args: args.transformer_impl not in ("local", "transformer_engine"),
+            "--transformer-impl {args.transformer_impl} brings its own layer spec", "use --transformer-impl transformer_engine, or local"),
+    Refusal("use_kitchen_attention",
+            lambda args: bool(args.use_kitchen_attention or getattr(args, "kitchen_config_file", None)
+                              or getattr(args, "kitchen_recipe_number", None) is not None),
+            "Kitchen brings its own layer spec and its own attention",
+            "remove --use-kitchen-attention, --kitchen-config-file and --kitchen-recipe-number"),
+    Refusal("yaml_cfg", _is_set("yaml_cfg"),
+            "--yaml-cfg {args.yaml_cfg} makes Megatron drop every command line argument, --s2-config among them",
+            "remove --yaml-cfg and give Megatron's settings as flags"),
+    # Precision, and what reads the attention's inside
+    Refusal("fp8_dot_product_attention", _is_set("fp8_dot_product_attention"),
+            "fp8_dot_product_attention=True: S2 attention computes in bf16, fp16 or fp32 (fp8 linear layers are fine)",
+            "set fp8_dot_product_attention=False"),
+    Refusal("fp8_multi_head_attention", _is_set("fp8_multi_head_attention"),
+            "fp8_multi_head_attention=True: S2 attention computes in bf16, fp16 or fp32 (fp8 linear layers are fine)",
+            "set fp8_multi_head_attention=False"),
+    Refusal("qk_clip", _is_set("qk_clip"),
+            "--qk-clip needs the largest attention logit, which S2 attention does not keep", "remove --qk-clip"),
+    Refusal("log_max_attention_logit", _is_set("log_max_attention_logit"),
+            "--log-max-attention-logit needs the largest attention logit, which S2 attention does not keep",
+            "remove --log-max-attention-logit"),
+    Refusal("batch_invariant_mode", _is_set("batch_invariant_mode"),
+            "--batch-invariant-mode demands FlashAttention 3 or 4 in every layer", "remove --batch-invariant-mode"),
+    # How it is run
+    Refusal("context_parallel_size", lambda args: args.context_parallel_size > 1,
+            "--context-parallel-size {args.context_parallel_size} is not supported by this version", "use --context-parallel-size 1"),
+    Refusal("hybrid_context_parallel", _is_set("hybrid_context_parallel"),
+            "--hybrid-context-parallel is not supported by this version", "remove --hybrid-context-parallel"),
+    Refusal("use_megatron_fsdp", _is_set("use_megatron_fsdp"),
+            "--use-megatron-fsdp is not tested with S2 attention", "use --use-distributed-optimizer instead"),
+    Refusal("use_torch_fsdp2", _is_set("use_torch_fsdp2"),
+            "--use-torch-fsdp2 is not tested with S2 attention", "use --use-distributed-optimizer instead"),
+    Refusal("cuda_graph_impl", lambda args: args.cuda_graph_impl != "none",
+            "--cuda-graph-impl {args.cuda_graph_impl}: CUDA graphs are not tested with S2 attention",
+            "use --cuda-graph-impl none (and neither --enable-cuda-graph nor --external-cuda-graph)"),
+    Refusal("overlap_moe_expert_parallel_comm", _is_set("overlap_moe_expert_parallel_comm"),
+            "--overlap-moe-expert-parallel-comm: overlapped MoE schedules are not tested with S2 attention",
+            "remove --overlap-moe-expert-parallel-comm"),
+    Refusal("overlap_dispatch_backward_with_experts_wgrad", _is_set("overlap_dispatch_backward_with_experts_wgrad"),
+            "--overlap-dispatch-backward-with-experts-wgrad: overlapped MoE schedules are not tested with S2 attention",
+            "remove --overlap-dispatch-backward-with-experts-wgrad"),
+    Refusal("flash_decode", _is_set("flash_decode"),
+            "--flash-decode goes around the core attention and would decode dense", "remove --flash-decode"),
+    Refusal("inference_dynamic_batching", _is_set("inference_dynamic_batching"),
+            "--inference-dynamic-batching goes around the core attention and would run dense",
+            "remove --inference-dynamic-batching and add --use-legacy-static-engine"),
+    Refusal("perform_rl_step", _is_set("perform_rl_step"),
+            "--perform-rl-step generates with the dynamic inference engine, which goes around the core attention and would run dense",
+            "remove --perform-rl-step"),
+    Refusal("s2_dense_core", lambda args: args.s2_dense_core == "stock" and args.transformer_impl == "local" and _packed(args),
+            "--s2-dense-core stock with --transformer-impl local: Megatron's local attention refuses packed documents (--sft, "
+            "--dataloader-inter-document-masking)", "use --s2-dense-core auto"),
+    Refusal("non_persistent_ckpt_type", lambda args: args.non_persistent_ckpt_type == "local",
+            "--non-persistent-ckpt-type local: the sparsity stored in a local checkpoint cannot be compared before the model is built",
+            "use --non-persistent-ckpt-type global"),
+    Refusal("use_distributed_optimizer", _distributed_optimizer_cannot_resume,
+            "--use-distributed-optimizer with --save or --load: Megatron cannot resume this optimizer's checkpoints when neither Transformer "
+            "Engine nor NVIDIA Apex is installed",
+            "install Transformer Engine or Apex, or remove --use-distributed-optimizer"),
+)
+
+# Settings that read like attention and may stay, with the reason.
+HONOURED: dict[str, str] = {
+    # Heads, scale, normalisation: applied before or after the core attention, or handed to it
+    "num_attention_heads": "resolved into the pattern",
+    "num_query_groups": "native GQA and MQA, also fewer groups than tensor-parallel ranks",
+    "group_query_attention": "native GQA and MQA",
+    "kv_channels": "head dims up to 256",
+    "qk_layernorm": "applied before the core attention",
+    "qk_l2_norm": "applied before the core attention",
+    "attention_output_gate": "applied after the core attention",
+    "add_bias_linear": "a bias of the projections, not of the attention",
+    "add_qkv_bias": "a bias of the projections, not of the attention",
+    "use_mup": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
+    "mup_attn_scale_power": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
+    "mup_base_head_dim": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
+    "apply_query_key_layer_scaling": "divides before and multiplies after the mask, so the result is the same; the softmax is in fp32 anyway",
+    "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
+    "masked_softmax_fusion": "only Megatron's own dense layers read it",
+    "window_attn_skip_freq": "read only with --window-size, which is refused",
+    "no_rope_freq": "applied before the core attention",
+    "hidden_dropout": "outside of the core attention",
+    "bias_dropout_fusion": "outside of the core attention",
+    # Data
+    "dataloader_inter_document_masking": "packed documents, in both directions",
+    "sft": "packed documents, in both directions",
+    "reset_position_ids": "changes position embeddings only; S2 blocks count from the start of the sample",
+    "eod_mask_loss": "changes the loss only",
+    "create_attention_mask_in_dataloader": "a causal mask, which is not read; refused above 8192 tokens for its size",
+    # Which kernels Megatron's own dense layers use
+    "attention_backend": "read by Transformer Engine's dense layers; `local` asks for --spec, which is refused",
+    "flash_attention_version": "read by Transformer Engine's dense layers",
+    "use_flash_attn": "read by Transformer Engine's dense layers",
+    "use_transformer_engine_op_fuser": "fuses MLPs only",
+    # Memory and schedules
+    "recompute_granularity": "full and selective; the core attention can be run again",
+    "recompute_modules": "core_attn included",
+    "cpu_offloading_num_layers": "tensors for the backward go through autograd's saved tensors",
+    "fine_grained_activation_offloading": "core_attn included; tensors for the backward go through autograd's saved tensors",
+    "offload_modules": "core_attn included",
+    "activation_offload_fraction": "see fine_grained_activation_offloading",
+    "delta_offload_bytes_across_pp_ranks": "see fine_grained_activation_offloading",
+    "delay_offload_until_cuda_graph": "no effect without CUDA graphs",
+    "ep_overlap_early_attn_memory_release": "no effect without --overlap-moe-expert-parallel-comm, which is refused",
+    "moe_shared_expert_overlap": "inside the MoE layer",
+    "deterministic_mode": "selects the deterministic backward",
+    "optimizer_cuda_graph": "captures the optimizer's step only",
+    "cp_comm_type": "no effect without context parallelism",
+    "hierarchical_context_parallel_sizes": "no effect without context parallelism",
+    "max_seqlen_per_dp_cp_rank": "no effect without context parallelism",
+    "use_legacy_static_engine": "static inference goes through the core attention",
+}
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Raises ValueError that lists every setting in `args` that S2-Attention cannot honour, each with the flag to change."""
+    found = []
+    for refusal in REFUSALS:
+        if refusal.refused(args):
+            found.append(refusal.message(args))
+            if refusal.name == "megatron_version":
+                break
+    if found:
+        raise ValueError(_listed(found))
+
+
+def _listed(found: list[str]) -> str:
+    if len(found) == 1:
+        return f"--s2-config: {found[0]}"
+    return f"--s2-config: {len(found)} settings cannot be honoured" + "".join(f"\n  {text}" for text in found)
+
+
+def refuse_yaml_command_line(argv: list[str] | None = None) -> None:
+    """Raises ValueError when --s2-config and --yaml-cfg stand on one command line.
+
+    It has to be asked before Megatron parses: with --yaml-cfg nothing of --s2-config is left afterwards, and the run would be dense.
+    """
+    given = {argument.partition("=")[0] for argument in (sys.argv if argv is None else argv)}
+    if {"--s2-config", "--yaml-cfg"} <= given:
+        refusal = next(item for item in REFUSALS if item.name == "yaml_cfg")
+        raise ValueError(_listed([refusal.message(Namespace(yaml_cfg="(file)")).replace(" (file)", "")]))
+
+
+def refuse_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Raises ValueError when something else than the YAML already set another softmax scale for the model."""
+    if sparsity.softmax_scale is None:
+        return
+    source, other = None, None
+    if getattr(args, "softmax_scale", None) is not None:
+        source, other = "args.softmax_scale", args.softmax_scale
+    elif args.use_mup:
+        # As TransformerConfig computes it.
+        base = 1.0 if args.mup_base_head_dim is None else args.mup_base_head_dim ** 0.5
+        source, other = "--use-mup", base / args.kv_channels ** args.mup_attn_scale_power
+    if source is not None and other != sparsity.softmax_scale:
+        raise ValueError(f"--s2-config: softmax_scale is {sparsity.softmax_scale:g} in the YAML and {other:g} by {source}; one model has one "
+                         f"scale, so remove one of the two")

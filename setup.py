@@ -1,0 +1,48 @@
+"""Package metadata. `make pretrain` and `make test` call this through `pip install -e .[dev]`.
+
+The packages are listed by hand because `s2_megatron.kernels` is a PEP 420 folder (no `__init__.py`) reached through
+the symlink `s2_megatron/kernels -> ../kernels`; automatic discovery would skip it, or add `kernels` as a second,
+top-level package that shadows the PyPI package of that name.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+
+setup(
+    name="s2-megatron",
+    version="0.1.0",
+    description="Pretraining GPTs with S2-Attention in Megatron: Triton kernels behind a Megatron-core attention submodule",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.12",
+    packages=["s2_megatron", "s2_megatron.kernels"],
+    py_modules=["pretrain_gpt_s2"],
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core[training]>=0.19.2,<0.21",
+        "numpy",
+        "pydantic>=2",
+        "PyYAML",
+        "rich",
+        "tensorboard",
+        "tokenizers",
+        "matplotlib",
+    ],
+    extras_require={
+        # numpy: from 2.4 on, int() of a one-element array raises, which Triton 3.6's interpreter relies on (tests of the kernels on a CPU)
+        "dev": [
+            "numpy<2.4",
+            "pytest>=8",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "import-linter>=2",
+            "setuptools>=77",
+            "wheel",
+        ],
+        "te": ["transformer-engine[pytorch]"],
+    },
+)

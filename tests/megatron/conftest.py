@@ -1,0 +1,209 @@
+"""Real training runs of Megatron's loop, in processes of their own (gloo on a CPU, NCCL on a GPU), on a tiny GPT and a tiny corpus.
+
+Every run appends its exact losses to a file (`--s2-loss-log`), so that comparisons do not depend on printed digits.
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from s2_megatron.loss_log import read_loss_log
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "pretrain_gpt_s2.py"
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+
+# 4 query heads in 2 groups, stride 4: two offsets a layer, other ones in the next layer, so a wrong head or layer number shows.
+SPARSITY = "block_size: 16\nlayers: DSSS\nspecs:\n  S: {local_blocks: 2, stride: 4}\n"
+SEQ_LENGTH, VOCABULARY = 128, 127
+
+MODEL = f"""
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
+    --make-vocab-size-divisible-by 32
+"""
+TRAINING = """
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --seed 7 --log-interval 1 --eval-iters 0
+    --eval-interval 1000 --num-workers 0 --no-create-attention-mask-in-dataloader
+"""
+LOCAL_SPEC = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion"
+
+
+@dataclass
+class Run:
+    """What a run left. losses and grad_norms: by iteration. evaluations: losses by name. output: everything that its ranks printed."""
+
+    losses: dict[int, float]
+    grad_norms: dict[int, float]
+    evaluations: dict[str, float]
+    output: str
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_processes(
+    command: list[str], processes: int, timeout: float, environment: dict | None = None, python_path: Path | None = None
+) -> tuple[int, str]:
+    """Run `command` as ranks 0 .. processes-1 of one job; (the worst exit code, all output). Stragglers are killed after `timeout` s."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    paths = [str(path) for path in (python_path, ROOT, os.environ.get("PYTHONPATH")) if path]
+    common = {
+        **inherited, "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {}),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(processes)]
+        jobs = []
+        for rank, log in enumerate(logs):
+            environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the process
+                jobs.append(subprocess.Popen(command, env=environ, cwd=ROOT, start_new_session=True, stdout=file, stderr=subprocess.STDOUT))
+        _wait_for_all(jobs, time.monotonic() + timeout)
+        output = "\n".join(log.read_text(errors="replace") for log in logs)
+    return max(abs(job.returncode) for job in jobs), output
+
+
+def _wait_for_all(jobs: list[subprocess.Popen], deadline: float) -> None:
+    """Wait until every job has ended. Once one has failed the others only wait for it: they get 5 more seconds, then they are killed."""
+    failed = False
+    try:
+        while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
+            if not failed and any(job.poll() not in (None, 0) for job in jobs):
+                failed, deadline = True, min(deadline, time.monotonic() + 5)
+            time.sleep(0.05)
+    finally:
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+@dataclass
+class Lab:
+    """Folders and defaults of a test session's runs. device_flags: what this machine's processes need."""
+
+    folder: Path
+    device_flags: str
+    timeout: float = 180
+
+    @property
+    def sparsity(self) -> Path:
+        return self.folder / "sparsity.yaml"
+
+    @property
+    def data(self) -> str:
+        return f"--data-path {self.folder / 'corpus'} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} " \
+               f"--data-cache-path {self.folder / 'cache'}"
+
+    def flags(self, *extra: str, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True) -> list[str]:
+        """The command line of a run; later flags win."""
+        parts = [model, TRAINING, spec, self.data, self.device_flags]
+        if sparsity:
+            parts.append(f"--s2-config {self.sparsity}")
+        return " ".join([*parts, *extra]).split()
+
+    def run(
+        self, name: str, *extra: str, processes: int = 1, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True,
+        script: Path = ENTRY, fails: bool = False, environment: dict | None = None, python_path: Path | None = None, log_flag: bool = True,
+    ) -> Run:  # fmt: skip
+        """Train with the given flags on top of the defaults, and check that it went through (or, with fails, that it did not).
+
+        python_path: a folder of modules to put first. log_flag: False for a script without --s2-loss-log, which reads LOSS_LOG.
+        """
+        log = self.folder / f"{name}.jsonl"
+        command = [sys.executable, str(script), *self.flags(*extra, model=model, spec=spec, sparsity=sparsity)]
+        if log_flag:
+            command += ["--s2-loss-log", str(log)]
+        environment = {"LOSS_LOG": str(log), **(environment or {})}
+        code, output = run_processes(command, processes, self.timeout, environment, python_path)
+        assert (code != 0) == fails, f"{name}: exit code {code}\n{output[-6000:]}"
+        records, evaluations = read_loss_log(log)
+        return Run(
+            {step: record["lm loss"] for step, record in records.items()},
+            {step: record["grad_norm"] for step, record in records.items()},
+            {name: record["lm loss"] for name, record in evaluations.items()},
+            output,
+        )
+
+    def python(self, script: str, *arguments, processes: int = 1) -> str:
+        """Run one of tests/megatron/scripts; what it printed."""
+        code, output = run_processes([sys.executable, str(SCRIPTS / script), *map(str, arguments)], processes, self.timeout)
+        assert code == 0, f"{script}: exit code {code}\n{output[-6000:]}"
+        return output
+
+
+def write_corpus(prefix: Path, documents: int = 400) -> None:
+    """An indexed dataset of short documents: random tokens whose second half repeats the first, so that distant tokens matter."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(0)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(documents):
+        half = rng.integers(1, VOCABULARY, size=rng.integers(3, 60))
+        builder.add_document([*half.tolist(), *half.tolist(), VOCABULARY], [2 * len(half) + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
+def _same_training(run: Run, baseline: Run, steps: int = 10) -> None:
+    """Losses of `run` within 1e-5 of the baseline's over `steps` iterations or more, and grad norms equal to 3 decimals."""
+    assert len(run.losses) >= steps, f"{len(run.losses)} iterations, expected {steps}\n{run.output[-3000:]}"
+    losses = {step: abs(loss - baseline.losses[step]) for step, loss in run.losses.items()}
+    norms = {step: abs(norm - baseline.grad_norms[step]) for step, norm in run.grad_norms.items()}
+    assert max(losses.values()) <= 1e-5, f"losses differ by {losses}"
+    assert max(norms.values()) <= 1e-3, f"grad norms differ by {norms}"
+
+
+@pytest.fixture(scope="session")
+def same_training():
+    """The comparison of a run with its baseline."""
+    return _same_training
+
+
+@pytest.fixture(scope="session")
+def count_gpus() -> int:
+    """Asked of the driver, not of torch: pytest's own process starts neither CUDA nor Megatron's CPU stand-in."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Path:
+    return SCRIPTS
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory) -> Lab:
+    lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo")
+    lab.sparsity.write_text(SPARSITY)
+    write_corpus(lab.folder / "corpus")
+    return lab
+
+
+@pytest.fixture(scope="session")
+def start(lab) -> Path:
+    """A checkpoint after 10 iterations in one process; the run itself goes on to 20 and is the `baseline`."""
+    return lab.folder / "start"
+
+
+@pytest.fixture(scope="session")
+def baseline(lab, start) -> Run:
+    return lab.run("baseline", f"--train-iters 20 --save {start} --save-interval 10")

@@ -1,0 +1,32 @@
+"""pretrain_gpt_s2.py with one deliberate mistake, named by MUTATION: the parallel tests must see it.
+
+head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers from 0.
+"""
+import os
+
+
+def main():
+    import pretrain_gpt_s2
+    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+
+    install_if_no_gpu()
+    from s2_megatron import core_attention, layer_specs
+    from s2_megatron.patterns import RangePattern
+
+    mutation = os.environ["MUTATION"]
+    if mutation == "head_offset":
+        slice_of = RangePattern.tensor_parallel_slice
+        RangePattern.tensor_parallel_slice = lambda self, rank, size: slice_of(self, 0, size)
+    elif mutation == "layer_number":
+        global_indices = layer_specs.global_layer_indices
+        layer_specs.global_layer_indices = lambda *args: list(range(len(global_indices(*args))))
+        # Without the assertion on the layer's number, so that the comparison of losses stands alone.
+        build = core_attention.S2CoreAttention.__init__
+        core_attention.S2CoreAttention.__init__ = lambda self, *args, layer_index=None, **kwargs: build(self, *args, **kwargs)
+    elif mutation != "none":
+        raise ValueError(f"MUTATION={mutation}; expected head_offset, layer_number or none")
+    pretrain_gpt_s2.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""pretrain_gpt_s2.py without S2, S2 in a user's own script, and static inference of a model that the script builds."""
+from __future__ import annotations
+
+import difflib
+import re
+
+STOCK = "--train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 --calculate-per-token-loss --eval-iters 2 --eval-interval 3"
+
+
+def test_without_a_config_it_is_megatron(lab, scripts):
+    """Losses, grad norms and evaluations are bit for bit those of a short script that builds Megatron's stock model."""
+    stock = lab.run("stock", STOCK, sparsity=False, script=scripts / "stock_pretrain.py", log_flag=False)
+    ours = lab.run("ours_without_s2", STOCK, sparsity=False)
+    assert len(stock.losses) == 6
+    assert ours.losses == stock.losses
+    assert ours.grad_norms == stock.grad_norms
+    assert len(stock.evaluations) >= 2
+    assert ours.evaluations == stock.evaluations
+
+
+def test_five_lines_in_a_script_of_ones_own(lab, scripts, baseline):
+    before, after = ((scripts / name).read_text().splitlines() for name in ("stock_pretrain.py", "user_pretrain.py"))
+    changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith(("- ", "+ "))]
+    assert sum(line.startswith("+ ") for line in changed) == 5
+    run = lab.run("user", "--train-iters 10", script=scripts / "user_pretrain.py")
+    assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
+
+
+def test_start_up_says_what_runs_where(baseline):
+    first_step = baseline.output.index("iteration        1/")
+    before = baseline.output[:first_step]
+    assert "No GPU found" in before
+    assert re.search(r"0 +│ D +│ dense", before)
+    assert re.search(r"│ S +│ s2 +│ local 2 \+ stride 4", before)
+    assert "S2 dense layers: computed by Megatron local" in before
+
+
+def test_settings_that_a_cpu_lacks(lab):
+    run = lab.run("nccl", "--train-iters 1 --distributed-backend nccl", fails=True)
+    assert "ValueError: --distributed-backend nccl" in run.output
+    assert "add --distributed-backend gloo" in run.output
+
+
+def test_static_inference_equals_the_full_forward(lab):
+    config = lab.folder / "blocks_of_64.yaml"
+    config.write_text(lab.sparsity.read_text().replace("block_size: 16", "block_size: 64"))
+    flags = lab.flags(
+        "--train-iters 1 --seq-length 1024 --max-position-embeddings 1024 --s2-dense-core s2", f"--s2-config {config}"
+    )  # fmt: skip
+    printed = lab.python("static_inference.py", *flags)
+    found = dict(re.findall(r"prefix (\d+): max difference (\S+)", printed))
+    assert [int(prefix) for prefix in found] == [1, 63, 64, 65, 1000]
+    # Logits of size 5 in fp32, in another order of summation.
+    assert max(float(difference) for difference in found.values()) <= 1e-5, found

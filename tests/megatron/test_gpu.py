@@ -1,0 +1,107 @@
+"""Training on a GPU: the Triton kernels in bf16 are as good as the PyTorch reference in bf16, with the local spec and with Transformer
+Engine's, and two GPUs compute what one does. Run by `make test-gpu`."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+# Head dim 64, 16 blocks of 64 tokens.
+MODEL = """
+    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
+    --make-vocab-size-divisible-by 32
+"""
+SPECS = {
+    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion",
+    "transformer_engine": "--transformer-impl transformer_engine --no-rope-fusion --no-gradient-accumulation-fusion",
+}
+
+
+@pytest.fixture(scope="module")
+def gpus(count_gpus) -> int:
+    if count_gpus == 0:
+        pytest.skip("no NVIDIA GPU (nvidia-smi lists none)")
+    return count_gpus
+
+
+@pytest.fixture(scope="module")
+def gpu_lab(lab, gpus):
+    sparsity = lab.folder / "gpu" / "sparsity.yaml"
+    sparsity.parent.mkdir(exist_ok=True)
+    sparsity.write_text(lab.sparsity.read_text().replace("block_size: 16", "block_size: 64"))
+    return dataclasses.replace(lab, device_flags=f"--distributed-backend nccl --s2-config {sparsity}", timeout=300)
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request) -> str:
+    if request.param == "transformer_engine":
+        probe = "import transformer_engine.pytorch"
+        if subprocess.run([sys.executable, "-c", probe], capture_output=True).returncode:
+            pytest.skip("Transformer Engine is not installed")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def trained(gpu_lab, spec):
+    """(function that trains 10 iterations from one fp32 checkpoint of this spec, that of the reference in fp32)."""
+    folder = gpu_lab.folder / f"gpu_{spec}"
+    gpu_lab.run(f"gpu_{spec}_start", f"--train-iters 2 --s2-backend reference --save {folder} --save-interval 2", model=MODEL, spec=SPECS[spec])
+
+    def run(name, flags, processes=1):
+        load = f"--train-iters 10 --load {folder} --finetune --no-load-rng"
+        return gpu_lab.run(f"gpu_{spec}_{name}", load, flags, processes=processes, model=MODEL, spec=SPECS[spec])
+
+    return run, run("fp32", "--s2-backend reference")
+
+
+def distance(run, exact) -> float:
+    """Root mean square of the differences of the losses."""
+    assert len(run.losses) == len(exact.losses) == 10
+    return math.sqrt(sum((run.losses[step] - loss) ** 2 for step, loss in exact.losses.items()) / len(exact.losses))
+
+
+def test_bf16_kernels_are_as_good_as_the_reference(trained):
+    run, exact = trained
+    kernels, reference = run("triton", "--bf16 --s2-backend triton"), run("reference", "--bf16 --s2-backend reference")
+    assert "S2 attention backend: triton" in kernels.output
+    assert "No GPU found" not in kernels.output
+    assert distance(reference, exact) > 0, "bf16 must differ from fp32, or nothing is tested"
+    assert distance(kernels, exact) <= 2 * distance(reference, exact)
+
+
+def test_fp32_kernels(trained):
+    run, exact = trained
+    assert distance(run("triton_fp32", "--s2-backend triton"), exact) <= 1e-4
+
+
+def test_deterministic_mode_repeats_every_bit(trained, monkeypatch):
+    run, _ = trained
+    for name, value in (("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):
+        monkeypatch.setenv(name, value)
+    first, second = (run(f"deterministic_{number}", "--bf16 --s2-backend triton --deterministic-mode") for number in range(2))
+    assert first.losses == second.losses
+    assert first.grad_norms == second.grad_norms
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"])
+def test_two_gpus_compute_what_one_does(gpus, trained, layout):
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    run, exact = trained
+    name = "tp2" if "tensor" in layout else "pp2"
+    assert distance(run(name, f"--s2-backend triton {layout}", processes=2), exact) <= 1e-4
+
+
+@pytest.mark.parametrize("flags", ["--dataloader-inter-document-masking", "--dataloader-inter-document-masking --micro-batch-size 2"])
+def test_packed_documents(trained, flags):
+    run, _ = trained
+    name = "packed2" if "micro" in flags else "packed"
+    exact = run(f"{name}_fp32", f"--s2-backend reference --s2-dense-core s2 {flags}")
+    assert distance(run(name, f"--s2-backend triton --s2-dense-core s2 {flags}"), exact) <= 1e-4

@@ -1,0 +1,303 @@
+"""Which core attention the layer specs give to which layer, under every way to cut the layers into pipeline stages."""
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models.gpt import GPTModelConfig
+
+from s2_megatron import layer_specs
+from s2_megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.layer_specs import (
+    apply_s2,
+    global_layer_indices,
+    resolve_dense_core,
+    s2_block_spec,
+    s2_mtp_block_spec,
+    sequence_parallel_norm,
+)
+from s2_megatron.patterns import make_range_pattern
+from s2_megatron.sparsity import LayerSparsity, ResolvedSparsity
+
+LAYERS = 8
+
+
+@pytest.fixture(autouse=True)
+def first_stage(monkeypatch):
+    """Megatron asks its parallel state, which only a training run initialises, for the pipeline rank."""
+    monkeypatch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda: 0)
+
+
+def make_config(**settings):
+    defaults = dict(
+        num_layers=LAYERS, hidden_size=64, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0, normalization="RMSNorm",
+        persist_layer_norm=False, transformer_impl="local", pipeline_dtype=torch.float32,
+    )  # fmt: skip
+    return TransformerConfig(**{**defaults, **settings})
+
+
+def make_sparsity(plan="DSSSDSSS", mtp_plan="", softmax_scale=None):
+    """Every S layer has another offset, so that each pattern tells which layer it was made for."""
+    def layer(name, index):
+        if name == "D":
+            return LayerSparsity("D", None)
+        pattern = make_range_pattern(
+            block_size=16, num_heads=4, num_kv_heads=2, ranges=((2, 1), (None, 16)), layer_index=index, layer_step=1
+        )  # fmt: skip
+        return LayerSparsity(name, pattern)
+
+    layers = tuple(layer(name, index) for index, name in enumerate(plan))
+    mtp = tuple(layer(name, len(plan) + index) for index, name in enumerate(mtp_plan))
+    return ResolvedSparsity(layers, mtp, softmax_scale, block_size=16, num_heads=4, num_kv_heads=2, seq_length=256)
+
+
+def core_of(layer_spec):
+    return layer_spec.submodules.self_attention.submodules.core_attention
+
+
+def block_spec(config, sparsity, **settings):
+    return s2_block_spec(config, sparsity, use_transformer_engine=False, **settings)
+
+
+def test_dense_layers_stay_as_they_were():
+    sparsity = make_sparsity()
+    stock = get_gpt_decoder_block_spec(make_config(), use_transformer_engine=False, normalization="RMSNorm")
+    spec = block_spec(make_config(), sparsity)
+    assert len(spec.layer_specs) == LAYERS
+    for index, layer in enumerate(spec.layer_specs):
+        if sparsity.layers[index].pattern is None:
+            assert repr(layer) == repr(stock.layer_specs[index])
+            assert core_of(layer) is DotProductAttention
+        else:
+            assert core_of(layer).module is S2CoreAttention
+            assert core_of(layer).params["pattern"] is sparsity.layers[index].pattern
+            assert layer.submodules.self_attention.module is S2SelfAttention
+    assert spec.layer_norm is stock.layer_norm
+    # Megatron's entries are one shared object; editing it would have changed the dense layers too.
+    assert core_of(stock.layer_specs[1]) is DotProductAttention
+
+
+def test_dense_layers_by_our_kernels():
+    spec = block_spec(make_config(), make_sparsity(), dense_core="s2")
+    pattern = core_of(spec.layer_specs[0]).params["pattern"]
+    assert (pattern.num_heads, pattern.num_kv_heads, pattern.density(256)) == (4, 2, 1.0)
+
+
+PIPELINES = {
+    "one stage": dict(),
+    "two": dict(pipeline_model_parallel_size=2),
+    "four": dict(pipeline_model_parallel_size=4),
+    "virtual": dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+    "first and last": dict(pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2),
+    "last": dict(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=3),
+    "embedding and loss count": dict(
+        pipeline_model_parallel_size=2, num_layers=6, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+    ),
+    "layout": dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|t*5L"),
+    "virtual layout": dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|t|t*3L", virtual_pipeline_model_parallel_size=2),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_every_layer_gets_its_own_pattern_once(monkeypatch, name):
+    settings = dict(PIPELINES[name])
+    stages = settings.get("pipeline_model_parallel_size", 1)
+    virtual = settings.get("virtual_pipeline_model_parallel_size")
+    layout = settings.pop("pipeline_model_parallel_layout", None)
+    config = make_config(**settings)
+    if layout is not None:
+        config.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, stages)
+    monkeypatch.setattr("megatron.core.parallel_state.get_virtual_pipeline_model_parallel_world_size", lambda: virtual)
+    sparsity = make_sparsity("S" * config.num_layers)
+    seen = {}
+    for pp_rank in range(stages):
+        # Some of Megatron's arithmetic asks the parallel state instead of taking the rank.
+        monkeypatch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda rank=pp_rank: rank)
+        for vp_stage in [None] if virtual is None else range(virtual):
+            indices = global_layer_indices(config, vp_stage, pp_rank)
+            spec = block_spec(config, sparsity, vp_stage=vp_stage, pp_rank=pp_rank)
+            assert len(spec.layer_specs) == len(indices)
+            for index, layer in zip(indices, spec.layer_specs):
+                assert core_of(layer).params["pattern"] is sparsity.layers[index].pattern
+                assert core_of(layer).params["layer_index"] == index
+                seen[index] = (vp_stage or 0, pp_rank)
+    assert sorted(seen) == list(range(config.num_layers))
+    # The layers run stage after stage, and virtual stage after virtual stage.
+    assert sorted(seen, key=lambda index: (seen[index], index)) == list(range(config.num_layers))
+
+
+def test_virtual_stages_of_eight_layers():
+    config = make_config(**PIPELINES["virtual"])
+    offsets = {(rank, stage): global_layer_indices(config, stage, rank)[0] for rank in range(2) for stage in range(2)}
+    assert offsets == {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
+
+
+def test_mixture_of_experts_layers_keep_their_experts():
+    config = make_config(num_moe_experts=4, moe_layer_freq=[0, 1] * 4, add_bias_linear=False)
+    stock = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    spec = block_spec(config, make_sparsity())
+    for ours, theirs in zip(spec.layer_specs, stock.layer_specs):
+        assert repr(ours.submodules.mlp) == repr(theirs.submodules.mlp)
+    assert core_of(spec.layer_specs[1]).module is S2CoreAttention
+
+
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+def test_norms_under_sequence_parallelism(normalization):
+    config = make_config(
+        tensor_model_parallel_size=2, sequence_parallel=True, normalization=normalization, qk_layernorm=True, mtp_num_layers=1
+    )  # fmt: skip
+    spec = block_spec(config, make_sparsity())
+    for layer in spec.layer_specs:
+        names = ("input_layernorm", "pre_mlp_layernorm")
+        assert all(getattr(layer.submodules, name) is sequence_parallel_norm for name in names)
+        assert layer.submodules.self_attention.submodules.q_layernorm is sequence_parallel_norm
+    assert spec.layer_norm is sequence_parallel_norm
+    norm = spec.layer_norm(config=config, hidden_size=64, eps=1e-6)
+    assert isinstance(norm, getattr(torch.nn, normalization))
+    assert norm.eps == 1e-6
+    assert all(parameter.sequence_parallel for parameter in norm.parameters())
+    assert block_spec(make_config(normalization=normalization), make_sparsity()).layer_norm is WrappedTorchNorm
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        (dict(persist_layer_norm=True), "--no-persist-layer-norm"),
+        (dict(layernorm_zero_centered_gamma=True), "--apply-layernorm-1p"),
+        (dict(normalization="L2Norm"), "--normalization"),
+    ],
+)
+def test_norm_settings_that_torch_lacks(setting, flag):
+    config = make_config(tensor_model_parallel_size=2, sequence_parallel=True)
+    for name, value in setting.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=flag):
+        sequence_parallel_norm(config, 64)
+
+
+@pytest.fixture
+def last_stage(monkeypatch):
+    monkeypatch.setattr("megatron.core.parallel_state.is_pipeline_last_stage", lambda **kwargs: True)
+
+
+def mtp_spec(config, sparsity, **settings):
+    return s2_mtp_block_spec(config, sparsity, use_transformer_engine=False, pp_rank=0, **settings)
+
+
+def test_multi_token_prediction_layers(last_stage):
+    sparsity = make_sparsity(mtp_plan="DS")
+    config = make_config(mtp_num_layers=2, tensor_model_parallel_size=2, sequence_parallel=True)
+    first, second = mtp_spec(config, sparsity).layer_specs
+    assert core_of(first.submodules.mtp_model_layer) is DotProductAttention
+    assert core_of(second.submodules.mtp_model_layer).params["pattern"] is sparsity.mtp_layers[1].pattern
+    assert core_of(second.submodules.mtp_model_layer).params["layer_index"] == 1
+    for layer in (first, second):
+        assert all(getattr(layer.submodules, name) is sequence_parallel_norm for name in ("enorm", "hnorm", "layer_norm"))
+
+
+def test_multi_token_prediction_must_fit(last_stage):
+    with pytest.raises(ValueError, match="mtp_num_layers=2.*says 1"):
+        mtp_spec(make_config(mtp_num_layers=2), make_sparsity(mtp_plan="S"))
+    repeated = make_config(mtp_num_layers=2, mtp_use_repeated_layer=True)
+    with pytest.raises(ValueError, match="mtp_use_repeated_layer"):
+        mtp_spec(repeated, make_sparsity(mtp_plan="SS"))
+    sparsity = make_sparsity(mtp_plan="S")
+    (layer,) = mtp_spec(repeated, dataclasses.replace(sparsity, mtp_layers=sparsity.mtp_layers * 2)).layer_specs
+    assert core_of(layer.submodules.mtp_model_layer).module is S2CoreAttention
+
+
+def test_the_number_of_layers_must_fit():
+    with pytest.raises(ValueError, match="num_layers=8.*for 4"):
+        block_spec(make_config(), make_sparsity("DSSS"))
+
+
+def test_other_attention_is_refused():
+    with pytest.raises(ValueError, match="--multi-latent-attention"):
+        stock = get_gpt_decoder_block_spec(make_config(), use_transformer_engine=False, normalization="RMSNorm")
+        stock.layer_specs[3].submodules.self_attention.module = torch.nn.Linear
+        block_spec(make_config(), make_sparsity(), stock=stock)
+
+
+DENSE_CORE = {
+    # (choice, Transformer Engine, CP, packed, length): who computes the dense layers
+    ("auto", True, 8, True, 131072): "stock",
+    ("stock", True, 8, True, 131072): "stock",
+    ("s2", True, 1, False, 128): "s2",
+    ("auto", False, 1, False, 4096): "stock",
+    ("auto", False, 1, False, 4097): "s2",
+    ("auto", False, 1, True, 128): "s2",
+    ("auto", False, 2, False, 128): "s2",
+    ("stock", False, 1, False, 131072): "stock",
+    ("stock", False, 1, True, 128): ValueError,
+    ("stock", False, 2, False, 128): ValueError,
+    ("flash", False, 1, False, 128): ValueError,
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), DENSE_CORE.items())
+def test_dense_core(case, expected):
+    choice, engine, cp, packed, length = case
+    settings = dict(use_transformer_engine=engine, context_parallel_size=cp, packed=packed, seq_length=length)
+    if expected is ValueError:
+        with pytest.raises(ValueError, match="--s2-dense-core"):
+            resolve_dense_core(choice, **settings)
+    else:
+        assert resolve_dense_core(choice, **settings)[0] == expected
+
+
+def make_args(**settings):
+    return SimpleNamespace(**{**dict(
+        sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None
+    ), **settings})  # fmt: skip
+
+
+def make_model_config(**settings):
+    return GPTModelConfig(transformer=make_config(**settings), vocab_size=128)
+
+
+def test_apply_without_a_sparsity_changes_nothing():
+    model_config = make_model_config()
+    before = dict(vars(model_config))
+    apply_s2(model_config, make_args(), None)
+    assert vars(model_config) == before
+
+
+def test_apply_sets_spec_scale_and_builder(capsys):
+    model_config = make_model_config()
+    apply_s2(model_config, make_args(), make_sparsity(softmax_scale=0.25))
+    assert model_config.transformer.softmax_scale == 0.25
+    assert model_config.get_builder_cls() is layer_specs.S2GPTModelBuilder
+    spec = model_config.transformer_layer_spec(model_config, vp_stage=None)
+    assert core_of(spec.layer_specs[1]).module is S2CoreAttention
+    assert "Megatron local" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (lambda config: setattr(config, "transformer_layer_spec", "a spec"), "--spec"),
+        (lambda config: setattr(config, "builder", "somewhere.Else"), "somewhere.Else"),
+        (lambda config: setattr(config.transformer, "softmax_scale", 0.5), "softmax_scale=0.25"),
+        (lambda config: setattr(config.transformer, "transformer_impl", "inference_optimized"), "--transformer-impl"),
+    ],
+)
+def test_apply_refuses_two_sources(prepare, words):
+    model_config = make_model_config()
+    prepare(model_config)
+    with pytest.raises(ValueError, match=words):
+        apply_s2(model_config, make_args(), make_sparsity(softmax_scale=0.25))
+
+
+def test_apply_refuses_a_missing_transformer_engine(monkeypatch):
+    monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
+    model_config = make_model_config()
+    model_config.transformer.transformer_impl = "transformer_engine"
+    with pytest.raises(ValueError, match="--transformer-impl local"):
+        apply_s2(model_config, make_args(), make_sparsity())

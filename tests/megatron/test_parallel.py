@@ -1,0 +1,109 @@
+"""Every way to spread or rerun the model computes what one process computes: same losses, same gradient norms.
+
+All runs resume one checkpoint of one process after 10 iterations, with its optimizer unless said otherwise, and train to 20.
+"""
+from __future__ import annotations
+
+import pytest
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
+WEIGHTS_ONLY = "--no-load-optim --no-load-rng"
+
+LAYOUTS = {
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp4_two_groups": (4, "--tensor-model-parallel-size 4"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "pp2_uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
+    "pp2_layout": (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|t|t|L"),
+    "full_recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "selective_recompute": (1, "--recompute-granularity selective --recompute-modules core_attn"),
+    "micro_batch_2": (1, "--micro-batch-size 2"),
+}
+# The layout runs that the resume tests go on with, and therefore save.
+SAVED = {"tp2": "--save-interval 5"}
+
+
+@pytest.fixture(scope="session")
+def layout_run(lab, start, baseline):
+    """Runs a layout of LAYOUTS once a session."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            processes, flags = LAYOUTS[name]
+            saving = f"--save {lab.folder / name} {SAVED[name]}" if name in SAVED else ""
+            done[name] = lab.run(name, f"--train-iters 20 --load {start} --ckpt-step 10 {flags} {saving}", processes=processes)
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process(layout_run, baseline, same_training, name):
+    same_training(layout_run(name), baseline)
+
+
+def test_data_parallel_with_distributed_optimizer(lab, start, baseline, same_training):
+    # Without Transformer Engine or Apex Megatron cannot load an optimizer into its distributed one.
+    flags = f"--train-iters 20 --load {start} --ckpt-step 10 {WEIGHTS_ONLY}"
+    one_process = lab.run("weights_only", flags)
+    same_training(lab.run("dp2", f"{flags} --use-distributed-optimizer", processes=2), one_process)
+
+
+def test_expert_parallel(lab, same_training):
+    folder = lab.folder / "moe"
+    one_process = lab.run("moe", f"{MOE} --train-iters 20 --save {folder} --save-interval 10")
+    flags = f"{MOE} --train-iters 20 --load {folder} --ckpt-step 10 --expert-model-parallel-size 2"
+    same_training(lab.run("moe_ep2", flags, processes=2), one_process)
+
+
+def test_multi_token_prediction(lab, same_training):
+    folder = lab.folder / "mtp"
+    sparsity = lab.folder / "mtp.yaml"
+    sparsity.write_text(lab.sparsity.read_text() + "mtp_layers: S\n")
+    flags = f"{MTP} --s2-config {sparsity} --train-iters 20"
+    one_process = lab.run("mtp", f"{flags} --save {folder} --save-interval 10")
+    assert "mtp 0" in one_process.output, "the start-up table does not show the MTP layer"
+    run = lab.run("mtp_pp2", f"{flags} --load {folder} --ckpt-step 10 --pipeline-model-parallel-size 2", processes=2)
+    same_training(run, one_process)
+
+
+@pytest.mark.parametrize(("mutation", "layout"), [("head_offset", "tp2"), ("layer_number", "pp2")])
+def test_a_wrong_offset_would_show(lab, start, baseline, scripts, mutation, layout):
+    """The comparisons above fail when a rank takes another rank's heads, or counts its layers from 0."""
+    processes, flags = LAYOUTS[layout]
+    run = lab.run(
+        f"wrong_{mutation}", f"--train-iters 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
+        script=scripts / "mutated_pretrain.py", environment={"MUTATION": mutation},
+    )  # fmt: skip
+    assert abs(run.losses[11] - baseline.losses[11]) > 1e-3, f"{mutation}: {run.losses[11]} against {baseline.losses[11]}"
+
+
+def test_resume_is_bit_equal(lab, layout_run):
+    uninterrupted = layout_run("tp2")
+    processes, flags = LAYOUTS["tp2"]
+    resumed = lab.run("tp2_resumed", f"--train-iters 20 --load {lab.folder / 'tp2'} --ckpt-step 15 {flags}", processes=processes)
+    assert sorted(resumed.losses) == [16, 17, 18, 19, 20]
+    for step, loss in resumed.losses.items():
+        assert loss == uninterrupted.losses[step]
+        assert resumed.grad_norms[step] == uninterrupted.grad_norms[step]
+
+
+def test_resharding_keeps_every_bit(lab, layout_run):
+    """TP2 to PP2: weights and Adam's moments are equal bit for bit, and the next losses within 1e-5."""
+    uninterrupted = layout_run("tp2")
+    processes, flags = LAYOUTS["pp2"]
+    load = f"--load {lab.folder / 'tp2'} --ckpt-step 15 {flags}"
+    resharded = lab.folder / "resharded"
+    # No iteration is left at 15, and 15 is no multiple of 10: Megatron saves what it loaded.
+    lab.run("reshard", f"--train-iters 15 {load} --save {resharded} --save-interval 10", processes=processes)
+    compared = lab.python("compare_checkpoints.py", lab.folder / "tp2" / "iter_0000015", resharded / "iter_0000015")
+    assert "optimizer moments" in compared
+    assert "moments: 0" not in compared
+    resumed = lab.run("resharded", f"--train-iters 20 {load}", processes=processes)
+    assert sorted(resumed.losses) == [16, 17, 18, 19, 20]
+    for step, loss in resumed.losses.items():
+        assert abs(loss - uninterrupted.losses[step]) <= 1e-5

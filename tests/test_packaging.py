@@ -1,0 +1,248 @@
+"""The ways in: each kind of installation imports the same kernels, and a machine that lacks something is told in one line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from s2_megatron import env_report
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt_s2.py", "s2_megatron", "kernels")
+# triton is stood in for: the question is where the modules come from, and its import takes seconds.
+IMPORT_KERNELS = (
+    "import importlib.util, sys; spec = importlib.util.find_spec('s2_megatron.kernels.launch'); print(spec.origin); "
+    "import s2_megatron.patterns, s2_megatron.kernels.tiles"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what is packaged: building leaves folders behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in PACKAGED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run(*command, cwd: Path, **environment) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
+    return subprocess.run([str(part) for part in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True, check=False)
+
+
+def origin_of_kernels(result: subprocess.CompletedProcess) -> Path:
+    assert result.returncode == 0, result.stdout + result.stderr
+    return Path(result.stdout.strip().splitlines()[-1])
+
+
+def needs_setuptools() -> None:
+    if importlib.util.find_spec("setuptools") is None or importlib.util.find_spec("pip") is None:
+        pytest.skip("building a wheel without a network needs pip and setuptools in this environment")
+
+
+def test_a_checkout_imports_its_kernels(tmp_path):
+    origin = origin_of_kernels(run(sys.executable, "-c", IMPORT_KERNELS, cwd=ROOT))
+    assert origin.samefile(ROOT / "kernels" / "launch.py")
+
+
+def test_no_top_level_kernels_package():
+    # It would shadow the PyPI package of that name, which transformers looks for.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "s2_megatron" / "kernels").is_symlink()
+    assert os.readlink(ROOT / "s2_megatron" / "kernels") == "../kernels"
+
+
+def test_a_wheel_carries_and_imports_its_kernels(source, tmp_path):
+    needs_setuptools()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    built = run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, ".", cwd=source)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    expected = {f"s2_megatron/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
+    assert expected
+    assert expected <= set(names)
+    assert not [name for name in names if name.split("/")[0] not in ("s2_megatron", "pretrain_gpt_s2.py") and ".dist-info" not in name]
+
+    site = tmp_path / "site"
+    installed = run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    origin = origin_of_kernels(run(sys.executable, "-c", IMPORT_KERNELS, cwd=tmp_path, PYTHONPATH=str(site)))
+    assert origin == site / "s2_megatron" / "kernels" / "launch.py"
+
+
+def test_an_editable_installation_imports_the_checkouts_kernels(source, tmp_path):
+    needs_setuptools()
+    environment = tmp_path / "environment"
+    made = run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    assert made.returncode == 0, made.stdout + made.stderr
+    python = environment / "bin" / "python"
+    # The packages of this environment (setuptools, numpy), but not the editable installations, which PYTHONPATH does not follow.
+    packages = sysconfig.get_paths()["purelib"]
+    install = ("install", "--no-build-isolation", "--no-deps", "--no-index", "-e", ".")
+    pip = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, *install, cwd=source, PYTHONPATH=packages)
+    assert pip.returncode == 0, pip.stdout + pip.stderr
+    origin = origin_of_kernels(run(python, "-c", IMPORT_KERNELS, cwd=tmp_path, PYTHONPATH=packages))
+    assert origin.samefile(source / "kernels" / "launch.py")
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def bare_path(tmp_path) -> Path:
+    """A folder for PATH with the shell's tools and nothing else: no Python, no compiler."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("sh", "head", "sort", "ls", "dirname", "touch", "mkdir", "cp", "make", "nproc", "sed"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    return folder
+
+
+def find_python(argument: str, bare_path: Path, pyenv: Path) -> subprocess.CompletedProcess:
+    return run(ROOT / "scripts" / "find-python.sh", argument, cwd=ROOT, PATH=str(bare_path), PYENV_ROOT=str(pyenv))
+
+
+def test_without_a_new_enough_python_one_line_says_so(bare_path, tmp_path):
+    executable(bare_path / "python3", "#!/bin/sh\nexit 1\n")  # what an older Python does with the question for 3.12
+    result = find_python("", bare_path, tmp_path / "pyenv")
+    assert result.returncode != 0
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert "no Python >= 3.12" in result.stderr
+
+
+def test_a_shim_that_fails_is_passed_over_for_pyenvs_version(bare_path, tmp_path):
+    executable(bare_path / "python3.12", "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n")
+    version = tmp_path / "pyenv" / "versions" / "3.12.1" / "bin" / "python3"
+    version.parent.mkdir(parents=True)
+    version.symlink_to(sys.executable)
+    result = find_python("", bare_path, tmp_path / "pyenv")
+    assert result.returncode == 0, result.stderr
+    assert Path(result.stdout.strip()).samefile(sys.executable)
+
+
+def test_an_explicit_python_is_not_replaced(bare_path, tmp_path):
+    old = executable(tmp_path / "old", '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 || exit 1\n')
+    (bare_path / "python3.12").symlink_to(sys.executable)
+    result = find_python(str(old), bare_path, tmp_path / "pyenv")
+    assert result.returncode != 0
+    assert f"PYTHON={old}" in result.stderr
+    assert "3.9.2" in result.stderr
+
+
+FAKE_PYTHON = """#!/bin/sh
+# Answers what the scripts ask a Python, and counts the installations.
+case "$*" in
+    *sys.executable*) echo "{self}" ;;
+    *"%d.%d"*) echo 3.12 ;;
+    *ensurepip*) exit {no_venv} ;;
+    *Python.h*) exit {no_headers} ;;
+    "-m venv "*) mkdir -p "$3/bin" && cp "{self}" "$3/bin/python" ;;
+    *"pip install"*) echo installed >> "{log}" ;;
+esac
+"""
+
+
+def fake_python(folder: Path, no_venv: int = 0, no_headers: int = 0) -> Path:
+    path = folder / "fake-python"
+    return executable(path, FAKE_PYTHON.format(self=path, log=folder / "log", no_venv=no_venv, no_headers=no_headers))
+
+
+def make_venv(bare_path: Path, tmp_path: Path, python: Path) -> subprocess.CompletedProcess:
+    return run(ROOT / "scripts" / "make-venv.sh", tmp_path / "venv", python, cwd=ROOT, PATH=str(bare_path))
+
+
+def test_a_missing_venv_module_gives_the_apt_command(bare_path, tmp_path):
+    result = make_venv(bare_path, tmp_path, fake_python(tmp_path, no_venv=1))
+    assert result.returncode != 0
+    assert result.stderr.strip().splitlines() == [f"{tmp_path / 'fake-python'} cannot make virtual environments: apt install python3.12-venv"]
+
+
+def test_a_missing_compiler_and_headers_give_the_apt_command(bare_path, tmp_path):
+    executable(bare_path / "nvidia-smi", "#!/bin/sh\n")  # a GPU machine, where Triton compiles
+    result = make_venv(bare_path, tmp_path, fake_python(tmp_path, no_headers=1))
+    assert result.returncode != 0
+    (line,) = result.stderr.strip().splitlines()
+    assert line.endswith("apt install build-essential python3.12-dev")
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this is a GPU machine, where both are needed")
+def test_without_a_gpu_a_missing_compiler_is_only_remarked_upon(bare_path, tmp_path):
+    result = make_venv(bare_path, tmp_path, fake_python(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "apt install build-essential" in result.stderr
+    assert (tmp_path / "log").read_text() == "installed\n"
+
+
+def test_make_installs_once(bare_path, tmp_path):
+    python = fake_python(tmp_path)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    command = ("make", "install", f"PYTHON={python}")
+    for _ in range(2):
+        result = run(*command, cwd=tmp_path, PATH=str(bare_path))
+        assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "log").read_text() == "installed\n"
+    later = (tmp_path / ".venv" / ".installed").stat().st_mtime + 10
+    os.utime(tmp_path / "setup.py", (later, later))
+    assert run(*command, cwd=tmp_path, PATH=str(bare_path)).returncode == 0
+    assert (tmp_path / "log").read_text() == "installed\n" * 2
+
+
+def test_make_without_an_environment_makes_none(bare_path, tmp_path):
+    result = run("make", "-n", "pretrain", "VENV=", f"PYTHON={fake_python(tmp_path)}", "ITERATIONS=7", "CONFIG=a.yaml", cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    assert "make-venv" not in result.stdout
+    assert f"{tmp_path / 'fake-python'} -m examples.quickstart.run" in result.stdout
+    assert '--config "a.yaml"' in result.stdout
+    assert "--iterations 7" in result.stdout
+
+
+def test_the_environment_report_names_what_is_there():
+    result = run(sys.executable, "-m", "s2_megatron.env_report", cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    lines = dict(line.split(None, 1) for line in result.stdout.splitlines())
+    for name in ("torch", "megatron-core"):
+        assert lines[name].strip() == importlib.metadata.version(name)
+    assert lines["python"].startswith(sys.version.split()[0])
+
+
+def test_the_environment_report_survives_what_is_missing(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setitem(sys.modules, "torch", None)  # import torch raises ImportError
+    monkeypatch.setenv("PATH", "")
+    lines = env_report.report()
+    assert lines["torch"] == lines["megatron-core"] == lines["transformer-engine"] == "not installed"
+    assert "ImportError" in lines["torch's build"] or "ModuleNotFoundError" in lines["torch's build"]
+    assert lines["nvcc"] == lines["driver"] == "not found"
+
+
+def test_pypis_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    assert "another project" in env_report.apex_text()
+    sys.modules.pop("apex", None)
