@@ -3,12 +3,14 @@
     torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0 --hidden-dropout 0.0 ...
 
 Every flag of Megatron's pretrain_gpt.py keeps its meaning; the README has the complete list of a run. Without --s2-config the script
-builds Megatron's stock model. Before the first step it prints which attention runs in which layer:
+builds Megatron's stock model. Before the first step it prints which attention runs in which layer (here a toy of 4 layers):
 
-    Attention of 4 layers, 4 query / 2 KV heads, 1024 tokens, blocks of 32
-    layer | spec | kind  | pattern                          | density | coverage | core
-    0     | D    | dense | dense                            |  100.0% |   100.0% | Megatron local
-    1-3   | S    | s2    | local 8 + stride 8, 2 offsets    |   50.1% |    61.8% | S2
+    Attention of 4 layers, 4 query / 2 KV heads, 128 tokens, blocks of 16
+    │ layer │ spec │ kind  │ pattern                       │ density │ coverage │ core           │
+    │ 0     │ D    │ dense │ dense                         │  100.0% │   100.0% │ Megatron local │
+    │ 1, 3  │ S    │ s2    │ local 2 + stride 4, 2 offsets │   53.5% │    75.0% │ S2             │
+    │ 2     │ S    │ s2    │ local 2 + stride 4, 2 offsets │   48.8% │    66.7% │ S2             │
+    S2 dense layers: computed by Megatron local (Megatron's local attention suits seq_length=128, one document a sample)
 
 On a machine without a GPU the run takes the CPU (gloo) and says so.
 """

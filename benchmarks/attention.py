@@ -4,7 +4,7 @@
     python benchmarks/attention.py --seq-lengths 131072 --num-kv-heads 8 --tensor-format sbhd
 
 Before anything is timed, out and the gradients of each case are compared with the reference backend on a shorter sequence; a wrong kernel
-is not timed. Times are medians of single calls, the competitors interleaved; TF/s counts the attended (query, key) pairs only: 4 D a pair in
+is not timed. Times are medians over samples of a few calls in a row, the competitors taking turns; TF/s counts the attended (query, key) pairs only: 4 D a pair in
 the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAttention-2 over ours. Results also go to --json. Sample:
 
     seq 131072  S2 (triton)            forward   23.1 ms  468 TF/s   backward   74.0 ms  365 TF/s   15.8 x FA-2
@@ -17,6 +17,7 @@ import json
 import os
 import statistics
 import sys
+from functools import partial
 
 import torch
 import triton
@@ -82,22 +83,24 @@ def competitors(args, pattern, tensors, grad):
     return found
 
 
-def timed(function, *arguments):
+def timed(calls, function, *arguments):
+    """(milliseconds a call, last result) of calls in a row, as a training step makes them: the launches of one hide behind the one before."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    result = function(*arguments)
+    for _ in range(calls):
+        result = function(*arguments)
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end), result
+    return start.elapsed_time(end) / calls, result
 
 
-def measure(found, repeats):
+def measure(found, repeats, calls):
     """name -> (median forward ms, median backward ms), the competitors taking turns."""
     times = {name: ([], []) for name in found}
     for turn in range(repeats + 2):
         for name, (call, inputs, grad) in found.items():
-            forward, out = timed(call, *inputs)
-            backward, _ = timed(torch.autograd.grad, out, inputs, grad)
+            forward, out = timed(calls, call, *inputs)
+            backward, _ = timed(calls, partial(torch.autograd.grad, retain_graph=True), out, inputs, grad)
             if turn >= 2:
                 times[name][0].append(forward)
                 times[name][1].append(backward)
@@ -140,7 +143,7 @@ def main():
     for length in map(int, args.seq_lengths.split(",")):
         tensors, grad = make_tensors(args, length)
         found = competitors(args, pattern, tensors, grad)
-        times = measure(found, args.repeats if length < 65536 else max(3, args.repeats // 3))
+        times = measure(found, args.repeats if length < 65536 else max(3, args.repeats // 3), max(1, 65536 // length))
         baseline = sum(times["FA-2 dense"]) if "FA-2 dense" in times else None
         for name, (forward, backward) in times.items():
             dense_pairs = args.num_heads * length * (length + 1) // 2

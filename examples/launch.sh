@@ -64,7 +64,7 @@ launch() {
         local)
             # The fused kernels of these flags come with Transformer Engine or Apex. So does the only distributed
             # optimizer that Megatron can resume.
-            layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion) ;;
+            layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-masked-softmax-fusion) ;;
         *)
             echo "$(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
             exit 2 ;;

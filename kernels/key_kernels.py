@@ -10,11 +10,14 @@ from s2_megatron.kernels.walk import LOG2E, find_document, load_range, load_rows
 
 
 @triton.jit
-def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse_ptr, delta_ptr, rows, inside, keep,
+def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse_ptr, delta_ptr, base, rows, inside, keep,
                   stride_qs, stride_qd, stride_gs, stride_gd, scale_log2,
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr):
-    """One query tile against the resident key tile. Scores are transposed (key x query), so that they feed both sums from registers."""
-    query = load_rows(query_ptr, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
+    """One query tile, rows base + rows (base int64), against the resident key tile. Scores are transposed (key x query), so that they feed
+    both sums from registers."""
+    lse_ptr += base
+    delta_ptr += base
+    query = load_rows(query_ptr + base * stride_qs, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
     scores = tl.dot(key, tl.trans(query), input_precision="ieee" if IEEE else None)
     if MASK_ROWS:
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
@@ -26,7 +29,7 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
     p = tl.exp2(scores * scale_log2 - lse[None, :])
     if MASK:
         p = tl.where(keep, p, 0.0)
-    grad_out = load_rows(grad_out_ptr, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
+    grad_out = load_rows(grad_out_ptr + base * stride_gs, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
     grad_value = tl.dot(p.to(grad_out.dtype), grad_out, grad_value, input_precision="ieee" if IEEE else None)
     grad_p = tl.dot(value, tl.trans(grad_out), input_precision="ieee" if IEEE else None)
     grad_scores = p * (grad_p - delta[None, :])
@@ -55,8 +58,9 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                             stride_vb, stride_vh, stride_vs, stride_vd, stride_gb, stride_gh, stride_gs, stride_gd,
                             stride_dkb, stride_dkh, stride_dks, stride_dkd, stride_dvb, stride_dvh, stride_dvs, stride_dvd,
                             BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                            N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr,
-                            HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr):
+                            N_RANGES: tl.constexpr, EFFICIENT: tl.constexpr, RATIO: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr,
+                            QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr,
+                            IEEE: tl.constexpr):
     PARTS: tl.constexpr = BLOCK // TILE_N
     DIAGONAL_ROWS: tl.constexpr = (BLOCK + TILE_M - 1) // TILE_M * TILE_M
     per_group = n_tiles * HEAD_GROUP
@@ -67,7 +71,6 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
     batch_head = group * HEAD_GROUP + rest % HEAD_GROUP
     batch = (batch_head // n_kv_heads).to(tl.int64)
     kv_head = batch_head % n_kv_heads
-    ratio = n_heads // n_kv_heads
     kv_length = kv_rows
     rows_limit = query_rows
     if PACKED:
@@ -77,19 +80,19 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
     else:
         token = tl.full([], 0, tl.int64)
         if not TABLE and not KEY_SLOT:
-            tile = longest_first(tile // PARTS, n_tiles // PARTS, ranges_ptr, kv_head * ratio, N_RANGES) * PARTS + tile % PARTS
+            tile = longest_first(tile // PARTS, n_tiles // PARTS, ranges_ptr, kv_head * RATIO, N_RANGES) * PARTS + tile % PARTS
     if not KEY_SLOT:
         if tile * TILE_N >= kv_length:
             return
     key_block = tile * TILE_N // BLOCK
     columns = tile * TILE_N + tl.arange(0, TILE_N)
-    memory_rows = columns
+    memory_rows = columns.to(tl.int64)
     present = columns < kv_length
     if KEY_SLOT:
         slot = tl.load(slot_ptr + kv_head * n_blocks + key_block)
         if slot < 0:
             return
-        memory_rows = slot * BLOCK + columns % BLOCK
+        memory_rows = slot.to(tl.int64) * BLOCK + columns % BLOCK
         present = columns >= 0
     key = load_rows(key_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh + token * stride_ks, memory_rows, stride_ks, stride_kd,
                     present, HEAD_DIM, BLOCK_D, True)
@@ -98,9 +101,10 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
     grad_key = tl.zeros([TILE_N, BLOCK_D], tl.float32)
     grad_value = tl.zeros([TILE_N, BLOCK_D], tl.float32)
     offsets = tl.arange(0, TILE_M)
+    nowhere = tl.full([], 0, tl.int64)  # rows that count from the start of the sequence
     scale_log2 = scale * LOG2E
-    for member in range(ratio):
-        head = kv_head * ratio + member
+    for member in range(RATIO):
+        head = kv_head * RATIO + member
         head_base = head.to(tl.int64)
         query_base = query_ptr + batch * stride_qb + head_base * stride_qh + token * stride_qs
         grad_out_base = grad_out_ptr + batch * stride_gb + head_base * stride_gh + token * stride_gs
@@ -124,12 +128,16 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                     rows = local * BLOCK + (step + offsets) % BLOCK
                 wanted = wanted & (rows < rows_limit)
                 keep = positions[None, :] >= columns[:, None]
-                grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base, rows,
-                                                     wanted, keep, stride_qs, stride_qd, stride_gs, stride_gd, scale_log2, HEAD_DIM,
-                                                     BLOCK_D, True, True, IEEE)
+                grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
+                                                     nowhere, rows.to(tl.int64), wanted, keep, stride_qs, stride_qd, stride_gs, stride_gd,
+                                                     scale_log2, HEAD_DIM, BLOCK_D, True, True, IEEE)
         else:
-            for index in range(N_RANGES):
+            for index in range(1 if EFFICIENT else N_RANGES):
                 start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+                if EFFICIENT:  # the runs of a member's ranges join: one loop instead of a loop of loops, which ptxas cannot pipeline
+                    for other in tl.static_range(1, N_RANGES):
+                        _, other_end, other_stride, other_offset = load_range(ranges_ptr, head, other, N_RANGES)
+                        end = tl.where((key_block + other_offset) % other_stride == 0, tl.maximum(end, other_end), end)
                 if QUERY_IDS:
                     row_low = tl.load(query_rank_ptr + tl.minimum(key_block + start, n_blocks)) * BLOCK
                     row_high = tl.load(query_rank_ptr + tl.minimum(key_block + end, n_blocks)) * BLOCK
@@ -138,33 +146,29 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                     row_low = tl.maximum(tl.minimum(key_block + start, limit) * BLOCK, tile * TILE_N)
                     row_high = tl.minimum(tl.minimum(key_block + end, limit) * BLOCK, rows_limit)
                 row_high = tl.where((key_block + offset) % stride == 0, row_high, row_low)
-                if start == 0:
-                    diagonal_end = tl.minimum(row_high, row_low + DIAGONAL_ROWS)
-                    for first_row in range(row_low, diagonal_end, TILE_M):
-                        rows = first_row + offsets
-                        inside = rows < row_high
-                        positions = rows
-                        if QUERY_IDS:
-                            positions = tl.load(query_ids_ptr + rows // BLOCK, mask=inside, other=0) * BLOCK + rows % BLOCK
-                        keep = positions[None, :] >= columns[:, None]
-                        grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
-                                                             rows, inside, keep, stride_qs, stride_qd, stride_gs, stride_gd, scale_log2,
-                                                             HEAD_DIM, BLOCK_D, True, True, IEEE)
-                    row_low = tl.minimum(row_low + DIAGONAL_ROWS, row_high)
-                full = (row_high - row_low) // TILE_M
+                # Masked steps: those that may hold the diagonal, and the last one where it is not full. Then all others.
+                diagonal_end = tl.where(start == 0, tl.minimum(row_high, row_low + DIAGONAL_ROWS), row_low)
+                diagonal_steps = tl.cdiv(diagonal_end - row_low, TILE_M)
+                full = (row_high - diagonal_end) // TILE_M
+                tail = diagonal_end + full * TILE_M
+                for step in range(diagonal_steps + tl.where(tail < row_high, 1, 0)):
+                    rows = tl.where(step < diagonal_steps, row_low + step * TILE_M, tail) + offsets
+                    inside = rows < tl.where(step < diagonal_steps, diagonal_end, row_high)
+                    positions = rows
+                    if QUERY_IDS:
+                        positions = tl.load(query_ids_ptr + rows // BLOCK, mask=inside, other=0) * BLOCK + rows % BLOCK
+                    keep = positions[None, :] >= columns[:, None]
+                    grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
+                                                         nowhere, rows.to(tl.int64), inside, keep, stride_qs, stride_qd, stride_gs, stride_gd,
+                                                         scale_log2, HEAD_DIM, BLOCK_D, True, True, IEEE)
                 for step in tl.range(0, full, num_stages=STAGES):
-                    rows = row_low + step * TILE_M + offsets
+                    base = (diagonal_end + step * TILE_M).to(tl.int64)
                     grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
-                                                         rows, rows >= 0, rows[None, :] >= 0, stride_qs, stride_qd, stride_gs, stride_gd,
-                                                         scale_log2, HEAD_DIM, BLOCK_D, False, False, IEEE)
-                if row_low + full * TILE_M < row_high:
-                    rows = row_low + full * TILE_M + offsets
-                    grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
-                                                         rows, rows < row_high, rows[None, :] >= 0, stride_qs, stride_qd, stride_gs,
-                                                         stride_gd, scale_log2, HEAD_DIM, BLOCK_D, True, False, IEEE)
+                                                         base, offsets, offsets >= 0, offsets[None, :] >= 0, stride_qs, stride_qd, stride_gs,
+                                                         stride_gd, scale_log2, HEAD_DIM, BLOCK_D, False, False, IEEE)
     dims = tl.arange(0, BLOCK_D)
     store = present[:, None] & (dims < HEAD_DIM)[None, :]
-    row_offsets = memory_rows.to(tl.int64)[:, None]
+    row_offsets = memory_rows[:, None]
     tl.store(grad_key_ptr + batch * stride_dkb + kv_head.to(tl.int64) * stride_dkh + token * stride_dks + row_offsets * stride_dks
              + dims[None, :] * stride_dkd, (grad_key * scale).to(grad_key_ptr.dtype.element_ty), mask=store)
     tl.store(grad_value_ptr + batch * stride_dvb + kv_head.to(tl.int64) * stride_dvh + token * stride_dvs + row_offsets * stride_dvs

@@ -15,7 +15,7 @@ class _Geometry:
     def __init__(self, query, key, layout, packed, placement):
         self.head_dim = query.shape[3]
         self.block_dim = max(16, triton.next_power_of_2(self.head_dim))
-        is_table = not hasattr(layout, "ranges")
+        self.is_table = is_table = not hasattr(layout, "ranges")
         nothing = layout.tensors[0]  # stands for the pointers that a variant of the kernel does not read
         slots = None if placement is None else placement.key_slot
         tile_blocks = layout.tile_blocks if placement is None else min(layout.tile_blocks, placement.tile_blocks)
@@ -76,7 +76,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     batch, heads, rows, _ = query.shape
     delta = torch.empty_like(lse)
     log_grad = lse if grad_lse is None else grad_lse
-    s2_delta_kernel[(triton.cdiv(rows, 64), batch * heads)](
+    s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
         out, grad_out, log_grad, lse, delta, rows, heads, *out.stride(), *grad_out.stride(), *log_grad.stride(),
         ROWS=64, HEAD_DIM=geometry.head_dim, BLOCK_D=geometry.block_dim, GRAD_LSE=grad_lse is not None)
     tile = geometry.tiles[2]
@@ -90,6 +90,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         query_ptr=query, key_ptr=key, value_ptr=value, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, grad_key_ptr=grad_key,
         grad_value_ptr=grad_value, **geometry.by_column, **geometry.common, scale=scale, n_tiles=n_tiles,
         **_strides(q=query, k=key, v=value, g=grad_out, dk=grad_key, dv=grad_value), TILE_M=tile.rows, TILE_N=tile.columns,
+        EFFICIENT=not geometry.is_table and layout.pattern.is_kv_efficient, RATIO=heads // key.shape[1],
         HEAD_GROUP=_together(kv_heads), STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages)
     tensors = dict(lse_ptr=lse, delta_ptr=delta, initial_lse_ptr=lse)
     _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, query, scale, False, False)

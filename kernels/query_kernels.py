@@ -53,8 +53,9 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
         positions = rows + shift
         last_position = last_row + shift
     inside = rows < rows_end
+    far_rows = rows.to(tl.int64)
     token = token.to(tl.int64) if PACKED else tl.full([], 0, tl.int64)
-    query = load_rows(query_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs, rows, stride_qs, stride_qd, inside,
+    query = load_rows(query_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs, far_rows, stride_qs, stride_qd, inside,
                       HEAD_DIM, BLOCK_D, True)
     out_base = batch * stride_ob + head.to(tl.int64) * stride_oh + token * stride_os
     dims = tl.arange(0, BLOCK_D)
@@ -68,10 +69,10 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
         if CONTINUE:
             row_b = tl.load(initial_lse_ptr + row_base + rows, mask=inside, other=float("-inf")) * LOG2E
             row_a = tl.where(row_b == float("-inf"), 0.0, 1.0)
-            accumulator = load_rows(initial_out_ptr + batch * stride_ib + head.to(tl.int64) * stride_ih + token * stride_is, rows, stride_is,
-                                    stride_id, inside, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+            accumulator = load_rows(initial_out_ptr + batch * stride_ib + head.to(tl.int64) * stride_ih + token * stride_is, far_rows,
+                                    stride_is, stride_id, inside, HEAD_DIM, BLOCK_D, True).to(tl.float32)
     else:
-        grad_out = load_rows(grad_out_ptr + batch * stride_gb + head.to(tl.int64) * stride_gh + token * stride_gs, rows, stride_gs,
+        grad_out = load_rows(grad_out_ptr + batch * stride_gb + head.to(tl.int64) * stride_gh + token * stride_gs, far_rows, stride_gs,
                              stride_gd, inside, HEAD_DIM, BLOCK_D, True)
         accumulator = tl.zeros([TILE_M, BLOCK_D], tl.float32)
         row_a = tl.load(delta_ptr + row_base + rows, mask=inside, other=0.0)
@@ -89,7 +90,7 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
         accumulator = accumulator / tl.where(row_a == 0.0, 1.0, row_a)[:, None]
     else:
         accumulator = accumulator * scale
-    tl.store(out_ptr + out_base + rows.to(tl.int64)[:, None] * stride_os + dims[None, :] * stride_od,
+    tl.store(out_ptr + out_base + far_rows[:, None] * stride_os + dims[None, :] * stride_od,
              accumulator.to(out_ptr.dtype.element_ty), mask=store)
 
 
@@ -99,8 +100,9 @@ def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, n_r
                     stride_lb, stride_lh, stride_ls,
                     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr):
     """delta = rowsum(out * grad_out) - grad_lse, fp32 [B, H, rows]."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch_head = tl.program_id(1).to(tl.int64)
+    row_tiles = tl.cdiv(n_rows, ROWS)
+    rows = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    batch_head = (tl.program_id(0) // row_tiles).to(tl.int64)
     batch = batch_head // n_heads
     head = batch_head % n_heads
     inside = rows < n_rows

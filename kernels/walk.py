@@ -57,9 +57,10 @@ def attended(row_block, column_block, ranges_ptr, head, N_RANGES: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, stride_row, stride_dim, keep, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
-    """[rows, BLOCK_D] of a matrix; rows int, keep bool [rows]. Dims from HEAD_DIM on, and masked rows, are 0."""
+    """[rows, BLOCK_D] of a matrix; keep bool [rows]. Dims from HEAD_DIM on, and masked rows, are 0. rows: int64, or int32 when they count from
+    `ptr` within one tile: those take half the registers."""
     dims = tl.arange(0, BLOCK_D)
-    pointers = ptr + rows.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
+    pointers = ptr + (rows[:, None] * stride_row + dims[None, :] * stride_dim)
     if MASK:
         return tl.load(pointers, mask=keep[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     if BLOCK_D != HEAD_DIM:
@@ -72,8 +73,8 @@ def key_rows(columns, block, slot_ptr, BLOCK: tl.constexpr, KEY_SLOT: tl.constex
     """(memory rows, present) of key columns; with slots, a block may lie anywhere or be absent."""
     if KEY_SLOT:
         slot = tl.load(slot_ptr + block)
-        return slot * BLOCK + columns % BLOCK, slot >= 0
-    return columns, columns >= 0
+        return slot.to(tl.int64) * BLOCK + columns % BLOCK, slot >= 0
+    return columns.to(tl.int64), columns >= 0
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
             keep = keep & attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES)
         accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs,
                                           stride_vd, rows, present, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE, FORWARD)
-    for index in range(N_RANGES):
+    for index in tl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         # 2. the edge of this range
         if SHARED:
@@ -200,15 +201,22 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
         else:
             full = count * PARTS // PER_STEP
             for step in tl.range(0, full, num_stages=STAGES):
-                entry = step * PER_STEP // PARTS + offsets // BLOCK
+                entry = step * PER_STEP // PARTS
+                if PER_STEP > 1:
+                    entry += offsets // BLOCK
                 if TABLE:
                     block = tl.load(key_blocks_ptr + list_start + entry)
                 else:
                     block = first + entry * stride
-                rows = block * BLOCK + (step % PARTS) * TILE_N + offsets % BLOCK
-                accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
-                                                  stride_vs, stride_vd, rows, rows >= 0, rows[None, :] >= 0, scale_log2, HEAD_DIM, BLOCK_D,
-                                                  False, IEEE, FORWARD)
+                if PER_STEP > 1:
+                    base = tl.full([], 0, tl.int64)
+                    rows = block.to(tl.int64) * BLOCK + offsets % BLOCK
+                else:
+                    base = block.to(tl.int64) * BLOCK + (step % PARTS) * TILE_N
+                    rows = offsets
+                accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr + base * stride_ks,
+                                                  value_ptr + base * stride_vs, stride_ks, stride_kd, stride_vs, stride_vd, rows, rows >= 0,
+                                                  rows[None, :] >= 0, scale_log2, HEAD_DIM, BLOCK_D, False, IEEE, FORWARD)
             if PER_STEP > 1:
                 if full * PER_STEP < count:
                     entry = full * PER_STEP + offsets // BLOCK
@@ -217,7 +225,7 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                     block = first + entry * stride
                     if TABLE:
                         block = tl.load(key_blocks_ptr + list_start + entry)
-                    rows = block * BLOCK + offsets % BLOCK
+                    rows = block.to(tl.int64) * BLOCK + offsets % BLOCK
                     keep = (positions[:, None] >= 0) & wanted[None, :]
                     accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
                                                       stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,

@@ -20,9 +20,11 @@ from s2_megatron.loss_log import install_loss_log
 from s2_megatron.metrics import report_s2_settings
 from s2_megatron.printing import print_once
 from s2_megatron.refusals import refuse_softmax_scale, refuse_unsupported, refuse_yaml_command_line
-from s2_megatron.sparsity import ResolvedSparsity
+from s2_megatron.sparsity import ResolvedSparsity, tensor_parallel_balance
 
 DENSE_CORES = ("auto", "stock", "s2")
+# Largest over mean work of the tensor-parallel ranks from which on start-up warns.
+BALANCE_LIMIT = 1.1
 
 
 def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -101,6 +103,18 @@ def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> Resolve
     return sparsity
 
 
+def _report_balance(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Prints how evenly the attention work falls on the tensor-parallel ranks, and what to change when it does not."""
+    size = args.tensor_model_parallel_size
+    if size == 1:
+        return
+    balance = tensor_parallel_balance(sparsity, size)
+    text = f"S2: attention work of {size} tensor-parallel ranks, max / mean: {balance:.3f}"
+    if balance > BALANCE_LIMIT:
+        text += f"; WARNING: above {BALANCE_LIMIT}, the other ranks wait; use dense_heads: {{spread: n}} with n a multiple of {size}"
+    print_once(text)
+
+
 def _warn_of_ignored(args: Namespace) -> None:
     given = [
         flag
@@ -145,4 +159,5 @@ def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
     args.s2_density = sparsity.density()
     install_flop_accounting(args, sparsity)
     report_s2_settings(args, sparsity)
+    _report_balance(args, sparsity)
     return sparsity

@@ -116,6 +116,8 @@ def _check(query, key, value, call: AttentionCall):
     if call.placement is None and limit is not None:
         layout.pattern.check_length(longest)
     if call.packed is not None:
+        if len(call.packed.cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens has {len(call.packed.cu_seqlens)} entries; expected one more than documents, at least 2")
         for tensor in (call.packed.cu_seqlens, call.packed.starts):
             if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
                 raise ValueError(

@@ -19,40 +19,32 @@ from s2_megatron.attention import BACKENDS, s2_attention
 from s2_megatron.layout import Layout, PackedSequence, build_layout
 from s2_megatron.patterns import Pattern
 
-# TransformerConfig settings that change what attention computes, with the values that S2 honours and the flag that gives one.
-# One list for this module and for the check of the command line.
+# TransformerConfig settings that change what attention computes, with the value that S2 honours and the flag for it. The command
+# line is checked before (refusals.py, which knows more); this list is for models that are built without it.
 HONOURED_CONFIG = (
-    ("attention_dropout", (0, 0.0), "--attention-dropout 0.0"),
-    ("context_parallel_size", (1,), "--context-parallel-size 1"),
-    ("multi_latent_attention", (False,), "drop --multi-latent-attention"),
-    ("softmax_type", ("vanilla",), "--softmax-type vanilla"),
-    ("window_size", (None,), "drop --window-size and give the window in the S2 config (local_tokens)"),
-    ("experimental_attention_variant", (None,), "drop --experimental-attention-variant"),
-    ("fp8_dot_product_attention", (False,), "drop --fp8-dot-product-attention"),
-    ("fp8_multi_head_attention", (False,), "drop --fp8-multi-head-attention"),
-    ("qk_clip", (False,), "drop --qk-clip"),
-    ("log_max_attention_logit", (False,), "drop --log-max-attention-logit"),
-    ("batch_invariant_mode", (False,), "drop --batch-invariant-mode"),
-    ("flash_decode", (False,), "drop --flash-decode: it reads the KV cache without the core attention, hence without the sparsity"),
+    ("attention_dropout", 0.0, "--attention-dropout 0.0"),
+    ("context_parallel_size", 1, "--context-parallel-size 1"),
+    ("multi_latent_attention", False, "drop --multi-latent-attention"),
+    ("softmax_type", "vanilla", "--softmax-type vanilla"),
+    ("window_size", None, "drop --window-size and give the window in the S2 config (local_tokens)"),
+    ("experimental_attention_variant", None, "drop --experimental-attention-variant"),
+    ("fp8_dot_product_attention", False, "set fp8_dot_product_attention=False"),
+    ("fp8_multi_head_attention", False, "set fp8_multi_head_attention=False"),
+    ("qk_clip", False, "drop --qk-clip"),
+    ("log_max_attention_logit", False, "drop --log-max-attention-logit"),
+    ("batch_invariant_mode", False, "drop --batch-invariant-mode"),
+    ("flash_decode", False, "drop --flash-decode: it reads the KV cache without the core attention, hence without the sparsity"),
 )
 
-_layouts: dict[tuple[str, str], Layout] = {}
+_layouts: dict[tuple[str, torch.device], Layout] = {}
 
 
-def shared_layout(pattern: Pattern, device: torch.device) -> Layout:
-    """The layout of a (tensor-parallel local) pattern on a device; layers whose patterns attend the same blocks share one."""
-    key = (json.dumps(pattern.canonical(), sort_keys=True), str(device))
-    if key not in _layouts:
-        _layouts[key] = build_layout(pattern).to(device)
-    return _layouts[key]
-
-
-def require_honoured(settings, where: str) -> None:
-    """Raise ValueError for the first setting in `settings` (a TransformerConfig or the parsed arguments) that S2 cannot honour."""
+def require_honoured(config: TransformerConfig, where: str) -> None:
+    """Raise ValueError for the first setting in `config` that S2 cannot honour."""
     for name, honoured, fix in HONOURED_CONFIG:
-        value = getattr(settings, name, honoured[0])
-        if value not in honoured:
-            raise ValueError(f"{where}: {name}={value!r}, but S2-Attention honours only {' or '.join(map(repr, honoured[:1]))}; {fix}")
+        value = getattr(config, name, honoured)
+        if value != honoured:
+            raise ValueError(f"{where}: {name}={value!r}; expected {honoured!r}; {fix}")
 
 
 class S2CoreAttention(MegatronModule):
@@ -118,10 +110,18 @@ class S2CoreAttention(MegatronModule):
                 f"{pattern.num_heads} and {pattern.num_kv_heads}; expected the same; resolve the S2 config for this model's shape"
             )
         self.local_pattern = pattern.tensor_parallel_slice(tp_rank, tp_size)
+        self._pattern_key = json.dumps(self.local_pattern.canonical(), sort_keys=True)
 
     @property
     def _name(self) -> str:
         return f"S2 attention of layer {self.layer_number} (counted from 1)"
+
+    def layout(self, device: torch.device) -> Layout:
+        """The block geometry of this rank's heads on a device; layers whose patterns attend the same blocks share one."""
+        key = (self._pattern_key, device)
+        if key not in _layouts:
+            _layouts[key] = build_layout(self.local_pattern).to(device)
+        return _layouts[key]
 
     def extra_repr(self) -> str:
         return f"layer_number={self.layer_number}, pattern={self.local_pattern.describe()!r}, backend={self.backend!r}"
@@ -156,7 +156,7 @@ class S2CoreAttention(MegatronModule):
             query,
             key,
             value,
-            shared_layout(self.local_pattern, query.device),
+            self.layout(query.device),
             softmax_scale=self.softmax_scale,
             tensor_format="sbhd" if packed is None else "thd",
             packed=packed,

@@ -43,6 +43,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = _to_cpu(kwargs["device"])
         kwargs.pop("pin_memory", None)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            # Of all_to_all_single: Megatron's MoE makes them lists by moving them off the GPU, where these never were.
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name].tolist()
         return func(*args, **kwargs)
 
 
@@ -51,6 +55,15 @@ class _NoStream:
 
     def __init__(self, *args, **kwargs):
         pass
+
+    def record_event(self, event=None):
+        return event or _NoStream()
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end_event):
+        return 0.0
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None

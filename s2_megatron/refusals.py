@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -61,6 +62,11 @@ def _distributed_optimizer_cannot_resume(args: Namespace) -> bool:
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
     return not HAVE_APEX_OR_TE
+
+
+def _fused_softmax_is_missing(args: Namespace) -> bool:
+    wanted = args.masked_softmax_fusion and (args.bf16 or args.fp16) and args.transformer_impl == "local" and args.s2_dense_core != "s2"
+    return wanted and find_spec("scaled_masked_softmax_cuda") is None
 
 
 def megatron_version() -> str:
@@ -183,6 +189,9 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("perform_rl_step", _is_set("perform_rl_step"),
             "--perform-rl-step generates with the dynamic inference engine, which goes around the core attention and would run dense",
             "remove --perform-rl-step"),
+    Refusal("masked_softmax_fusion", _fused_softmax_is_missing,
+            "--transformer-impl local in 16 bits: Megatron's dense layers want the fused softmax of NVIDIA Apex, which is not installed",
+            "add --no-masked-softmax-fusion, or use --s2-dense-core s2"),
     Refusal("s2_dense_core", lambda args: args.s2_dense_core == "stock" and args.transformer_impl == "local" and _packed(args),
             "--s2-dense-core stock with --transformer-impl local: Megatron's local attention refuses packed documents (--sft, "
             "--dataloader-inter-document-masking)", "use --s2-dense-core auto"),
@@ -212,7 +221,6 @@ HONOURED: dict[str, str] = {
     "mup_base_head_dim": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
     "apply_query_key_layer_scaling": "divides before and multiplies after the mask, so the result is the same; the softmax is in fp32 anyway",
     "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
-    "masked_softmax_fusion": "only Megatron's own dense layers read it",
     "window_attn_skip_freq": "read only with --window-size, which is refused",
     "no_rope_freq": "applied before the core attention",
     "hidden_dropout": "outside of the core attention",

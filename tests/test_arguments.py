@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from argparse import Namespace
 from functools import cache
 
 import pytest
 
-from s2_megatron.arguments import add_s2_arguments, prepare_s2
+from s2_megatron.arguments import _report_balance, add_s2_arguments, prepare_s2
 from s2_megatron.config import load_config
 from tests.megatron_arguments import CONFIG, arguments, parse_cases
 
@@ -136,3 +137,14 @@ def test_backend(cases):
     assert "S2 attention backend: reference (chosen for cpu)" in accepted(cases["plain"])["printed"]
     assert "needs Triton on cuda, and it is not installed" in cases["no_triton"]["message"]
     assert "the Triton kernels need a GPU" in cases["triton_on_cpu"]["message"]
+
+
+@pytest.mark.parametrize("dense_heads, warned", [("[0]", True), ("{spread: 2}", False)])
+def test_uneven_tensor_parallel_work_is_warned_about(dense_heads, warned, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"layers: S\nspecs:\n  S: {{local_tokens: 128, stride: 8, dense_heads: {dense_heads}}}\n")
+    sparsity = load_config(path).resolve(num_layers=2, num_heads=4, num_kv_heads=4, seq_length=8192)
+    _report_balance(Namespace(tensor_model_parallel_size=2), sparsity)
+    printed = capsys.readouterr().out
+    assert "2 tensor-parallel ranks" in printed
+    assert ("WARNING" in printed) == warned

@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from s2_megatron.config import ConfigError, load_config
+from s2_megatron.config import ConfigError, SpecConfig, load_config
 
 MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
 
@@ -197,3 +200,31 @@ def test_heads_that_do_not_divide(write):
         ValueError, match=r"--num-attention-heads 8 .* --num-query-groups 3: .* nearest valid: --num-query-groups [24]"
     ):
         load_config(write("layers: D\n")).resolve(**{**MODEL, "num_kv_heads": 3})
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3), st.dates()
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda part: st.lists(part, max_size=2) | st.dictionaries(st.text(max_size=4), part, max_size=2),
+    max_leaves=4,
+)
+SPECS = st.dictionaries(st.sampled_from([*SpecConfig.model_fields, "other"]), VALUES, max_size=4)
+FILES = st.fixed_dictionaries(
+    {"layers": st.just("S") | VALUES, "specs": VALUES | st.dictionaries(st.sampled_from("STD"), SPECS, max_size=2)},
+    optional=dict.fromkeys(("block_size", "mtp_layers", "softmax_scale", "other"), VALUES),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=FILES)
+def test_whatever_stands_there_is_one_error(write, data):
+    path, caught = write(yaml.safe_dump(data)), None
+    try:
+        load_config(path)
+    except ConfigError as error:
+        caught = error
+    if caught is not None:
+        assert str(caught).startswith(str(path)) and caught.problems
+        assert all(problem.got and problem.expected and problem.fix for problem in caught.problems)

@@ -50,6 +50,7 @@ CASES = {
     "fp8_multi_head_attention": (dict(attributes={"fp8_multi_head_attention": True}), "fp8_multi_head_attention=False"),
     "qk_clip": (dict(flags={"--qk-clip": None}), "remove --qk-clip"),
     "log_max_attention_logit": (dict(flags={"--log-max-attention-logit": None}), "remove --log-max-attention-logit"),
+    "masked_softmax_fusion": (dict(flags={"--bf16": None}), "--no-masked-softmax-fusion"),
     "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
     "context_parallel_size": (dict(flags={"--context-parallel-size": "2"}, world_size=2), "--context-parallel-size 1"),
     "hybrid_context_parallel": (

@@ -68,6 +68,7 @@ IMPLEMENTATION_FLAGS = [
     "--no-persist-layer-norm",
     "--no-rope-fusion",
     "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
     "--no-create-attention-mask-in-dataloader",
 ]
 

@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare
 from examples.quickstart.progress import OutputFollower, Speed, follow_training
 from s2_megatron.loss_log import read_loss_log, truncate_loss_log
 
+TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
 
 
@@ -141,10 +143,19 @@ def train(run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bo
             process.terminate()
             process.wait()
     if status != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        console.print(tail, highlight=False, markup=False, soft_wrap=True)
+        console.print(failure_text(log.read_text(errors="replace")), highlight=False, markup=False, soft_wrap=True)
         raise QuickstartError(f"training ended with status {status}; the whole output is in {log}")
     return speed.tokens_per_second()
+
+
+def failure_text(output: str, lines: int = 20) -> str:
+    """The end of the training process's own output: the error that stopped it, without what torchrun says about it."""
+    own = []
+    for line in output.splitlines():
+        if TORCHRUN_REPORT.search(line):
+            break
+        own.append(line)
+    return "\n".join(own[-lines:])
 
 
 def show_summary(content: dict, path: Path, console: Console) -> None:

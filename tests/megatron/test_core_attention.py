@@ -143,7 +143,7 @@ def test_adds_nothing_to_checkpoints_and_ignores_old_extra_state():
     parent.core_attention = make_core()
     assert not parent.state_dict()
     parent.load_state_dict({"core_attention._extra_state": torch.zeros(3)}, strict=True)
-    with pytest.raises(RuntimeError, match="core_attention.weight"):
+    with pytest.raises(RuntimeError, match=r"core_attention\.weight"):
         parent.load_state_dict({"core_attention.weight": torch.zeros(3)}, strict=True)
 
 
@@ -166,8 +166,8 @@ def test_layers_with_equal_patterns_share_a_layout(monkeypatch):
         (dict(qk_clip=True), "--qk-clip"),
         (dict(log_max_attention_logit=True), "--log-max-attention-logit"),
         (dict(flash_decode=True), "--flash-decode"),
-        (dict(fp8_dot_product_attention=True), "--fp8-dot-product-attention"),
-        (dict(fp8_multi_head_attention=True), "--fp8-multi-head-attention"),
+        (dict(fp8_dot_product_attention=True), "set fp8_dot_product_attention=False"),
+        (dict(fp8_multi_head_attention=True), "set fp8_multi_head_attention=False"),
         (dict(batch_invariant_mode=True), "--batch-invariant-mode"),
         (dict(context_parallel_size=2), "--context-parallel-size 1"),
         (dict(multi_latent_attention=True), "--multi-latent-attention"),

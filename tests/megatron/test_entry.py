@@ -9,8 +9,10 @@ STOCK = "--train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 --calculat
 
 def test_without_a_config_it_is_megatron(lab, scripts):
     """Losses, grad norms and evaluations are bit for bit those of a short script that builds Megatron's stock model."""
-    stock = lab.run("stock", STOCK, sparsity=False, script=scripts / "stock_pretrain.py", log_flag=False)
-    ours = lab.run("ours_without_s2", STOCK, sparsity=False)
+    corpus = lab.folder / "corpus"
+    flags = f"{STOCK} --data-path 30 {corpus} 70 {corpus}"
+    stock = lab.run("stock", flags, sparsity=False, script=scripts / "stock_pretrain.py", log_flag=False)
+    ours = lab.run("ours_without_s2", flags, sparsity=False)
     assert len(stock.losses) == 6
     assert ours.losses == stock.losses
     assert ours.grad_norms == stock.grad_norms
@@ -44,9 +46,7 @@ def test_settings_that_a_cpu_lacks(lab):
 def test_static_inference_equals_the_full_forward(lab):
     config = lab.folder / "blocks_of_64.yaml"
     config.write_text(lab.sparsity.read_text().replace("block_size: 16", "block_size: 64"))
-    flags = lab.flags(
-        "--train-iters 1 --seq-length 1024 --max-position-embeddings 1024 --s2-dense-core s2", f"--s2-config {config}"
-    )  # fmt: skip
+    flags = lab.flags("--train-iters 1 --seq-length 1024 --max-position-embeddings 1024 --s2-dense-core s2", f"--s2-config {config}")
     printed = lab.python("static_inference.py", *flags)
     found = dict(re.findall(r"prefix (\d+): max difference (\S+)", printed))
     assert [int(prefix) for prefix in found] == [1, 63, 64, 65, 1000]

@@ -101,7 +101,9 @@ PIPELINES = {
         pipeline_model_parallel_size=2, num_layers=6, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
     ),
     "layout": dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|t*5L"),
-    "virtual layout": dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|t|t*3L", virtual_pipeline_model_parallel_size=2),
+    "virtual layout": dict(
+        pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|t|t*3L", virtual_pipeline_model_parallel_size=2
+    ),
 }
 
 
@@ -203,7 +205,7 @@ def test_multi_token_prediction_layers(last_stage):
 
 
 def test_multi_token_prediction_must_fit(last_stage):
-    with pytest.raises(ValueError, match="mtp_num_layers=2.*says 1"):
+    with pytest.raises(ValueError, match=r"mtp_num_layers=2.*says 1"):
         mtp_spec(make_config(mtp_num_layers=2), make_sparsity(mtp_plan="S"))
     repeated = make_config(mtp_num_layers=2, mtp_use_repeated_layer=True)
     with pytest.raises(ValueError, match="mtp_use_repeated_layer"):
@@ -214,14 +216,14 @@ def test_multi_token_prediction_must_fit(last_stage):
 
 
 def test_the_number_of_layers_must_fit():
-    with pytest.raises(ValueError, match="num_layers=8.*for 4"):
+    with pytest.raises(ValueError, match=r"num_layers=8.*for 4"):
         block_spec(make_config(), make_sparsity("DSSS"))
 
 
 def test_other_attention_is_refused():
+    stock = get_gpt_decoder_block_spec(make_config(), use_transformer_engine=False, normalization="RMSNorm")
+    stock.layer_specs[3].submodules.self_attention.module = torch.nn.Linear
     with pytest.raises(ValueError, match="--multi-latent-attention"):
-        stock = get_gpt_decoder_block_spec(make_config(), use_transformer_engine=False, normalization="RMSNorm")
-        stock.layer_specs[3].submodules.self_attention.module = torch.nn.Linear
         block_spec(make_config(), make_sparsity(), stock=stock)
 
 

@@ -10,6 +10,8 @@ LAYOUTS = {
     "micro_batch_2": (1, "--micro-batch-size 2"),
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
+    # The second and third virtual stage have neither tokens nor labels, only the documents' borders.
+    "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
 }
 
 
@@ -78,9 +80,7 @@ def test_supervised_fine_tuning(lab, conversations):
     )
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
         --split 100,0,0 --train-iters 4 --calculate-per-token-loss"""
-    runs = [
-        lab.run(f"sft_{size}", flags, f"--micro-batch-size {size}", python_path=package) for size in (1, 2)
-    ]  # fmt: skip
+    runs = [lab.run(f"sft_{size}", flags, f"--micro-batch-size {size}", python_path=package) for size in (1, 2)]
     assert len(runs[0].losses) == 4
     for step, loss in runs[0].losses.items():
         assert abs(runs[1].losses[step] - loss) <= 1e-5

@@ -50,14 +50,16 @@ def test_data_parallel_with_distributed_optimizer(lab, start, baseline, same_tra
     # Without Transformer Engine or Apex Megatron cannot load an optimizer into its distributed one.
     flags = f"--train-iters 20 --load {start} --ckpt-step 10 {WEIGHTS_ONLY}"
     one_process = lab.run("weights_only", flags)
-    same_training(lab.run("dp2", f"{flags} --use-distributed-optimizer", processes=2), one_process)
+    same_training(lab.run("dp2", f"{flags} --use-distributed-optimizer", processes=2, torchrun=True), one_process)
 
 
 def test_expert_parallel(lab, same_training):
+    # Megatron cannot load one process's plain optimizer into that of another number of local experts.
     folder = lab.folder / "moe"
-    one_process = lab.run("moe", f"{MOE} --train-iters 20 --save {folder} --save-interval 10")
-    flags = f"{MOE} --train-iters 20 --load {folder} --ckpt-step 10 --expert-model-parallel-size 2"
-    same_training(lab.run("moe_ep2", flags, processes=2), one_process)
+    lab.run("moe_start", f"{MOE} --train-iters 2 --save {folder} --save-interval 2")
+    flags = f"{MOE} --train-iters 12 --lr-decay-iters 12 --load {folder} {WEIGHTS_ONLY} --override-opt-param-scheduler"
+    one_process = lab.run("moe", flags)
+    same_training(lab.run("moe_ep2", f"{flags} --expert-model-parallel-size 2", processes=2), one_process)
 
 
 def test_multi_token_prediction(lab, same_training):
@@ -76,7 +78,7 @@ def test_a_wrong_offset_would_show(lab, start, baseline, scripts, mutation, layo
     """The comparisons above fail when a rank takes another rank's heads, or counts its layers from 0."""
     processes, flags = LAYOUTS[layout]
     run = lab.run(
-        f"wrong_{mutation}", f"--train-iters 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
+        f"wrong_{mutation}", f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
         script=scripts / "mutated_pretrain.py", environment={"MUTATION": mutation},
     )  # fmt: skip
     assert abs(run.losses[11] - baseline.losses[11]) > 1e-3, f"{mutation}: {run.losses[11]} against {baseline.losses[11]}"
@@ -99,7 +101,7 @@ def test_resharding_keeps_every_bit(lab, layout_run):
     load = f"--load {lab.folder / 'tp2'} --ckpt-step 15 {flags}"
     resharded = lab.folder / "resharded"
     # No iteration is left at 15, and 15 is no multiple of 10: Megatron saves what it loaded.
-    lab.run("reshard", f"--train-iters 15 {load} --save {resharded} --save-interval 10", processes=processes)
+    lab.run("reshard", f"--train-iters 15 --override-opt-param-scheduler {load} --save {resharded} --save-interval 10", processes=processes)
     compared = lab.python("compare_checkpoints.py", lab.folder / "tp2" / "iter_0000015", resharded / "iter_0000015")
     assert "optimizer moments" in compared
     assert "moments: 0" not in compared

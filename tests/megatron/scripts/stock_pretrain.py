@@ -6,6 +6,7 @@ from functools import partial
 def main():
     from s2_megatron.cuda_on_cpu import install_if_no_gpu
     install_if_no_gpu()
+    import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.enums import ModelType
@@ -21,7 +22,7 @@ def main():
     def loss_function(loss_mask, output):
         loss = (output.view(-1).float() * loss_mask.view(-1)).sum()
         num_tokens = loss_mask.sum().int()
-        return loss, num_tokens, {"lm loss": (loss.detach(), num_tokens)}
+        return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens.float()])}
 
     def forward_step(data_iterator, model):
         batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
