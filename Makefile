@@ -20,14 +20,14 @@ TESTS ?= tests
 JOBS ?= $(shell n=$$(nproc); [ $$n -gt 8 ] && n=8; echo $$n)
 
 ifeq ($(strip $(VENV)),)
-INSTALLED :=
-RUN = $(or $(shell scripts/find-python.sh "$(or $(strip $(PYTHON)),python3)"),$(error no Python to run with))
+INSTALLED := check-packages
+RUN := $(or $(shell scripts/find-python.sh "$(or $(strip $(PYTHON)),python3)"),$(error no Python to run with))
 else
 INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain test test-gpu lint install
+.PHONY: help pretrain test test-gpu lint install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -40,13 +40,16 @@ $(VENV)/.installed: setup.py
 	@scripts/make-venv.sh "$(VENV)" "$(PYTHON)"
 	@touch $@
 
+check-packages:
+	@$(RUN) scripts/check-packages.py
+
 pretrain: $(INSTALLED)
 	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS))
 
-# pytest-xdist is left out where the environment has none.
+# One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one.
 test: $(INSTALLED)
-	@$(RUN) -m pytest -m "not gpu" \
-	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS)") --durations=15 $(TESTS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu" \
+	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadgroup") --durations=15 $(TESTS)
 
 test-gpu: $(INSTALLED)
 	@$(RUN) -m pytest -m gpu --durations=15 $(TESTS)

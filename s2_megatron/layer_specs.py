@@ -151,7 +151,8 @@ def _with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | 
     """A deep copy of a transformer layer's spec, its core attention replaced unless core is None."""
     spec = copy.deepcopy(stock)
     attention = getattr(spec.submodules, "self_attention", None)
-    if spec.module is not TransformerLayer or getattr(attention, "module", None) is not SelfAttention:
+    is_layer = isinstance(spec.module, type) and issubclass(spec.module, TransformerLayer)
+    if not is_layer or getattr(attention, "module", None) is not SelfAttention:
         raise ValueError(
             f"{layer_name}: its spec is {spec.module} around {getattr(attention, 'module', attention)}; expected TransformerLayer around "
             "SelfAttention; drop the flag that selects another attention (--multi-latent-attention, --experimental-attention-variant, "

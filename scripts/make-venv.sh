@@ -27,7 +27,7 @@ if [ -n "$missing" ]; then
     echo "note: no C compiler or no Python headers here; fine without a GPU, else: apt install $missing" >&2
 fi
 
-echo "== $venv with $python (Python $version)"
+echo "== $venv with $python (Python $version): installing what setup.py lists; torch and its CUDA libraries are some 3 GB"
 # A folder left by an interrupted run, or one of another Python, is completed or refused by venv itself.
 [ -x "$venv/bin/python" ] && "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || "$python" -m venv "$venv"
 if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[dev]"; then

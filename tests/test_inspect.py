@@ -68,7 +68,7 @@ def test_command_prints_the_table_and_draws(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (
         "│ 0, 2 " in done.stdout
-        and "41.3%" in done.stdout
+        and "64.0%" in done.stdout
         and "2 consecutive S layers together cover 100.0%" in done.stdout
     )
     assert "max / mean: 1.0" in done.stdout

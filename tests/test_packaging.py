@@ -217,6 +217,17 @@ def test_make_without_an_environment_makes_none(bare_path, tmp_path):
     assert "--iterations 7" in result.stdout
 
 
+def test_make_names_the_packages_that_the_present_environment_lacks(tmp_path):
+    made = run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    result = run("make", "pretrain", "VENV=", f"PYTHON={tmp_path / 'empty' / 'bin' / 'python'}", cwd=ROOT)
+    assert result.returncode != 0
+    line = result.stderr.splitlines()[0]
+    assert "lacks packages" in line
+    for package in ("torch", "megatron-core", "rich", "tokenizers"):
+        assert package in line
+
+
 def test_the_environment_report_names_what_is_there():
     result = run(sys.executable, "-m", "s2_megatron.env_report", cwd=ROOT)
     assert result.returncode == 0, result.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from examples.quickstart.corpus import Document, collect_documents, corpus_hash,
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config import load_config
-from s2_megatron.loss_log import _locked, read_loss_log, truncate_loss_log
+from s2_megatron.loss_log import _locked, _Writer, read_loss_log, truncate_loss_log
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -188,6 +189,28 @@ def test_a_log_in_use_is_not_cut(tmp_path):
     assert len(read_loss_log(log)[0]) == 2
 
 
+def test_a_log_has_one_writer(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    writer = _Writer(tmp_path / "log")
+    with pytest.raises(ValueError, match="being written by another process"):
+        _Writer(tmp_path / "log")
+    writer.append(record(1, 5.0))
+    assert read_loss_log(tmp_path / "log")[0] == {1: record(1, 5.0)}  # on disk before the file is closed
+    monkeypatch.setenv("RANK", "0")  # the losses are not there
+    _Writer(tmp_path / "log").append(record(2, 5.0))
+    assert list(read_loss_log(tmp_path / "log")[0]) == [1]
+
+
+def test_a_process_whose_torchrun_was_killed_stops(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    writer = _Writer(tmp_path / "log")
+    writer.append(record(1, 5.0))
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        writer.append(record(2, 5.0))
+
+
 def test_a_damaged_log_is_named(tmp_path):
     (tmp_path / "log").write_text('{"iteration": 1}\nnonsense\n{"iteration": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
@@ -219,6 +242,24 @@ def test_other_settings_do_not_continue_a_run(tmp_path):
     run.check_settings(tmp_path, {"seed": 1, "corpus": "a"})
     with pytest.raises(run.QuickstartError, match="seed 1 -> 2"):
         run.check_settings(tmp_path, {"seed": 2, "corpus": "a"})
+
+
+def test_another_sparsity_does_not_continue_a_run(tmp_path):
+    (tmp_path / "other.yaml").write_text("block_size: 32\nlayers: DS\nspecs: {S: {local_blocks: 2, stride: 8}}")
+    run.check_settings(tmp_path, {"sparsity": resolve(run.DEFAULT_CONFIG).canonical_json()})
+    with pytest.raises(run.QuickstartError, match="stride 4 -> 8"):
+        run.check_settings(tmp_path, {"sparsity": resolve(tmp_path / "other.yaml").canonical_json()})
+
+
+def test_the_backend_is_what_the_last_run_said():
+    assert run.backend_in("noise\nS2 attention backend: triton (chosen for cuda)\nS2 attention backend: reference (set)\n") == "reference"
+    assert run.backend_in("noise\n") is None
+
+
+def test_a_failure_is_shown_without_torchruns_report():
+    output = "\n".join(["noise"] * 30 + ["[rank0]: ValueError: the reason"])
+    report = "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\nChildFailedError"
+    assert run.failure_text(f"{output}\n{report}").endswith("the reason")
 
 
 def test_the_attention_table_is_picked_from_megatrons_output(tmp_path):
@@ -271,6 +312,7 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("quickstart")
 def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     runs, printed = uninterrupted
     assert "Attention of 4 layers" in printed
@@ -287,6 +329,7 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("quickstart")
 def test_a_finished_run_is_left_alone(uninterrupted):
     runs, _ = uninterrupted
     path = runs / "quickstart" / "summary.json"
@@ -299,6 +342,7 @@ def test_a_finished_run_is_left_alone(uninterrupted):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("quickstart")
 def test_a_killed_run_resumes_and_its_log_joins_bit_for_bit(uninterrupted, tmp_path):
     runs, _ = uninterrupted
     (tmp_path / "corpus").symlink_to(runs / "corpus")
@@ -324,7 +368,16 @@ def test_a_killed_run_resumes_and_its_log_joins_bit_for_bit(uninterrupted, tmp_p
     assert joined == whole
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_same_command_takes_the_kernels_and_bf16(uninterrupted):
+    runs, _ = uninterrupted
+    content = json.loads((runs / "quickstart" / "summary.json").read_text())
+    assert content["backend"] == "triton"
+    assert re.search(r"\bbf16 \.+ True", (runs / "quickstart" / "train.log").read_text())
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("quickstart")
 def test_a_run_that_fails_says_where_to_look(tmp_path):
     (tmp_path / "config.yaml").write_text("block_size: 32\nlayers: DSS\nspecs: {S: {local_blocks: 2, stride: 4}}")
     result = finish(tmp_path, "--config", str(tmp_path / "config.yaml"))

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import random
 import shutil
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +91,12 @@ def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: in
 def write_indexed_dataset(tokenizer, documents: list[Document], prefix: Path) -> int:
     """Write `<prefix>.bin` and `.idx`, one Megatron document a text, each ended by END_OF_TEXT; the number of tokens."""
     import numpy
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    # Megatron's import remarks on every optional package that is not there; the training process, which uses them, says it too.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)

@@ -42,7 +42,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
     parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS, help="train up to this iteration")
-    parser.add_argument("--save-interval", type=int, default=100, help="iterations between two checkpoints")
+    parser.add_argument("--save-interval", type=int, default=75, help="iterations between two checkpoints")
     parser.add_argument("--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches")
     parser.add_argument("--runs", type=Path, default=launch.ROOT / "runs", help="folder of all runs")
     parsed = parser.parse_args(arguments)
@@ -101,8 +101,16 @@ def check_settings(run_folder: Path, settings: dict) -> None:
     stored = json.loads(path.read_text())
     changed = [name for name in settings if settings[name] != stored.get(name)]
     if changed:
-        changes = ", ".join(f"{name} {stored.get(name)!r} -> {settings[name]!r}" for name in changed)
+        changes = ", ".join(_change(name, stored.get(name), settings[name]) for name in changed)
         raise QuickstartError(f"{run_folder} holds a run with other settings ({changes}); move it away to start a new one")
+
+
+def _change(name: str, before, after) -> str:
+    from s2_megatron.sparsity import diff_sparsity
+
+    if name == "sparsity" and before is not None:
+        return "; ".join(diff_sparsity(before, after))
+    return f"{name} {before!r} -> {after!r}"
 
 
 def finished_summary(run_folder: Path, iterations: int) -> dict | None:
@@ -148,6 +156,12 @@ def train(run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bo
     return speed.tokens_per_second()
 
 
+def backend_in(output: str) -> str | None:
+    """The attention backend that the training process said it uses; the last run's where there are several."""
+    found = re.findall(r"^S2 attention backend: (\w+)", output, flags=re.MULTILINE)
+    return found[-1] if found else None
+
+
 def failure_text(output: str, lines: int = 20) -> str:
     """The end of the training process's own output: the error that stopped it, without what torchrun says about it."""
     own = []
@@ -182,17 +196,15 @@ def show_summary(content: dict, path: Path, console: Console) -> None:
 
 
 def run(parsed: argparse.Namespace, console: Console) -> None:
-    import torch
-
-    from s2_megatron.attention import resolve_backend
-
     if not parsed.config.exists():
         raise QuickstartError(f"CONFIG={parsed.config}: no such file; see configs/")
     run_folder = parsed.runs.resolve() / parsed.config.stem
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = lock_run(run_folder)
+    sparsity = resolve_sparsity(parsed.config, console)
     finished = finished_summary(run_folder, parsed.iterations)
     if finished is not None:
+        check_settings(run_folder, {"sparsity": sparsity.canonical_json()})
         count = finished["iterations"]
         console.print(
             f"{run_folder} is finished: {count} iterations, validation loss {finished['validation_loss']:.4f}. "
@@ -201,7 +213,9 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
             soft_wrap=True,
         )
         return
-    sparsity = resolve_sparsity(parsed.config, console)
+
+    import torch  # takes seconds, and a finished run needs it no more than a wrong config
+
     on_gpu = torch.cuda.is_available()
     corpus = prepare_corpus(parsed.runs.resolve() / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False))
     check_settings(
@@ -221,7 +235,7 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
     content = summary.make_summary(
         *read_loss_log(launch.loss_log(run_folder)),
         sparsity,
-        backend=resolve_backend("auto", "cuda" if on_gpu else "cpu"),
+        backend=backend_in((run_folder / "train.log").read_text(errors="replace")),
         device=torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
         tokens_per_second=tokens_per_second,
         checkpoint=str(run_folder / "checkpoints" / f"iter_{checkpoint_iteration(run_folder):07d}"),

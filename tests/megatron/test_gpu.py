@@ -19,7 +19,8 @@ MODEL = """
     --make-vocab-size-divisible-by 32
 """
 SPECS = {
-    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion",
+    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
+             "--no-masked-softmax-fusion",
     "transformer_engine": "--transformer-impl transformer_engine --no-rope-fusion --no-gradient-accumulation-fusion",
 }
 
@@ -105,3 +106,23 @@ def test_packed_documents(trained, flags):
     name = "packed2" if "micro" in flags else "packed"
     exact = run(f"{name}_fp32", f"--s2-backend reference --s2-dense-core s2 {flags}")
     assert distance(run(name, f"--s2-backend triton --s2-dense-core s2 {flags}"), exact) <= 1e-4
+
+
+@pytest.fixture
+def engine_only(spec):
+    if spec != "transformer_engine":
+        pytest.skip("Megatron has this with Transformer Engine only")
+
+
+def test_fp8_linears(engine_only, trained):
+    run, exact = trained
+    plain, eighth = run("bf16", "--bf16 --s2-backend triton"), run("fp8", "--bf16 --s2-backend triton --fp8-format hybrid")
+    assert distance(eighth, plain) > 0, "the linear layers must have run in fp8"
+    assert distance(eighth, exact) <= 0.02 * exact.losses[max(exact.losses)]
+
+
+def test_offloaded_activations_come_back(engine_only, trained, monkeypatch):
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # Megatron asks for it with Transformer Engine >= 2.10
+    run, _ = trained
+    flags = "--bf16 --s2-backend triton --fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
+    assert distance(run("offloaded", flags), run("kept", "--bf16 --s2-backend triton")) <= 1e-4

@@ -73,15 +73,20 @@ def test_multi_token_prediction(lab, same_training):
     same_training(run, one_process)
 
 
-@pytest.mark.parametrize(("mutation", "layout"), [("head_offset", "tp2"), ("layer_number", "pp2")])
-def test_a_wrong_offset_would_show(lab, start, baseline, scripts, mutation, layout):
-    """The comparisons above fail when a rank takes another rank's heads, or counts its layers from 0."""
-    processes, flags = LAYOUTS[layout]
+MUTATIONS = {"head_offset": "tp2", "layer_number": "pp2", "norm_gradient": "tp2_sp"}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, mutation):
+    """The comparisons above fail when a rank takes another rank's heads, counts its layers from 0, or keeps a norm's gradient to itself."""
+    processes, flags = LAYOUTS[MUTATIONS[mutation]]
     run = lab.run(
-        f"wrong_{mutation}", f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
+        f"mutated_{mutation}", f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
         script=scripts / "mutated_pretrain.py", environment={"MUTATION": mutation},
     )  # fmt: skip
-    assert abs(run.losses[11] - baseline.losses[11]) > 1e-3, f"{mutation}: {run.losses[11]} against {baseline.losses[11]}"
+    assert sorted(run.losses) == [11, 12]
+    with pytest.raises(AssertionError, match="differ by"):
+        same_training(run, baseline, steps=2)
 
 
 def test_resume_is_bit_equal(lab, layout_run):

@@ -1,6 +1,7 @@
 """pretrain_gpt_s2.py with one deliberate mistake, named by MUTATION: the parallel tests must see it.
 
 head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers from 0.
+norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
 """
 import os
 
@@ -23,8 +24,17 @@ def main():
         # Without the assertion on the layer's number, so that the comparison of losses stands alone.
         build = core_attention.S2CoreAttention.__init__
         core_attention.S2CoreAttention.__init__ = lambda self, *args, layer_index=None, **kwargs: build(self, *args, **kwargs)
-    elif mutation != "none":
-        raise ValueError(f"MUTATION={mutation}; expected head_offset, layer_number or none")
+    elif mutation == "norm_gradient":
+        norm = layer_specs.sequence_parallel_norm
+
+        def forgetful_norm(*args, **kwargs):
+            module = norm(*args, **kwargs)
+            module.weight.sequence_parallel = False
+            return module
+
+        layer_specs.sequence_parallel_norm = forgetful_norm
+    else:
+        raise ValueError(f"MUTATION={mutation}; expected head_offset, layer_number or norm_gradient")
     pretrain_gpt_s2.main()
 
 
