@@ -46,10 +46,11 @@ check-packages:
 pretrain: $(INSTALLED)
 	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS))
 
-# One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one.
+# One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
+# stays in one process, for the costly fixtures that its tests share.
 test: $(INSTALLED)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu" \
-	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadgroup") --durations=15 $(TESTS)
+	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile") --durations=15 $(TESTS)
 
 test-gpu: $(INSTALLED)
 	@$(RUN) -m pytest -m gpu --durations=15 $(TESTS)

@@ -82,7 +82,7 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
         if not TABLE and not KEY_SLOT:
             tile = longest_first(tile // PARTS, n_tiles // PARTS, ranges_ptr, kv_head * RATIO, N_RANGES) * PARTS + tile % PARTS
     if not KEY_SLOT:
-        if tile * TILE_N >= kv_length:
+        if (tile < 0) | (tile * TILE_N >= kv_length):
             return
     key_block = tile * TILE_N // BLOCK
     columns = tile * TILE_N + tl.arange(0, TILE_N)
@@ -136,8 +136,9 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                 start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
                 if EFFICIENT:  # the runs of a member's ranges join: one loop instead of a loop of loops, which ptxas cannot pipeline
                     for other in tl.static_range(1, N_RANGES):
-                        _, other_end, other_stride, other_offset = load_range(ranges_ptr, head, other, N_RANGES)
-                        end = tl.where((key_block + other_offset) % other_stride == 0, tl.maximum(end, other_end), end)
+                        other_start, other_end, other_stride, other_offset = load_range(ranges_ptr, head, other, N_RANGES)
+                        joins = (other_end > other_start) & ((key_block + other_offset) % other_stride == 0)  # an unused range is empty
+                        end = tl.where(joins, tl.maximum(end, other_end), end)
                 if QUERY_IDS:
                     row_low = tl.load(query_rank_ptr + tl.minimum(key_block + start, n_blocks)) * BLOCK
                     row_high = tl.load(query_rank_ptr + tl.minimum(key_block + end, n_blocks)) * BLOCK

@@ -74,6 +74,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     """Writes the three gradients. grad_lse: [B, H, rows] or None. Bitwise repeatable: no atomics, sums in a fixed order."""
     geometry = _Geometry(query, key, layout, packed, placement)
     batch, heads, rows, _ = query.shape
+    lse = lse.contiguous()
     delta = torch.empty_like(lse)
     log_grad = lse if grad_lse is None else grad_lse
     s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](

@@ -38,7 +38,7 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
     if PACKED:
         token, kv_length, tile = find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE_M)
         rows_end = kv_length
-    if tile * TILE_M >= rows_end:
+    if (tile < 0) | (tile * TILE_M >= rows_end):
         return
     rows = tile * TILE_M + tl.arange(0, TILE_M)
     last_row = tl.minimum((tile + 1) * TILE_M, rows_end) - 1

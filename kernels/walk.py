@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE: tl.constexpr):
     """(first token, tokens, tile within the document) of a tile number. Document i owns the numbers from starts[i] // TILE + i on: at least
-    as many as it has tiles, so that no table of tiles is needed."""
+    as many as it has tiles, so that no table of tiles is needed. Numbers before the first document give a negative tile."""
     low = 0
     high = n_docs
     while high - low > 1:

@@ -19,6 +19,7 @@ from s2_megatron.printing import print_once
 FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
 BACKENDS = ("auto", "triton", "reference")
 HEAD_DIM_LIMIT = 256
+SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 
 
 class AttentionCall(NamedTuple):
@@ -95,6 +96,11 @@ def _check(query, key, value, call: AttentionCall):
         raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
     if call.backend == "triton" and query.dtype == torch.float64:
         raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
+    if call.backend == "triton" and layout.block_size < SMALLEST_KERNEL_BLOCK:
+        raise ValueError(
+            f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or more; "
+            "use a larger block_size, or backend=reference"
+        )
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
         raise ValueError(
@@ -140,6 +146,11 @@ def _check(query, key, value, call: AttentionCall):
         slot = call.placement.key_slot
         if slot is not None and slot.shape[0] != layout.num_kv_heads:
             raise ValueError(f"key_slot has {slot.shape[0]} KV heads; the layout has {layout.num_kv_heads}")
+        blocks = k.shape[2] // layout.block_size if slot is not None else -(-k.shape[2] // layout.block_size)
+        if blocks < call.placement.n_slots:
+            raise ValueError(
+                f"key has {k.shape[2]} rows, {blocks} blocks of {layout.block_size}; the placement reads {call.placement.n_slots} of them"
+            )
         if limit is not None and call.placement.n_blocks > limit:
             raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
     elif q.shape[2] != k.shape[2]:

@@ -47,6 +47,7 @@ class Placement:
     query_rank: torch.Tensor  # int32 [n_blocks + 1]: how many of query_block_ids are smaller
     key_slot: torch.Tensor | None  # int32 [KV heads, n_blocks]
     n_blocks: int  # blocks of the whole (global) sequence
+    n_slots: int  # slots that the key and value must have at least
     tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
 
     @classmethod
@@ -64,16 +65,19 @@ class Placement:
                 break
             tile_blocks *= 2
         rank = np.searchsorted(ids, np.arange(n_blocks + 1))
+        n_slots = n_blocks
         if key_slot is not None:
             key_slot = torch.as_tensor(np.asarray(key_slot), dtype=torch.int32)
             if key_slot.ndim != 2 or key_slot.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks={n_blocks}]")
+            n_slots = int(key_slot.max()) + 1
             key_slot = key_slot.contiguous().to(device)
         return cls(
             torch.as_tensor(ids, dtype=torch.int32, device=device),
             torch.as_tensor(rank, dtype=torch.int32, device=device),
             key_slot,
             n_blocks,
+            n_slots,
             tile_blocks,
         )
 

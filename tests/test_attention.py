@@ -10,7 +10,7 @@ import torch
 from s2_megatron.attention import AttentionCall, attention_backward, attention_forward, s2_attention
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import PackedSequence, Placement, build_layout
-from s2_megatron.patterns import RangePattern, make_range_pattern
+from s2_megatron.patterns import HeadPattern, RangePattern, make_range_pattern
 from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
 
 pytestmark = pytest.mark.usefixtures("nan_scratch")
@@ -54,6 +54,14 @@ CASES = {
     "dense-heads-256": (pattern_of(PAPER, 32, 4, 4, dense_heads=[1]), 256, F16, 100, "sbhd", 1),
     "length-1": (pattern_of(PAPER, 64, 2, 1), 32, F32, 1, "bshd", 2),
     "length-15": (pattern_of(PAPER, 16, 2, 2), 128, F16, 15, "sbhd", 1),
+    "ranges-per-head": (
+        RangePattern(16, 2, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)),
+        32,
+        F32,
+        150,
+        "sbhd",
+        1,
+    ),
     "mask-shared": (random_mask(16, 2, 2, 1), 32, F32, 250, "sbhd", 1),
     "mask-kv-heads": (random_mask(32, 4, 2, 2), 64, F16, 300, "bhsd", 1),
     "mask-query-heads": (random_mask(64, 2, 1, 2, 4), 32, F16, 222, "bshd", 1),
@@ -74,8 +82,9 @@ def test_gradients(case, backend, device):
 
 
 def packed_case(pattern, lengths, padded, dim, dtype, device, extra=0):
-    slots = padded or lengths
-    starts = [sum(slots[:index]) for index in range(len(lengths) + 1)]
+    slots = lengths if padded in (None, "shifted") else padded
+    shift = 150 if padded == "shifted" else 0
+    starts = [shift + sum(slots[:index]) for index in range(len(lengths) + 1)]
     ends = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
     total = starts[-1] + extra
     inputs, grad_lse = make_inputs(pattern, total, dim, dtype, device, form="thd")
@@ -92,6 +101,7 @@ PACKED = {
     "padded starts": ([70, 1, 45, 16], [80, 16, 48, 32], 0),
     "tokens after the last document": ([40, 17], None, 13),
     "an empty document": ([40, 0, 50], None, 0),
+    "tokens before the first document": ([70, 20], "shifted", 5),
 }
 
 
@@ -306,6 +316,27 @@ def test_mask_too_short_is_refused():
     tensors = [torch.zeros(GOOD[name]) for name in GOOD]
     with pytest.raises(ValueError, match="seq_length=64 has 4 blocks of 16, the block mask only 2"):
         s2_attention(*tensors, build_layout(random_mask(16, 4, 2, 1, 2)), backend="reference")
+
+
+def test_placements_that_do_not_fit_are_refused():
+    layout = build_layout(pattern_of(PAPER, 16, 4, 2))
+    tensors = [torch.zeros(GOOD[name]) for name in GOOD]
+    call = AttentionCall(layout, 0.2, "sbhd", None, Placement.make(range(4), 6), "reference", False)
+    with pytest.raises(ValueError, match="key has 64 rows, 4 blocks of 16; the placement reads 6"):
+        attention_forward(*tensors, call)
+    with pytest.raises(ValueError, match="the placement reads 51"):
+        attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [[0, 1, 2, 50]] * 2)))
+    with pytest.raises(ValueError, match=r"strictly ascending within 0\.\.3"):
+        Placement.make([0, 0], 4)
+    with pytest.raises(ValueError, match="expected \\[KV heads, n_blocks=4\\]"):
+        Placement.make([0], 4, [[0]])
+
+
+def test_blocks_too_small_for_the_kernels_are_refused():
+    tensors = [torch.zeros(GOOD[name]) for name in GOOD]
+    call = AttentionCall(build_layout(pattern_of(PAPER, 8, 4, 2)), 0.2, "sbhd", None, None, "triton", False)
+    with pytest.raises(ValueError, match="block_size=8: the Triton kernels compute blocks of 16"):
+        attention_forward(*tensors, call)
 
 
 def test_fp64_is_exact():

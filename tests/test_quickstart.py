@@ -312,7 +312,6 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("quickstart")
 def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     runs, printed = uninterrupted
     assert "Attention of 4 layers" in printed
@@ -329,7 +328,6 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("quickstart")
 def test_a_finished_run_is_left_alone(uninterrupted):
     runs, _ = uninterrupted
     path = runs / "quickstart" / "summary.json"
@@ -342,7 +340,6 @@ def test_a_finished_run_is_left_alone(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("quickstart")
 def test_a_killed_run_resumes_and_its_log_joins_bit_for_bit(uninterrupted, tmp_path):
     runs, _ = uninterrupted
     (tmp_path / "corpus").symlink_to(runs / "corpus")
@@ -377,7 +374,6 @@ def test_on_a_gpu_the_same_command_takes_the_kernels_and_bf16(uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("quickstart")
 def test_a_run_that_fails_says_where_to_look(tmp_path):
     (tmp_path / "config.yaml").write_text("block_size: 32\nlayers: DSS\nspecs: {S: {local_blocks: 2, stride: 4}}")
     result = finish(tmp_path, "--config", str(tmp_path / "config.yaml"))
