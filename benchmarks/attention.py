@@ -5,9 +5,10 @@
 
 Before anything is timed, out and the gradients of each case are compared with the reference backend on a shorter sequence; a wrong kernel
 is not timed. Times are medians over samples of a few calls in a row, the competitors taking turns; TF/s counts the attended (query, key)
-pairs only: 4 D a pair in the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAttention-2 over ours. Results also go to --json. Sample:
+pairs only: 4 D a pair in the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAttention-2 over
+ours. Results also go to --json. Sample:
 
-    seq 131072  S2 (triton)            forward   23.1 ms  468 TF/s   backward   74.0 ms  365 TF/s   15.8 x FA-2
+    seq  131072  S2 (triton)     forward    24.73 ms  436 TF/s   backward    85.54 ms  315 TF/s   13.89 x FA-2
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def main():
         temporary = args.json + ".tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(
-                dict(machine=machine, arguments={key: str(value) for key, value in vars(args).items()}, rows=rows),
+                dict(machine=machine, arguments={key: str(value) for key, value in vars(args).items() if key not in ("json", "torch_dtype")}, rows=rows),
                 file,
                 indent=1,
             )

@@ -166,7 +166,8 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                 entry = step // PARTS + offsets // BLOCK
                 block = first + tl.minimum(entry, count - 1) * stride
                 # members of the next range belong to it for every row of the tile (kind 3)
-                wanted = (entry < count) & ((next_stride == 0) | ((block + next_offset) % tl.maximum(next_stride, 1) != 0))
+                never = tl.where(next_stride == 0, -1, 0)
+                wanted = (entry < count) & ((block + next_offset) % tl.maximum(next_stride, 1) != never)
                 columns = block * BLOCK + (step % PARTS) * TILE_N + offsets % BLOCK
                 rows, in_slot = key_rows(columns, block, slot_ptr, BLOCK, KEY_SLOT)
                 wanted = wanted & in_slot

@@ -83,7 +83,7 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     q_all, k_all, v_all = query.to(work), key.to(work), value.to(work)
     for row in _rows(query, key, layout, packed, placement):
         q = q_all[:, row.heads, row.queries]
-        k, v = (tensor[:, row.kv_heads][:, :, row.keys] for tensor in (k_all, v_all))
+        k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
         scores = _scores(row, q, k, scale)
         log = torch.logsumexp(scores, dim=-1)
         total[:, row.heads, row.queries] = torch.exp(scores - log[..., None]) @ v
@@ -127,7 +127,7 @@ def backward(
     dv = torch.zeros(value.shape, dtype=work, device=query.device)
     for row in _rows(query, key, layout, packed, placement):
         q, do = q_all[:, row.heads, row.queries], do_all[:, row.heads, row.queries]
-        k, v = (tensor[:, row.kv_heads][:, :, row.keys] for tensor in (k_all, v_all))
+        k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
         p = torch.exp(_scores(row, q, k, scale) - log_sum[:, row.heads, row.queries, None])
         ds = p * (do @ v.transpose(-1, -2) - delta[:, row.heads, row.queries, None]) * scale
         dq[:, row.heads, row.queries] = ds @ k
