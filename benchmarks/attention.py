@@ -175,11 +175,8 @@ def main():
     if args.json:
         temporary = args.json + ".tmp"
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(
-                dict(machine=machine, arguments={key: str(value) for key, value in vars(args).items() if key not in ("json", "torch_dtype")}, rows=rows),
-                file,
-                indent=1,
-            )
+            settings = {key: str(value) for key, value in vars(args).items() if key not in ("json", "torch_dtype")}
+            json.dump(dict(machine=machine, arguments=settings, rows=rows), file, indent=1)
         os.replace(temporary, args.json)
 
 
