@@ -1,6 +1,7 @@
 """Kernels run on the GPU where there is one; elsewhere through Triton's interpreter, which must be chosen before Triton is imported."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,3 +30,15 @@ def nan_scratch():
 @pytest.fixture
 def device():
     return "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text) -> path of a YAML in an empty folder."""
+
+    def write_file(text: str, name: str = "my.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write_file

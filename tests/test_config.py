@@ -1,31 +1,12 @@
 """What the sparsity YAML says reaches the patterns, as the design defines them."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from s2_megatron.config import S2Config, load_config
+from s2_megatron.config import S2Config
 from s2_megatron.patterns import make_range_pattern
-
-MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write(text) -> path of a YAML in an empty folder."""
-
-    def write_file(text: str, name: str = "my.yaml") -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write_file
-
-
-def resolve(path, allow=False, **model):
-    return load_config(path, allow_python_patterns=allow).resolve(**{**MODEL, **model})
-
+from tests.config_files import MODEL, resolve
 
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"
 

@@ -1,7 +1,6 @@
 """Every way to get the sparsity YAML wrong gives one ValueError with file, key, got, expected and fix."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -9,21 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s2_megatron.config import ConfigError, SpecConfig, load_config
-
-MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write(text) -> path of a YAML in an empty folder."""
-
-    def write_file(text: str, name: str = "my.yaml") -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write_file
-
+from tests.config_files import MODEL
 
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"
 

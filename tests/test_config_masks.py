@@ -1,6 +1,5 @@
 """Block masks from a file and from a Python function: what is right gives the pattern, what is wrong one ValueError."""
 
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,24 +7,7 @@ import pytest
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.config import ConfigError, load_config
 from s2_megatron.patterns import make_range_pattern
-
-MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
-
-
-@pytest.fixture
-def write(tmp_path):
-    """write(text) -> path of a YAML in an empty folder."""
-
-    def write_file(text: str, name: str = "my.yaml") -> Path:
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return write_file
-
-
-def resolve(path, allow=False, **model):
-    return load_config(path, allow_python_patterns=allow).resolve(**{**MODEL, **model})
+from tests.config_files import resolve
 
 
 def save_mask(path, pattern, heads, blocks, one_dimensional=False):
