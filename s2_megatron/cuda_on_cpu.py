@@ -12,13 +12,18 @@ Afterwards `torch.cuda.is_available()` is true in this process; ask `is_installe
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
+import sys
 import types
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from s2_megatron.printing import print_once
+
+# Packages that Megatron uses when they are installed and that work on a GPU only.
+GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
 
 
 def _to_cpu(device):
@@ -117,12 +122,22 @@ def is_installed() -> bool:
     return torch.cuda.Stream is _NoStream
 
 
+def _leave_out_gpu_packages() -> None:
+    """Hide Transformer Engine and Apex from Megatron, which would take their optimizers and norms: those launch CUDA kernels."""
+    found = [name for name in GPU_PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is not None]
+    for name in found:
+        sys.modules[name] = None  # `import name` now raises ModuleNotFoundError, which Megatron expects where a package is missing
+    if found:
+        print_once(f"No GPU found: {', '.join(found)} left out")
+
+
 def install_if_no_gpu() -> bool:
     """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU that way."""
     if is_installed():
         return True
     if torch.cuda.is_available():
         return False
+    _leave_out_gpu_packages()
     for name, value in _replacements().items():
         setattr(torch.cuda, name, value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from s2_megatron import gpt_data, printing
 from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Rerun:
@@ -165,3 +169,17 @@ def test_cuda_stands_for_the_cpu(count_gpus):
     done = subprocess.run([sys.executable, "-c", CPU_FOR_CUDA], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("No GPU found") == 1
+
+
+def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
+    """Megatron takes Transformer Engine's optimizer wherever the package can be imported, and that one needs a GPU."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('imported')")
+    script = (
+        "from s2_megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
+        "from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE\nassert not HAVE_APEX_OR_TE\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "No GPU found: transformer_engine left out" in done.stdout
