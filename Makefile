@@ -53,7 +53,7 @@ test: $(INSTALLED)
 	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile") --durations=15 $(TESTS)
 
 test-gpu: $(INSTALLED)
-	@$(RUN) -m pytest -m gpu --durations=15 $(TESTS)
+	@$(RUN) -m pytest -m "gpu or op" --durations=15 $(TESTS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check .

@@ -1,12 +1,25 @@
 """Launches of the portable Triton kernels. All tensors are views [B, heads, rows, D] with any strides."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
+
 import torch
 import triton
 
 from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Geometry:
@@ -19,7 +32,7 @@ class _Geometry:
         nothing = layout.tensors[0]  # stands for the pointers that a variant of the kernel does not read
         slots = None if placement is None else placement.key_slot
         tile_blocks = layout.tile_blocks if placement is None else min(layout.tile_blocks, placement.tile_blocks)
-        self.tiles = tiles_for(self.block_dim, query.dtype == torch.float32, layout.block_size, tile_blocks)
+        self.tiles = tiles_for(self.block_dim, query.dtype == torch.float32, layout.block_size, tile_blocks, _capability(query.device))
         self.packed, self.placement, self.block = packed, placement, layout.block_size
         self.documents = 0 if packed is None else len(packed.cu_seqlens) - 1
         self.by_row = dict(ranges_ptr=nothing if is_table else layout.ranges, row_starts_ptr=layout.row_starts if is_table else nothing,
@@ -67,14 +80,20 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     geometry = _Geometry(query, key, layout, packed, placement)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     tensors = dict(lse_ptr=lse, delta_ptr=lse, initial_lse_ptr=initial_lse.contiguous())
-    _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
+    with _on(query.device):
+        _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
     """Writes the three gradients. grad_lse: [B, H, rows] or None. Bitwise repeatable: no atomics, sums in a fixed order."""
+    with _on(query.device):
+        _backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed,
+                  placement)
+
+
+def _backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, placement):
     geometry = _Geometry(query, key, layout, packed, placement)
     batch, heads, rows, _ = query.shape
-    lse = lse.contiguous()
     delta = torch.empty_like(lse)
     log_grad = lse if grad_lse is None else grad_lse
     s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](

@@ -23,12 +23,21 @@ _TABLE = {
     (128, True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
     (256, True): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
+# For cards with 99 KB of shared memory a block instead of 163 KB and more; compiled for them, not measured.
+_SMALL_TABLE = {
+    (128, False): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 64, 4, 2)),
+    (256, False): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (256, True): (Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+}
 HEADS_TOGETHER = 4  # heads whose tiles run side by side and share L2
 
 
-def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int) -> tuple[Tile, Tile, Tile]:
-    """(forward, dQ, dK and dV) tiles. tile_blocks: query blocks that may share a tile (1: a tile stays within a block)."""
-    forward, grad_query, grad_key = _TABLE[max(32, block_dim), wide]
+def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, capability: tuple[int, int] = (9, 0)) -> tuple[Tile, Tile, Tile]:
+    """(forward, dQ, dK and dV) tiles. tile_blocks: query blocks that may share a tile (1: a tile stays within a block).
+    capability: the device's compute capability."""
+    key = max(32, block_dim), wide
+    small = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
+    forward, grad_query, grad_key = _SMALL_TABLE.get(key, _TABLE[key]) if small else _TABLE[key]
     most_rows = max(16, block_size * tile_blocks)
     forward, grad_query = (tile._replace(rows=min(tile.rows, most_rows)) for tile in (forward, grad_query))
     return forward, grad_query, grad_key._replace(columns=min(grad_key.columns, block_size))

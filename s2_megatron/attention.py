@@ -10,6 +10,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from s2_megatron import reference
 from s2_megatron.layout import Layout, PackedSequence, Placement
@@ -19,6 +20,7 @@ from s2_megatron.printing import print_once
 FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
 BACKENDS = ("auto", "triton", "reference")
 HEAD_DIM_LIMIT = 256
+LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 
 
@@ -102,6 +104,11 @@ def _check(query, key, value, call: AttentionCall):
             "use a larger block_size, or backend=reference"
         )
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
+    if call.backend == "triton":
+        for name, tensor in (("query", q), ("key", k), ("value", v)):
+            # The kernels' offsets inside a tile are 32-bit.
+            if LARGEST_TILE * (tensor.stride(2) + tensor.stride(3)) >= 2**31:
+                raise ValueError(f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous")
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
         raise ValueError(
             f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}"
@@ -147,14 +154,18 @@ def _check(query, key, value, call: AttentionCall):
         if slot is not None and slot.shape[0] != layout.num_kv_heads:
             raise ValueError(f"key_slot has {slot.shape[0]} KV heads; the layout has {layout.num_kv_heads}")
         blocks = k.shape[2] // layout.block_size if slot is not None else -(-k.shape[2] // layout.block_size)
-        if blocks < call.placement.n_slots:
+        if blocks < call.placement.n_slots or (slot is None and blocks > call.placement.n_slots):
             raise ValueError(
                 f"key has {k.shape[2]} rows, {blocks} blocks of {layout.block_size}; the placement reads {call.placement.n_slots} of them"
+            )
+        if call.placement.query_block_ids.device != query.device:
+            raise ValueError(
+                f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give Placement.make the device"
             )
         if limit is not None and call.placement.n_blocks > limit:
             raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
     elif q.shape[2] != k.shape[2]:
-        raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement")
+        raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows")
 
 
 def attention_forward(query, key, value, call: AttentionCall, initial=None):
@@ -215,6 +226,7 @@ class _S2Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable  # a second derivative raises instead of missing a term
     def backward(ctx, grad_out, grad_lse):
         query, key, value, out, lse = ctx.saved_tensors
         if grad_out is None and grad_lse is None:

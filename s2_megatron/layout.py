@@ -182,7 +182,7 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
         table[:, :] = (NO_END, NO_END, 1, 0)
         for index, head in enumerate(pattern.heads):
             for position, (start, end, stride) in enumerate(head.bounds()):
-                table[index, position] = (start, NO_END if end is None else end, stride, head.offset % stride)
+                table[index, position] = (min(start, NO_END), NO_END if end is None else min(end, NO_END), stride, head.offset % stride)
         return RangeLayout(pattern, torch.from_numpy(table).to(device), _shared_tile_blocks(pattern))
     assert isinstance(pattern, BlockMaskPattern)
     row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0

@@ -18,6 +18,7 @@ import numpy as np
 
 Ranges = tuple[tuple[int | None, int], ...]
 DENSE: Ranges = ((None, 1),)
+LARGEST_STRIDE = 2**24  # blocks; kernels compute with 32-bit integers
 
 
 def _multiples(first, last, stride):
@@ -41,8 +42,8 @@ class HeadPattern:
         if not self.ranges:
             raise ValueError("ranges is empty; give at least one (end, stride), e.g. ((None, 1),) for dense attention")
         for position, (end, stride) in enumerate(self.ranges):
-            if stride < 1:
-                raise ValueError(f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more")
+            if not 1 <= stride <= LARGEST_STRIDE:
+                raise ValueError(f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more, {LARGEST_STRIDE} at most")
             if end is None and position != len(self.ranges) - 1:
                 raise ValueError(
                     f"ranges={self.ranges}: only the last end may be None (no limit), not the one at position {position}"

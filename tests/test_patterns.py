@@ -288,6 +288,7 @@ BAD = {
     "first stride": (dict(ranges=((2, 2),)), "expected 1, for a token must see its own block"),
     "ends": (dict(ranges=((4, 1), (3, 2))), "ends must grow, expected 5 or more"),
     "stride": (dict(ranges=((4, 1), (None, 0))), "expected 1 or more"),
+    "large stride": (dict(ranges=((4, 1), (None, 2**31))), "16777216 at most"),
     "open middle": (dict(ranges=((None, 1), (8, 2))), "only the last end may be None"),
     "empty": (dict(ranges=()), "ranges is empty"),
     "slide": (dict(slide="head"), "expected 'kv' or 'query'"),
