@@ -3,8 +3,8 @@
     python benchmarks/attention.py --seq-lengths 8192,32768,131072
     python benchmarks/attention.py --seq-lengths 131072 --num-kv-heads 8 --tensor-format sbhd
 
-Before anything is timed, out and the gradients of each case are compared with the reference backend on a shorter sequence; a wrong kernel
-is not timed. Times are medians over samples of a few calls in a row, the competitors taking turns; TF/s counts the attended (query, key)
+Before anything is timed, out and the gradients of the pattern are compared once with the reference backend, on 2065 tokens; a wrong kernel is
+not timed. Times are medians over samples of a few calls in a row, the competitors taking turns; TF/s counts the attended (query, key)
 pairs only: 4 D a pair in the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAttention-2 over
 ours. Results also go to --json. Sample:
 

@@ -250,7 +250,7 @@ def s2_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ):
-    """S2 block-sparse causal attention, differentiable in query, key, value, and through LSE.
+    """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
 
     query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads
     and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).

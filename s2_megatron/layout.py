@@ -162,7 +162,7 @@ class TableLayout(Layout):
 
 def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
     """Largest power of two T so that T neighbouring query blocks can share a tile: the tile's outer blocks then differ only at the ends of
-    ranges, T - 1 key blocks each, and those must not overlap."""
+    ranges, T - 1 key blocks each. Ranges shorter than that get smaller tiles, which is on the safe side."""
     if not pattern.is_kv_efficient:
         return 1
     tile = most

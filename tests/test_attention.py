@@ -385,6 +385,23 @@ def test_blocks_too_small_for_the_kernels_are_refused():
         attention_forward(*tensors, call)
 
 
+def test_strides_beyond_32_bits_inside_a_tile_are_refused():
+    layout = build_layout(pattern_of(PAPER, 16, 4, 2))
+    query, key, value = (torch.empty_strided(GOOD[name], (2**23, 1, 32, 1), device="meta") for name in GOOD)
+    call = AttentionCall(layout, 0.2, "sbhd", None, None, "triton", False)
+    with pytest.raises(ValueError, match="query has strides 8388608 and 1"):
+        attention_forward(query, key, value, call)
+
+
+def test_a_second_derivative_raises():
+    """A kernel's gradient is no differentiable function of its inputs: a gradient penalty must not lose its term in silence."""
+    query, key, value = (torch.randn(GOOD[name], requires_grad=True) for name in GOOD)
+    out = s2_attention(query, key, value, build_layout(pattern_of(PAPER, 16, 4, 2)), backend="reference")
+    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_fp64_is_exact():
     pattern = pattern_of(SEVERAL, 16, 4, 2)
     inputs, grad_lse = make_inputs(pattern, 200, 16, torch.float64, "cpu")
