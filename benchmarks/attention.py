@@ -1,183 +1,236 @@
-"""Times S2 attention, forward and backward, beside dense FlashAttention-2 and cuDNN attention in one process.
+"""Times S2 attention, forward and backward, beside its peers in one process on one GPU; a wrong result is not timed.
 
-    python benchmarks/attention.py --seq-lengths 8192,32768,131072
-    python benchmarks/attention.py --seq-lengths 131072 --num-kv-heads 8 --tensor-format sbhd
+    python benchmarks/attention.py --suite hopper --json benchmarks/results/h200.json     # the whole table; --quick leaves out most peers
+    python benchmarks/attention.py --suite hopper --groups 8K,patterns                    # parts of it
+    python benchmarks/attention.py --suite crossover --json benchmarks/results/h200_crossover.json
+    python benchmarks/attention.py --seq-lengths 8192,131072 --num-kv-heads 8             # a shape and pattern of your own
+    python benchmarks/attention.py --config configs/s2_7b_hybrid.yaml --layer 1 --seq-lengths 32768
+    python benchmarks/attention.py --tensor-format thd --documents 64 --seq-lengths 2048 --length-spread log-normal
+    python benchmarks/plots.py benchmarks/results/h200.json benchmarks/results/h200_crossover.json --out docs
+    python benchmarks/attention.py --list                                                 # suites, groups and entries
 
-Before anything is timed, out and the gradients of the pattern are compared once with the reference backend, on 2065 tokens; a wrong kernel is
-not timed. Times are medians over samples of a few calls in a row, the competitors taking turns; TF/s counts the attended (query, key)
-pairs only: 4 D a pair in the forward, 10 D in the backward. "x FA-2" is (forward + backward) of FlashAttention-2 over
-ours. Results also go to --json. Sample:
+1. Before anything is timed, every case is compared with fp64 on 2065 tokens: out, LSE and gradients may err twice as much as plain attention
+   in the inputs' dtype. Then, as it will be timed, with the fp32 reference: out and dQ of four query blocks of every head, and the sum of dV.
+   Ours failing ends the run with status 1; a peer that fails, or is not installed, prints one line and is left out.
+2. All entries of a group take turns, for a card slows down as it heats up. A sample is several calls in a row; medians, with the 20th and 80th
+   percentile in brackets. --seconds bounds what one entry may take.
+3. TF/s count the attended (query, key) pairs: 4 D a pair in the forward, 10 D in the backward. A peer computes the window and stride in tokens
+   at its smallest block ("equal pairs": the stride in blocks, see peers.py); the percentage before "forward" says how many of the causal pairs
+   those are. Ratios are of wall time.
+4. "of matmul": of the rate of an 8192^3 bf16 matmul timed in the same turns. "+ MiB": peak memory beyond inputs, out, LSE and gradients.
+   "first": set-up, compilation and first result in this process.
 
-    seq  131072  S2 (triton)     forward    24.73 ms  436 TF/s   backward    85.54 ms  315 TF/s   13.89 x FA-2
+Sample of the output, shortened (NVIDIA H200, portable kernels):
+
+    -- 128K: matmul ... TF/s
+    128K 32/32 D128  S2            7.7 %  forward    24.73 ms (...)  436 TF/s  backward    85.54 ms (...)  315 TF/s  ...  13.89 x FA-2
+      MISSED 128K 32/32 D128: times FlashAttention-2: 13.89 (must 20, goal 24.9)
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import os
-import statistics
+import shlex
 import sys
-from functools import partial
+import time
 
 import torch
-import triton
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from s2_megatron.attention import FORMATS, canonical_view, s2_attention
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import make_range_pattern
+from benchmarks import first_call, peers, report  # noqa: F401 - peers registers its entries
+from benchmarks.cases import Case, Tensors, lognormal_documents, pattern_from_flags
+from benchmarks.entries import ENTRIES, LeftOut, is_ours, load_plug, our_options
+from benchmarks.gate import WrongResult, check_full, gate
+from benchmarks.suites import SUITES, Group, named, verdicts
+from benchmarks.timing import first_calls, matmul_ceiling, take_turns
+from s2_megatron.attention import FORMATS
+
+SHIPPED = frozenset(ENTRIES)  # a plug's entries take part in every case
 
 
-def make_tensors(args, length):
-    shape = {"sbhd": (length, args.batch), "bshd": (args.batch, length)}
-    fused_heads = args.num_heads + 2 * args.num_kv_heads
-    if args.tensor_format == "bhsd":
-        parts = [
-            torch.randn(args.batch, heads, length, args.head_dim, device="cuda", dtype=args.torch_dtype)
-            for heads in (args.num_heads, args.num_kv_heads, args.num_kv_heads)
-        ]
-    else:  # as Megatron gives them: strided views of one fused projection
-        fused = torch.randn(
-            *shape[args.tensor_format], fused_heads, args.head_dim, device="cuda", dtype=args.torch_dtype
-        )
-        parts = list(fused.split([args.num_heads, args.num_kv_heads, args.num_kv_heads], 2))
-    grad = torch.randn(parts[0].shape, device="cuda", dtype=args.torch_dtype)
-    return [part.requires_grad_() for part in parts], grad
-
-
-def check(args, pattern):
-    """Refuses to time a wrong kernel: compares with the reference backend on 2048 + 17 tokens."""
-    layout = build_layout(pattern, "cuda")
-    tensors, grad = make_tensors(args, 2065)
-    results = []
-    for backend in ("triton", "reference"):
-        out = s2_attention(*tensors, layout, tensor_format=args.tensor_format, backend=backend)
-        results.append((out, *torch.autograd.grad(out, tensors, grad)))
-    for name, mine, truth in zip(("out", "dq", "dk", "dv"), *results):
-        error = ((mine.double() - truth.double()).norm() / truth.double().norm()).item()
-        if not error < 8e-3:
-            raise SystemExit(f"{name} differs from the reference by {error:.1e}; not timed")
-
-
-def competitors(args, pattern, tensors, grad):
-    layout = build_layout(pattern, "cuda")
-
-    def ours(*inputs):
-        return s2_attention(*inputs, layout, tensor_format=args.tensor_format, backend="triton")
-
-    found = {"S2 (triton)": (ours, tensors, grad)}
-    dense = [canonical_view(tensor.detach(), args.tensor_format).contiguous().requires_grad_() for tensor in tensors]
-    dense_grad = canonical_view(grad, args.tensor_format).contiguous()
-    for name, backend in (("FA-2 dense", SDPBackend.FLASH_ATTENTION), ("cuDNN dense", SDPBackend.CUDNN_ATTENTION)):
-        if name.split()[0] not in args.peers:
-            continue
-
-        def call(*inputs, backend=backend):
-            with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    *inputs, is_causal=True, enable_gqa=args.num_heads != args.num_kv_heads
-                )
-
-        found[name] = (call, dense, dense_grad)
-    return found
-
-
-def timed(calls, function, *arguments):
-    """(milliseconds a call, last result) of calls in a row, as a training step makes them: the launches of one hide behind the one before."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(calls):
-        result = function(*arguments)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / calls, result
-
-
-def measure(found, repeats, calls):
-    """name -> (median forward ms, median backward ms), the competitors taking turns."""
-    times = {name: ([], []) for name in found}
-    for turn in range(repeats + 2):
-        for name, (call, inputs, grad) in found.items():
-            forward, out = timed(calls, call, *inputs)
-            backward, _ = timed(calls, partial(torch.autograd.grad, retain_graph=True), out, inputs, grad)
-            if turn >= 2:
-                times[name][0].append(forward)
-                times[name][1].append(backward)
-    return {name: tuple(statistics.median(part) for part in both) for name, both in times.items()}
-
-
-def main():
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seq-lengths", default="8192,32768,131072")
+    parser.add_argument("--suite", choices=sorted(SUITES), help="a named set of cases; without it the flags below make one")
+    parser.add_argument("--groups", type=lambda text: text.split(","), help="only these groups of the suite, see --list")
+    parser.add_argument("--quick", action="store_true", help="fewer peers and cases")
+    parser.add_argument("--list", action="store_true", help="print suites, groups and entries, measure nothing")
+    parser.add_argument("--entries", type=lambda text: text.split(","), help="only these, e.g. 'S2,FA-2 dense'")
+    parser.add_argument("--plug", action="append", default=[], metavar="FILE.py", help="a file that registers more entries, see entries.py")
+    parser.add_argument("--seconds", type=float, default=1.5, help="time of one entry on one case (default 1.5; three rounds at least)")
+    parser.add_argument("--json", metavar="FILE", help="write rows, versions, hardware and the command")
+    parser.add_argument("--no-first-call", action="store_true", help="leave out the first call in fresh processes")
+    parser.add_argument("--seq-lengths", default="8192,32768,131072", help="tokens of a sequence; with thd the mean of a document")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--tensor-format", default="sbhd", choices=list(FORMATS))
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--documents", type=int, default=64, help="with thd: how many documents")
+    parser.add_argument("--length-spread", default="equal", choices=("equal", "log-normal"), help="with thd: their lengths (seed 0)")
+    parser.add_argument("--config", help="the pattern of a sparsity YAML, with --layer")
+    parser.add_argument("--layer", type=int, default=0, help="the layer of --config, from 0")
+    parser.add_argument("--num-layers", type=int, help="layers of the model (default: the plan as often as --layer needs)")
+    parser.add_argument("--allow-python-patterns", action="store_true", help="let --config name Python functions")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--local-tokens", type=int, default=1024)
-    parser.add_argument("--stride", type=int, default=16)
+    parser.add_argument("--stride", type=int, default=16, help="in blocks; 0: the window alone")
+    parser.add_argument("--ranges", help="several strides, e.g. 1024:1,8192:4,:16 (token ends with the stride up to them)")
     parser.add_argument("--slide", default="kv", choices=("kv", "query"))
-    parser.add_argument("--tensor-format", default="sbhd", choices=[name for name in FORMATS if name != "thd"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--peers", default="FA-2,cuDNN", type=lambda text: text.split(","))
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    args.torch_dtype = getattr(torch, args.dtype)
-    ranges = ((args.local_tokens // args.block_size, 1), (None, args.stride))
-    pattern = make_range_pattern(
-        block_size=args.block_size,
-        num_heads=args.num_heads,
-        num_kv_heads=args.num_kv_heads,
-        ranges=ranges,
-        slide=args.slide,
-    )
-    check(args, pattern)
-    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
-    print(
-        f"{machine}; batch {args.batch}, heads {args.num_heads}/{args.num_kv_heads}, head dim {args.head_dim}, {args.dtype}, "
-        f"{args.tensor_format}, {pattern.describe()}, block {args.block_size}"
-    )
+    parser.add_argument("--head-step", default="auto", type=lambda text: int(text) if text.isdigit() else text)
+    parser.add_argument("--base-offset", type=int, default=0)
+    parser.add_argument("--dense-heads", type=int, default=0, help="KV heads that attend everything, spread evenly")
+    parser.add_argument("--as-table", action="store_true", help="the same blocks as an arbitrary block mask")
+    return parser.parse_args(arguments)
+
+
+def groups_from_flags(args) -> list[Group]:
+    """One group a length, with all entries."""
+    groups = []
+    for text in args.seq_lengths.split(","):
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(f"--seq-lengths {args.seq_lengths}: {text!r} is not a number of tokens")
+        length, documents = int(text), None
+        if args.tensor_format == "thd":
+            if args.batch != 1:
+                raise ValueError(f"--batch {args.batch} with --tensor-format thd, which has --documents instead")
+            documents = (length,) * args.documents if args.length_spread == "equal" else lognormal_documents(args.documents, length)
+        pattern = pattern_from_flags(args, max(documents or (length,)))
+        name = f"{named(length)} {args.num_heads}/{args.num_kv_heads} D{args.head_dim}"
+        case = Case(name, pattern, length, args.batch, args.head_dim, args.dtype, args.tensor_format, documents)
+        groups.append(Group(named(length), ((case, tuple(ENTRIES)),)))
+    return groups
+
+
+def chosen_groups(args) -> list[Group]:
+    for path in args.plug:
+        load_plug(path)
+    wrong = [name for name in args.entries or () if name not in ENTRIES]
+    if wrong:
+        raise ValueError(f"--entries: {wrong[0]!r} is not known; there are {', '.join(ENTRIES)}")
+    if args.suite is None:
+        return groups_from_flags(args)
+    groups = SUITES[args.suite](args.quick)
+    if args.groups:
+        wrong = [name for name in args.groups if name not in [group.name for group in groups]]
+        if wrong:
+            raise ValueError(f"--groups: {wrong[0]!r} is not in suite {args.suite}; it has {', '.join(group.name for group in groups)}")
+        groups = [group for group in groups if group.name in args.groups]
+    return groups
+
+
+def build(case: Case, names, tensors: Tensors):
+    """(runners, measured) of the entries that can take this case; a peer that cannot is a printed line. Raises WrongResult for ours."""
+    runners, results = {}, {}
+    for name in names:
+        runner = None
+        try:
+            start = time.perf_counter()
+            runner = ENTRIES[name](case, tensors)
+            results[name] = first_calls(runner, case.bytes_of_lse, time.perf_counter() - start)
+            check_full(case, name, runner)
+            runners[name] = runner
+        except LeftOut as reason:
+            print(f"{case.name}: {name} left out: {reason}", flush=True)
+        except torch.OutOfMemoryError:
+            print(f"{case.name}: {name} left out: it does not fit into this card's memory", flush=True)
+        except Exception as problem:  # a peer may fail in any way and must not end the run; a backend by force may refuse a case
+            if name == "S2" or (is_ours(name) and not isinstance(problem, ValueError)):
+                raise
+            reason = (str(problem).strip().splitlines() or [""])[0]
+            print(f"{case.name}: {name} left out: {type(problem).__name__}: {reason[:160]}", flush=True)
+        if name not in runners:
+            results.pop(name, None)
+            del runner
+            gc.collect()
+            torch.cuda.empty_cache()
+    return runners, results
+
+
+def participants(args, names) -> list[str]:
+    return [name for name in ENTRIES if (args.entries is None or name in args.entries) and (name in names or name not in SHIPPED)]
+
+
+def our_part(names) -> dict[str, dict]:
+    return {name: options for name, options in our_options().items() if name in names}
+
+
+def measure_group(group: Group, args, ceiling) -> list[dict]:
+    """The rows of one group. Raises WrongResult."""
+    runners, results, keep = {}, {}, []
+    for index, (case, names) in enumerate(group.cases):
+        names = participants(args, names)
+        refused = gate(case, our_part(names))
+        for name, reason in refused.items():
+            print(f"{case.name}: {name} left out: {reason}", flush=True)
+        names = [name for name in names if name not in refused]
+        tensors = Tensors(case)
+        keep.append(tensors)
+        found, measured = build(case, names, tensors)
+        runners |= {(index, name): runner for name, runner in found.items()}
+        results |= {(index, name): result for name, result in measured.items()}
+    times = take_turns(runners, results, ceiling[0], args.seconds, group.rounds)
+    rate = ceiling[1] / sorted(times)[len(times) // 2] / 1e9 if times else None
     rows = []
-    for length in map(int, args.seq_lengths.split(",")):
-        tensors, grad = make_tensors(args, length)
-        found = competitors(args, pattern, tensors, grad)
-        times = measure(found, args.repeats if length < 65536 else max(3, args.repeats // 3), max(1, 65536 // length))
-        baseline = sum(times["FA-2 dense"]) if "FA-2 dense" in times else None
-        for name, (forward, backward) in times.items():
-            dense_pairs = args.num_heads * length * (length + 1) // 2
-            pairs = args.batch * (dense_pairs if "dense" in name else pattern.attended_pairs(length))
-            rate = [
-                scale * args.head_dim * pairs / milliseconds / 1e9
-                for scale, milliseconds in ((4, forward), (10, backward))
-            ]
-            ratio = baseline / (forward + backward) if baseline else None
-            rows.append(
-                dict(
-                    seq_length=length,
-                    name=name,
-                    forward_ms=forward,
-                    backward_ms=backward,
-                    forward_tflops=rate[0],
-                    backward_tflops=rate[1],
-                    over_fa2=ratio,
-                )
-            )
-            print(
-                f"seq {length:7d}  {name:14s}  forward {forward:8.2f} ms {rate[0]:4.0f} TF/s   backward {backward:8.2f} ms {rate[1]:4.0f} TF/s"
-                + (f"   {ratio:5.2f} x FA-2" if ratio else ""),
-                flush=True,
-            )
-        del tensors, grad, found
-        torch.cuda.empty_cache()
-    if args.json:
-        temporary = args.json + ".tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            settings = {key: str(value) for key, value in vars(args).items() if key not in ("json", "torch_dtype")}
-            json.dump(dict(machine=machine, arguments=settings, rows=rows), file, indent=1)
-        os.replace(temporary, args.json)
+    for (index, name), runner in runners.items():
+        rows.append(report.make_row(group.name, group.cases[index][0], name, runner, results[index, name], rate))
+    report.add_ratios(rows)
+    print(f"-- {group.name}: matmul {rate or 0:.0f} TF/s")
+    for case, _ in group.cases:
+        pattern = f"{case.pattern.describe()}, blocks of {case.pattern.block_size}"
+        print(f"   {case.name}: {pattern}, {case.tensor_format}, {case.dtype}, {case.tokens} tokens", flush=True)
+    for row in rows:
+        print(report.text_of(row), flush=True)
+    for row in rows:
+        if row["entry"] == "S2" and row["speed_over"]:
+            print(report.ratios_text(row), flush=True)
+    return [{**row, "matmul_tflops": rate} for row in rows]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    try:
+        groups = chosen_groups(args)
+    except ValueError as problem:
+        raise SystemExit(f"error: {problem}") from problem
+    if args.list:
+        print("entries: " + ", ".join(ENTRIES))
+        for suite, cases in SUITES.items():
+            print(f"suite {suite}: " + ", ".join(group.name for group in cases(args.quick)))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("error: no GPU; this measures speed on an NVIDIA GPU")
+    command = shlex.join(["python", "benchmarks/attention.py", *(sys.argv[1:] if arguments is None else arguments)])
+    content = dict(command=command, versions=report.versions(), hardware=report.hardware(), settings=report.settings_of(args))
+    print(f"{content['hardware']['gpu']}, " + ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
+    rows: list[dict] = []
+
+    def write(first_call_seconds=None):
+        if args.json:
+            found = [verdict._asdict() | {"met": verdict.met} for verdict in verdicts(rows, first_call_seconds)]
+            report.write_json(args.json, {**content, "first_call": first_call_seconds, "rows": rows, "verdicts": found})
+
+    try:
+        for group in groups:  # all of them before the first clock
+            for case, names in group.cases:
+                gate(case, our_part(participants(args, names)))
+        ceiling = matmul_ceiling()
+        for group in groups:
+            rows += measure_group(group, args, ceiling)
+            gc.collect()
+            torch.cuda.empty_cache()
+            write()
+    except WrongResult as problem:
+        raise SystemExit(f"WRONG RESULT, not timed: {problem}") from problem
+    calls = None
+    if not args.no_first_call and "S2" in participants(args, ("S2",)) and args.suite != "crossover":
+        calls = first_call.measure()
+        print(f"first call in a fresh process: {calls['cold_s']:.1f} s cold, {calls['warm_s']:.1f} s with a warm compile cache, a new length")
+        write(calls)
+    for verdict in verdicts(rows, calls):
+        print(report.verdict_text(verdict))
 
 
 if __name__ == "__main__":

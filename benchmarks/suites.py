@@ -1,0 +1,149 @@
+"""Named sets of cases, and what their results must reach.
+
+A group's cases and entries are timed in turns, so that times of one group may be compared whatever the card's temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.cases import Case, as_table, lognormal_documents
+from s2_megatron.patterns import make_range_pattern
+
+K = 1024
+DENSE = ("FA-2 dense", "cuDNN dense", "FA-4 dense")
+EQUAL = ("FlexAttention equal pairs", "FA-4 equal pairs")
+SPARSE = ("S2 paper's", "FlexAttention", "FA-4 block-sparse", *EQUAL)
+OURS = ("S2", "S2 triton", "S2 gluon", "S2 deterministic")
+FORMAT = "sbhd"  # Megatron's
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    cases: tuple[tuple[Case, tuple[str, ...]], ...]  # with the entries that take part, where they are available
+    rounds: int = 3  # at least
+
+
+def s2_pattern(heads=32, kv_heads=32, ranges=((16, 1), (None, 16)), **options):
+    """The paper's pattern at blocks of 64: window 1024, stride 16, one residue per KV head."""
+    return make_range_pattern(block_size=64, num_heads=heads, num_kv_heads=kv_heads, ranges=ranges, **options)
+
+
+def named(length: int) -> str:
+    return f"{length // K}K" if length % K == 0 else str(length)
+
+
+def _main(length: int) -> Case:
+    return Case(f"{named(length)} 32/32 D128", s2_pattern(), length)
+
+
+def hopper(quick: bool = False) -> list[Group]:
+    """The table that the kernels are judged by, on one GPU of 80 GB or more (the 1M-token case needs 120 GB)."""
+    main = _main(128 * K)
+    peers = ("FA-2 dense", "cuDNN dense") if quick else DENSE + SPARSE
+    # The paper's kernels tune themselves for a minute per shape: at one length only.
+    at_length = {length: tuple(name for name in peers if length == 128 * K or name != "S2 paper's") for length in (8 * K, 32 * K, 128 * K)}
+    groups = [Group(named(length), ((_main(length), OURS + names),)) for length, names in at_length.items()]
+    phi3 = s2_pattern(32, 8, ((16, 1), (None, 8)), slide="query", head_step="paper", base_offset=1)
+    others = {
+        "32/8 D128": s2_pattern(32, 8),
+        "Phi-3 stride 8, 32/8": phi3,
+        "2 dense + 30 sparse heads": s2_pattern(dense_heads={"spread": 2}),
+        "sliding window": s2_pattern(ranges=((16, 1),)),
+        "strides 4 and 16": s2_pattern(ranges=((16, 1), (128, 4), (None, 16))),
+        "block mask of the pattern": as_table(s2_pattern(), 128 * K),
+    }
+    cases = [(main, ("S2",))]
+    for name, pattern in others.items():
+        entries = ("S2", "FA-4 window") if name == "sliding window" and not quick else ("S2",)
+        cases.append((Case(f"128K {name}", pattern, 128 * K), entries))
+    groups.append(Group("patterns", tuple(cases)))
+    narrow = Case("128K 16/16 D64", s2_pattern(16, 16), 128 * K, head_dim=64)
+    groups.append(Group("D64", ((narrow, ("S2", *(("FA-2 dense",) if quick else ("FA-2 dense", *SPARSE)))),)))
+    for length in (8 * K, 32 * K):
+        entries = ("S2", "FA-2 dense", *(() if quick else ("cuDNN dense",)))
+        dims = tuple((Case(f"{named(length)} 32/32 D{dim}", s2_pattern(), length, head_dim=dim), entries) for dim in (96, 192, 256))
+        groups.append(Group(f"head dims {named(length)}", dims))
+    equal = Case("64 documents of 2K", s2_pattern(), 2 * K, tensor_format="thd", documents=(2 * K,) * 64)
+    varied = Case("64 log-normal documents", s2_pattern(), 2 * K, tensor_format="thd", documents=lognormal_documents(64, 2 * K))
+    batch = Case("batch 64 of 2K", s2_pattern(), 2 * K, batch=64, tensor_format="bshd")
+    dense = ("FA-2 dense",) if quick else ("FA-2 dense", "FA-4 dense")
+    groups.append(Group("packed", ((batch, ("S2",)), (equal, ("S2", *dense)), (varied, ("S2", *dense))), rounds=10))
+    if not quick:
+        million = Case("1M 32/32 D128", s2_pattern(), 1024 * K)
+        groups.append(Group("1M tokens", ((million, ("S2",)),), rounds=1))
+    return groups
+
+
+def crossover(quick: bool = False) -> list[Group]:
+    """From which length on the pattern is faster than dense attention."""
+    lengths = [1024 * 2**power for power in range(6 if quick else 8)]
+    entries = ("S2", *(("FA-2 dense",) if quick else (*DENSE, "FA-4 block-sparse", "FA-4 equal pairs")))
+    return [Group(f"crossover {named(length)}", ((_main(length), entries),)) for length in lengths]
+
+
+SUITES: dict[str, Callable[[bool], list[Group]]] = {"hopper": hopper, "crossover": crossover}
+
+
+class Verdict(NamedTuple):
+    text: str
+    value: float
+    must: float | None  # reached when value >= must
+    goal: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.must is None or self.value >= self.must
+
+
+def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
+    """What the rows say about the aims; those whose rows are missing are left out."""
+    by_key = {(row["case"], row["entry"]): row for row in rows}
+    found = []
+
+    def add(text, compute, must, goal=None):
+        with suppress(KeyError):
+            found.append(Verdict(text, compute(), must, goal))
+
+    def row(case, entry="S2"):
+        return by_key[case, entry]
+
+    def seconds(case, entry="S2"):
+        return median(row(case, entry)["total_ms_samples"])
+
+    def pace(case, entry="S2", against="128K 32/32 D128"):
+        base = next((r for r in rows if r["case"] == against and r["entry"] == "S2" and r["group"] == row(case, entry)["group"]), None)
+        if base is None:
+            raise KeyError(against)
+        return row(case, entry)["tflops"] / base["tflops"]
+
+    main = {"8K": (5.3, 6.0), "32K": (12.5, 14.0), "128K": (20.0, 24.9)}
+    for length, (must, goal) in main.items():
+        case = f"{length} 32/32 D128"
+        add(f"{case}: times FlashAttention-2", lambda case=case: seconds(case, "FA-2 dense") / seconds(case), must, goal)
+    case = "128K 32/32 D128"
+    add(f"{case}, deterministic: times FlashAttention-2", lambda: seconds(case, "FA-2 dense") / seconds(case, "S2 deterministic"), 16.0)
+    add(f"{case}: speed of deterministic over default", lambda: seconds(case) / seconds(case, "S2 deterministic"), None, 0.8)
+    add("128K 32/8 D128: speed over 32/32", lambda: pace("128K 32/8 D128"), 1.0, 1.1)
+    for entry, must, goal in ((EQUAL[0], 1.0, None), ("S2 paper's", 1.0, None), (EQUAL[1], None, 1.0)):
+        add(f"128K 16/16 D64: times {entry}", lambda entry=entry: seconds("128K 16/16 D64", entry) / seconds("128K 16/16 D64"), must, goal)
+    for name in ("Phi-3 stride 8, 32/8", "2 dense + 30 sparse heads"):
+        add(f"128K {name}: TF/s over 32/32", lambda name=name: pace(f"128K {name}"), 0.9)
+    for name in ("sliding window", "strides 4 and 16", "block mask of the pattern"):
+        add(f"128K {name}: TF/s over 32/32", lambda name=name: pace(f"128K {name}"), 0.85)
+    add("64 packed documents of 2K: speed over batch 64", lambda: pace("64 documents of 2K", against="batch 64 of 2K"), 0.97)
+    add("log-normal documents: TF/s over equal ones", lambda: pace("64 log-normal documents", against="64 documents of 2K"), 0.85)
+    ours = [entry for entry in rows if entry["entry"].startswith("S2") and entry["entry"] in OURS]
+    if ours:
+        worst = max(ours, key=lambda entry: entry["extra_bytes"] / entry["memory_limit"])
+        found.append(Verdict(f"memory limit over use, worst ({worst['case']}, {worst['entry']})",
+                             worst["memory_limit"] / max(1, worst["extra_bytes"]), 1.0, None))  # fmt: skip
+    for kind, limit in (("cold", 60.0), ("warm", 5.0)):
+        if first_call:
+            found.append(Verdict(f"first call, {kind} compile cache: {limit:.0f} s over time", limit / first_call[f"{kind}_s"], 1.0, None))
+    return found
