@@ -5,7 +5,7 @@ compile cache. The second process takes another length: a new shape must not com
 
 Sample of its output:
 
-    {"cold_s": 14.2, "warm_s": 0.9}
+    {"cold_s": ..., "warm_s": ...}
 """
 
 from __future__ import annotations

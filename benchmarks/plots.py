@@ -5,7 +5,7 @@
 Writes speedup.png (forward + backward, over FlashAttention-2, by sequence length; dense peers and the length where they are overtaken) and
 rates.png (TF/s on attended pairs at the longest length, beside the matmul's) into --out, and prints the crossover lengths:
 
-    S2 is faster than FA-2 dense from 1450 tokens on
+    S2 is faster than FA-2 dense from ... tokens on
 """
 
 from __future__ import annotations

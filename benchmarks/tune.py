@@ -10,7 +10,7 @@ are compiled first, then timed in turns: medians of the operator's forward, or o
 Candidates that do not fit into registers or shared memory are left out with a line. Head dims 96 and 192 use the rows of 128 and 256. Sample of
 the output:
 
-    128 bfloat16 forward     Tile(rows=64, columns=64, warps=4, stages=3)       2.410 ms (2.40-2.43)
+    128 bfloat16 forward     Tile(rows=64, columns=64, warps=4, stages=3)       2.410 ms (...)
     (128, False): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
 
 A family of kernels is a Family: a name, a grid of candidates for (padded head dim, 32-bit inputs), a context manager that puts a candidate into
