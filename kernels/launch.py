@@ -1,14 +1,64 @@
-"""The kernels behind `s2_attention`: which implementation computes a call. All tensors are views [B, heads, rows, D] with any strides."""
+"""The kernels behind `s2_attention`: which implementation computes a call. All tensors are views [B, heads, rows, D] with any strides.
+
+backend "triton" is the portable kernels, "gluon" those for Hopper, "auto" Hopper's where they can compute the call; the choice is printed once.
+"""
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+
 from s2_megatron.kernels import portable
+from s2_megatron.printing import print_once
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _on(device: torch.device):
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _hopper(backend, query, key, value, layout, placement, initial):
+    """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
+    if backend == "triton":
+        return None
+    if not _is_hopper(query.device):
+        reason = f"{query.device} is not a Hopper GPU (compute capability 9.0)"
+    else:
+        from s2_megatron.kernels import hopper  # Gluon: only where it can run
+
+        reason = hopper.refusal(query, key, value, layout, placement, initial)
+        if reason is None:
+            print_once("S2 attention kernels: gluon (Hopper)")
+            return hopper
+    if backend == "gluon":
+        raise ValueError(f"backend=gluon: {reason}; use backend=auto or triton")
+    print_once(f"S2 attention kernels: triton (portable), because {reason}")
+    return None
+
+
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
     """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
-    portable.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
+    hopper = _hopper(backend, query, key, value, layout, placement, initial)
+    with _on(query.device):
+        if hopper is None:
+            portable.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
+        else:
+            hopper.forward(query, key, value, out, lse, layout, scale, packed)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
-    """Writes the three gradients. grad_lse: [B, H, rows] or None."""
-    portable.backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, placement)
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
+             backend="auto", deterministic=False):
+    """Writes the three gradients. grad_lse: [B, H, rows] or None. deterministic: bitwise repeatable (the portable kernels always are)."""
+    hopper = _hopper(backend, query, key, value, layout, placement, None)
+    tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed)
+    with _on(query.device):
+        if hopper is None:
+            portable.backward(*tensors, placement)
+        else:
+            hopper.backward(*tensors, deterministic)

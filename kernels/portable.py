@@ -1,7 +1,6 @@
 """Launches of the portable Triton kernels. All tensors are views [B, heads, rows, D] with any strides."""
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -15,11 +14,6 @@ from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
-def _on(device: torch.device):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Geometry:
@@ -80,25 +74,25 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     geometry = _Geometry(query, key, layout, packed, placement)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     tensors = dict(lse_ptr=lse, delta_ptr=lse, initial_lse_ptr=initial_lse.contiguous())
-    with _on(query.device):
-        _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
+    _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
+
+
+def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
+    """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous, when it is given."""
+    batch, heads, rows, head_dim = out.shape
+    log_grad = lse if grad_lse is None else grad_lse
+    s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
+        out, grad_out, log_grad, lse, delta, delta if clear is None else clear, rows, heads, *out.stride(), *grad_out.stride(),
+        *log_grad.stride(), ROWS=64, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), GRAD_LSE=grad_lse is not None,
+        CLEAR=clear is not None)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
     """Writes the three gradients. grad_lse: [B, H, rows] or None. Bitwise repeatable: no atomics, sums in a fixed order."""
-    with _on(query.device):
-        _backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed,
-                  placement)
-
-
-def _backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, placement):
     geometry = _Geometry(query, key, layout, packed, placement)
     batch, heads, rows, _ = query.shape
     delta = torch.empty_like(lse)
-    log_grad = lse if grad_lse is None else grad_lse
-    s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
-        out, grad_out, log_grad, lse, delta, rows, heads, *out.stride(), *grad_out.stride(), *log_grad.stride(),
-        ROWS=64, HEAD_DIM=geometry.head_dim, BLOCK_D=geometry.block_dim, GRAD_LSE=grad_lse is not None)
+    launch_delta(grad_out, grad_lse, out, lse, delta)
     tile = geometry.tiles[2]
     kv_heads = batch * key.shape[1]
     key_rows = key.shape[2] if placement is None or placement.key_slot is None else placement.n_blocks * geometry.block

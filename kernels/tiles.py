@@ -41,3 +41,35 @@ def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, cap
     most_rows = max(16, block_size * tile_blocks)
     forward, grad_query = (tile._replace(rows=min(tile.rows, most_rows)) for tile in (forward, grad_query))
     return forward, grad_query, grad_key._replace(columns=min(grad_key.columns, block_size))
+
+
+class HopperTile(NamedTuple):
+    """A kernel with a program per query tile."""
+
+    stages: int  # key tiles on their way
+    heads: int  # heads whose tiles run side by side and share L2
+    persistent: bool = False  # a program per multiprocessor instead of one per tile
+    pack: bool = False  # two query heads of a KV head in one tile instead of two query blocks
+
+
+class HopperColumn(NamedTuple):
+    """The kernel with a program per key tile."""
+
+    stages: int  # queries on their way
+    grad_stages: int  # and gradients of the output
+    ds_stages: int  # dS on its way to the warpgroup of dQ
+    heads: int
+    one_pass: bool  # dQ with dK and dV, in fp32 and without a fixed order of its sums, rather than in a kernel of its own
+
+
+class HopperTiles(NamedTuple):
+    forward: HopperTile
+    grad_query: HopperTile
+    backward: HopperColumn
+
+
+def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
+    """block_dim: 64 or 128. rows: tokens of the sequence, or of all packed documents."""
+    query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32, persistent=True, pack=True)
+    column = HopperColumn(stages=3, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 1, one_pass=block_dim == 64)
+    return HopperTiles(query_tile, query_tile, column)

@@ -41,7 +41,8 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--s2-backend",
         choices=BACKENDS,
         default="auto",
-        help="What computes S2 attention: Triton kernels or the PyTorch reference. auto: Triton on a GPU, the reference on a CPU.",
+        help="What computes S2 attention: the Gluon kernels for Hopper, the portable Triton kernels or the PyTorch reference. auto: on a GPU "
+        "gluon where it can compute the call and triton elsewhere, on a CPU the reference.",
     )
     group.add_argument(
         "--s2-dense-core",

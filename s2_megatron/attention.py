@@ -18,7 +18,7 @@ from s2_megatron.printing import print_once
 
 # Where batch, heads, rows and head dim stand in each format; thd has no batch.
 FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
-BACKENDS = ("auto", "triton", "reference")
+BACKENDS = ("auto", "gluon", "triton", "reference")
 HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
@@ -37,24 +37,25 @@ class AttentionCall(NamedTuple):
 
 
 def resolve_backend(name: str, device_type: str) -> str:
-    """'triton' or 'reference' for a backend setting. 'auto' is Triton on a GPU, the reference on a CPU; the choice is printed once.
+    """'auto', 'gluon', 'triton' or 'reference' for a backend setting; printed once. 'auto' is the reference on a CPU; on a GPU it stays,
+    and each call takes the Gluon kernels for Hopper where they compute it and the portable Triton kernels elsewhere (kernels/launch.py).
 
-    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'triton' on a CPU (except under Triton's
-    interpreter, TRITON_INTERPRET=1).
+    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on a CPU (except 'triton'
+    under Triton's interpreter, TRITON_INTERPRET=1).
     """
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}; expected one of {', '.join(BACKENDS)}")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    chosen = name if name != "auto" else ("triton" if device_type == "cuda" else "reference")
-    if chosen == "triton":
+    chosen = "reference" if name == "auto" and device_type != "cuda" else name
+    if chosen != "reference":
         if importlib.util.find_spec("triton") is None:
             raise ValueError(
                 f"backend={name} needs Triton on {device_type}, and it is not installed; pip install triton, or set "
                 "backend=reference to accept the slow PyTorch version"
             )
-        if device_type != "cuda" and not interpreted:
+        if device_type != "cuda" and not (interpreted and chosen == "triton"):
             raise ValueError(
-                f"backend={name} on device {device_type}: the Triton kernels need a GPU; use backend=reference or auto"
+                f"backend={name} on device {device_type}: the kernels need a GPU; use backend=reference or auto"
             )
     print_once(f"S2 attention backend: {chosen} ({'set' if name != 'auto' else 'chosen'} for {device_type})")
     return chosen
@@ -66,6 +67,11 @@ def _implementation(backend):
     from s2_megatron.kernels import launch
 
     return launch
+
+
+def _settings(call, **more):
+    """What the kernels take beside the arguments that they share with the reference."""
+    return {} if call.backend == "reference" else dict(backend=call.backend, **more)
 
 
 def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
@@ -96,15 +102,15 @@ def _check(query, key, value, call: AttentionCall):
             )
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
-    if call.backend == "triton" and query.dtype == torch.float64:
+    if call.backend != "reference" and query.dtype == torch.float64:
         raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
-    if call.backend == "triton" and layout.block_size < SMALLEST_KERNEL_BLOCK:
+    if call.backend != "reference" and layout.block_size < SMALLEST_KERNEL_BLOCK:
         raise ValueError(
             f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or more; "
             "use a larger block_size, or backend=reference"
         )
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
-    if call.backend == "triton":
+    if call.backend != "reference":
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             # The kernels' offsets inside a tile are 32-bit.
             if LARGEST_TILE * (tensor.stride(2) + tensor.stride(3)) >= 2**31:
@@ -192,6 +198,7 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None):
             call.packed,
             call.placement,
             initial,
+            **_settings(call),
         )
     return out, lse
 
@@ -212,6 +219,7 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
             call.softmax_scale,
             call.packed,
             call.placement,
+            **_settings(call, deterministic=call.deterministic),
         )
     return grads
 
@@ -255,7 +263,7 @@ def s2_attention(
     query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads
     and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
     placement: whole query blocks and key slots of a longer sequence (see Placement). softmax_scale: default D ** -0.5. deterministic: the
-    backward is bitwise repeatable (the portable kernels always are).
+    backward is bitwise repeatable (the portable kernels and the reference always are). backend: see resolve_backend.
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural log.
     Raises ValueError for tensors that do not fit each other, the layout or the backend.
     """

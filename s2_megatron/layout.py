@@ -7,6 +7,7 @@ H query heads, P pattern heads of a block mask, R ranges of distance.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.patterns import Pattern, RangePattern
+from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
@@ -132,6 +133,55 @@ class RangeLayout(Layout):
     def tensors(self):
         return (self.ranges,)
 
+    @cached_property
+    def _kept(self) -> dict:
+        return {}
+
+    def head_order(self, group: int) -> torch.Tensor | None:
+        """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the same ranges."""
+        if group not in self._kept:
+            heads = self.pattern.heads
+            order = None
+            if len({head.ranges for head in heads}) > 1:
+                work = {ranges: int(HeadPattern(ranges).key_block_counts(1024).sum()) for ranges in {head.ranges for head in heads}}
+                of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
+                order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
+            self._kept[group] = order
+        return self._kept[group]
+
+    @cached_property
+    def heads_pair(self) -> bool:
+        """Whether the query heads 2i and 2i + 1 share their KV head and their pattern."""
+        heads = self.pattern.heads
+        return self.num_heads // self.num_kv_heads % 2 == 0 and all(heads[i] == heads[i + 1] for i in range(0, len(heads), 2))
+
+    @cached_property
+    def pair_distances(self) -> torch.Tensor | None:
+        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the heads of a group have
+        different patterns; None when no group has."""
+        ratio = self.num_heads // self.num_kv_heads
+        groups = [self.pattern.heads[i : i + ratio] for i in range(0, self.num_heads, ratio)]
+        if all(len(set(group)) == 1 for group in groups):
+            return None
+        distances = [max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups]
+        return torch.tensor(distances, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def spare_columns(self) -> int:
+        """How many pairs of key blocks a sequence may have beyond half of its blocks, because neighbours in a class have no partner."""
+        return self.ranges.shape[1] if self.pair_distances is None else int(self.pair_distances.max())
+
+    def key_columns(self, n_blocks: int) -> tuple[int, int]:
+        """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all others)."""
+        key = ("columns", n_blocks)
+        if key not in self._kept:
+            if self.pair_distances is not None:
+                rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self.pair_distances.tolist()]
+            else:
+                rows = [_columns_of_classes(head, n_blocks) for head in set(self.pattern.heads)]
+            self._kept[key] = tuple(max(column) for column in zip(*rows))
+        return self._kept[key]
+
     def to(self, device) -> RangeLayout:
         return (
             self
@@ -172,6 +222,13 @@ def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
             while tile > 1 and end - previous < tile - 1:
                 tile //= 2
     return tile
+
+
+def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
+    """(pairs of members of the last stride, pairs of the members of each other stride that are not members of the next), summed."""
+    members = [len(range(-head.offset % stride, n_blocks, stride)) for _, stride in head.ranges]
+    inner = [count - wider for count, wider in pairwise(members)]
+    return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
 
 
 def build_layout(pattern: Pattern, device="cpu") -> Layout:

@@ -157,8 +157,8 @@ def train(run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bo
 
 
 def backend_in(output: str) -> str | None:
-    """The attention backend that the training process said it uses; the last run's where there are several."""
-    found = re.findall(r"^S2 attention backend: (\w+)", output, flags=re.MULTILINE)
+    """What the training process said that it computes attention with; the last run's where there are several."""
+    found = re.findall(r"^S2 attention (?:backend|kernels): (\w+)", output, flags=re.MULTILINE)
     return found[-1] if found else None
 
 

@@ -1,0 +1,184 @@
+"""dQ alone on Hopper, for the deterministic backward: the forward's walk over the keys, with a product for dP and one for dQ.
+
+Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta, as in the backward.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, tile_memory
+from s2_megatron.kernels.hopper_schedule import (
+    BLOCK,
+    LOG2E,
+    count_steps,
+    masked_entry,
+    plan_query_tile,
+    query_tile,
+    step_blocks,
+)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_tiles, barriers, work, N_RANGES: gl.constexpr,
+            RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
+            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
+    count = 0
+    tiles = 0
+    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
+        firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
+        masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+        kv_head = head // RATIO
+        steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
+        if steps > 0:
+            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
+            mbarrier.expect(q_full, 4 * BLOCK * BLOCK_D * 2)
+            for half in gl.static_range(2):
+                row = token + (low + half * (1 - PACK)) * BLOCK
+                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full, q_tiles.index(half))
+                tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full, grad_tiles.index(half))
+            tiles += 1
+        for step in range(steps):
+            block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
+            stage = count % STAGES
+            phase = ((count // STAGES) & 1) ^ 1
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
+            load_pair(v_desc, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, v_tiles, stage, v_full.index(stage), BLOCK_D)
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
+            load_pair(k_desc, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, k_tiles, stage, k_full.index(stage), BLOCK_D)
+            count += 1
+
+
+@gluon.jit
+def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, keep,
+                  MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """dQ += dS K of one key tile. minus_lse, minus_delta: what the two accumulators start with. keep: bool [64, 128]."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
+    stage = count % STAGES
+    phase = (count // STAGES) & 1
+    start_p = zeros + minus_delta[:, None]
+    start_s = zeros + minus_lse[:, None]
+    mbarrier.wait(v_full.index(stage), phase)
+    mbarrier.wait(k_full.index(stage), phase)
+    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), start_s, is_async=True)
+    p_token = warpgroup_mma(grad, values.index(stage).permute((1, 0)), start_p, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[s_token])
+    p = gl.exp2(scores * scale_log2)
+    dp = warpgroup_mma_wait(0, deps=[p_token])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    ds = p * dp
+    if MASK:  # the product, for values behind a document may be NaN
+        ds = gl.where(keep, ds, 0.0)
+    ds = gl.convert_layout(ds.to(query.dtype), operand)
+    dq_token = warpgroup_mma(ds, keys.index(stage), dq, is_async=True)
+    dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq
+
+
+@gluon.jit
+def compute(out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads, stride_ob,
+            stride_oh, stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, HEAD_GROUP: gl.constexpr,
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """One warpgroup: half HALF of each tile."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    dq_rows: gl.constexpr = gl.SliceLayout(1, dq_layout)
+    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+    query = q_buffers.index(HALF)
+    grad = grad_buffers.index(HALF)
+    scale_log2 = scale * LOG2E
+    count = 0
+    tiles = 0
+    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
+        if low * BLOCK < length:
+            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
+            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+            first_row = (low + HALF * (1 - PACK)) * BLOCK
+            own_head = head + HALF * PACK
+            row = gl.arange(0, BLOCK, layout=s_rows)
+            column = gl.arange(0, 128, layout=s_columns)
+            row_base = (batch * heads + own_head).to(gl.int64) * rows + token
+            inside = first_row + row < length
+            minus_lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0) * (-1.0 / scale)
+            minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
+            dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
+            if PACK:
+                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & (ends[N_RANGES - 1] % 2 == 1))[None, :]
+            elif HALF == 0:
+                keep = row[:, None] >= column[None, :]
+            else:
+                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | (previous != 0))[None, :]
+            keep = keep & inside[:, None]
+            mbarrier.wait(q_full, tiles & 1)
+            tiles += 1
+            if PACKED:
+                if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
+                    stage = count % STAGES
+                    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                    clear_rows(k_buffers.index(stage), length - low * BLOCK, BLOCK if PACK else 128, 128)
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
+                               STAGES)
+            count += 1
+            for step in range(masked_steps):
+                block, keep_a = masked_entry(2 * step, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+                block, keep_b = masked_entry(2 * step + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+                attended = (gl.where(column < BLOCK, keep_a >> HALF, keep_b >> HALF) & 1)[None, :] != 0
+                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
+                                   attended & inside[:, None], True, BLOCK_D, STAGES)
+                count += 1
+            for step in range(free_steps):
+                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True, False,
+                                   BLOCK_D, STAGES)
+                count += 1
+            result = (dq * scale).to(query.dtype)
+            if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
+                out_row = first_row + gl.arange(0, BLOCK, layout=dq_rows)
+                dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq_layout))
+                base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
+                gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
+                         mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
+            else:
+                query.store(result)  # this half's rows of the tile have been read
+                fence_async_shared()
+                tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
+                                                query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+                tma.store_wait(0)
+            mbarrier.arrive(q_empty, count=1)
+
+
+@gluon.jit
+def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, ranges_ptr, order_ptr, documents_ptr,
+                                scale, rows, heads, n_tiles, n_programs, batches, stride_ob, stride_oh, stride_os, HEAD_DIM: gl.constexpr,
+                                N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr,
+                                PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
+    """out receives dQ. Descriptors as in the forward; LSE and delta [batch * heads * rows]."""
+    dtype: gl.constexpr = q_desc.dtype
+    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
+    CHUNKS: gl.constexpr = BLOCK_D // 64
+    q_buffers, grad_buffers, k_buffers, v_buffers, barriers = tile_memory(dtype, BLOCK_D, STAGES)
+    q_tiles = q_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
+    grad_tiles = grad_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
+    k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
+    gl.warp_specialize([
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads,
+                   stride_ob, stride_oh, stride_os, 0, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads,
+                   stride_ob, stride_oh, stride_os, 1, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_tiles, barriers, work, N_RANGES, RATIO, HEAD_GROUP,
+                   ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
+    ], [4, 1], [240, 24])

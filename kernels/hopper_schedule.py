@@ -1,0 +1,153 @@
+"""Which tiles the Hopper kernels compute, in which order, and which key blocks a query tile visits: written once for all of them.
+
+A query tile is 128 rows in two halves of one 64-token block each: two neighbouring query blocks of a head or, PACK, the same query block of two
+heads that share their KV head and their pattern. A step of its loop takes 128 keys: two key blocks, which may lie anywhere. The steps are
+1. step 0, the tile's own blocks, masked by token (PACK has one such block; a free block that is left over comes beside it);
+2. masked steps: blocks that only one half attends, at the ends of ranges, and the free block that is left over when their number is odd;
+3. free steps: pairs of blocks that all rows attend.
+Everything follows from the ranges of the pattern by arithmetic; nothing is read but the head's few range entries.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+BLOCK = gl.constexpr(64)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def tile_of_program(index, n_tiles, HEAD_GROUP: gl.constexpr):
+    """(tile, unit): units (heads of the batch) go through the tiles in groups of HEAD_GROUP, so that what they share stays in L2."""
+    per_group = n_tiles * HEAD_GROUP
+    group = index // per_group
+    rest = index - group * per_group
+    return rest // HEAD_GROUP, group * HEAD_GROUP + rest % HEAD_GROUP
+
+
+@gluon.jit
+def head_of_unit(unit, batches, order_ptr, ORDERED: gl.constexpr):
+    """(batch, head): heads with the most work first when the heads of a layer differ."""
+    head = unit // batches
+    batch = unit - head * batches
+    if ORDERED:
+        head = gl.load(order_ptr + head)
+    return batch, head
+
+
+@gluon.jit
+def query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+               PACK: gl.constexpr):
+    """(batch, first head, first token of the sequence, its length, first query block) of a program's tile; the last tiles first."""
+    tile, unit = tile_of_program(index, n_tiles, HEAD_GROUP)
+    batch, head = head_of_unit(unit, batches, order_ptr, ORDERED)
+    tile = n_tiles - 1 - tile
+    token = tile * 0
+    length = rows
+    if PACKED:
+        token = gl.load(documents_ptr + tile * 4)
+        length = gl.load(documents_ptr + tile * 4 + 1)
+        tile = gl.load(documents_ptr + tile * 4 + 2)
+    if PACK:
+        head *= 2
+    else:
+        tile *= 2
+    return batch, head, token, length, tile
+
+
+@gluon.jit
+def load_range(ranges_ptr, head, index: gl.constexpr, N_RANGES: gl.constexpr):
+    """(first distance, distance limit, stride, offset) of one range of a head, in blocks."""
+    entry = ranges_ptr + (head * N_RANGES + index) * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def plan_query_tile(ranges_ptr, head, low, N_RANGES: gl.constexpr, PACK: gl.constexpr):
+    """The key blocks of a tile whose first query block is `low`.
+
+    Returns (first, stride, end) of the free runs as tuples, `end` counting the blocks of this run and the ones before; then (block, bits) of
+    the edges, bit w set when half w attends the block, 0 for none; and whether the second half attends the block before its own.
+    """
+    high = low + 1 - PACK
+    firsts, strides, ends = (), (), ()
+    edges, bits = (), ()
+    total = low * 0
+    previous = low * 0
+    for index in gl.static_range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        bottom = gl.maximum(high - end + 1, 0)
+        top = gl.minimum(low - start, low - 1)
+        first = bottom + (stride - (bottom + offset) % stride) % stride
+        total += gl.where(top >= first, (top - first) // stride + 1, 0)
+        firsts, strides, ends = firsts + (first,), strides + (stride,), ends + (total,)
+        if PACK:
+            edges, bits = edges + (low,), bits + (low * 0,)
+        else:
+            edge = low + 1 - end
+            both = gl.where((edge + offset) % stride == 0, 1, 0)
+            inside = (edge >= 0) & (edge < low)
+            if index + 1 < N_RANGES:
+                next_start, next_end, next_stride, next_offset = load_range(ranges_ptr, head, index + 1, N_RANGES)
+                both += gl.where((next_end > next_start) & ((edge + next_offset) % next_stride == 0), 2, 0)
+            edges, bits = edges + (edge,), bits + (gl.where(inside, both, 0),)
+            previous = gl.where((start <= 1) & (end > 1) & ((low + offset) % stride == 0), 1, previous)
+    return firsts, strides, ends, edges, bits, previous
+
+
+@gluon.jit
+def free_block(entry, firsts, strides, ends, N_RANGES: gl.constexpr):
+    """The key block of one entry of the joined runs."""
+    block = firsts[0] + entry * strides[0]
+    for index in gl.static_range(1, N_RANGES):
+        block = gl.where(entry >= ends[index - 1], firsts[index] + (entry - ends[index - 1]) * strides[index], block)
+    return block
+
+
+@gluon.jit
+def count_steps(ends, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
+    """(masked entries, masked steps, free steps) beside step 0."""
+    total = ends[N_RANGES - 1]
+    masked = total * 0
+    if not PACK:  # with PACK, what is left over comes beside the diagonal
+        masked += total % 2
+        for index in gl.static_range(N_RANGES):
+            masked += gl.where(bits[index] != 0, 1, 0)
+    return masked, (masked + 1) // 2, total // 2
+
+
+@gluon.jit
+def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
+    """(block, bits) of a masked entry: the edges, then the free block that is left over; past the end the last one again, for no half."""
+    total = ends[N_RANGES - 1]
+    block = low
+    keep = gl.where(entry < masked, 3, 0)
+    seen = low * 0
+    for index in gl.static_range(N_RANGES):
+        here = bits[index] != 0
+        take = here & (seen == entry)
+        block = gl.where(take, edges[index], block)
+        keep = gl.where(take, bits[index], keep)
+        seen += gl.where(here, 1, 0)
+    if total % 2 == 1:
+        if entry == seen:
+            block = free_block(total - 1, firsts, strides, ends, N_RANGES)
+    return block, keep
+
+
+@gluon.jit
+def step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
+    """The two key blocks of a step."""
+    entry = 2 * (step - 1 - masked_steps)
+    first = free_block(entry, firsts, strides, ends, N_RANGES)
+    second = free_block(entry + 1, firsts, strides, ends, N_RANGES)
+    if step == 0:
+        first = low
+        if PACK:
+            total = ends[N_RANGES - 1]
+            second = gl.where(total % 2 == 1, free_block(total - 1, firsts, strides, ends, N_RANGES), low)
+        else:
+            second = low + 1
+    elif step <= masked_steps:
+        first, keep = masked_entry(2 * (step - 1), masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+        second, keep = masked_entry(2 * (step - 1) + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+    return first, second

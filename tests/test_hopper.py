@@ -1,0 +1,169 @@
+"""The Hopper kernels against fp64, by the same bound as the others: error at most twice that of eager attention in the same dtype."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from s2_megatron.attention import s2_attention
+from s2_megatron.layout import PackedSequence, build_layout
+from s2_megatron.patterns import HeadPattern, RangePattern
+from tests.oracle import check_against_eager, make_inputs, run_op, token_mask
+from tests.test_attention import packed_case, pattern_of, random_mask
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("nan_scratch"),
+    pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs a Hopper GPU (compute capability 9.0)"),
+]
+BF16, F16 = torch.bfloat16, torch.float16
+PAPER = ((4, 1), (None, 4))
+RANGES = {
+    "paper": PAPER,
+    "paper-odd": ((3, 1), (None, 5)),
+    "window": ((5, 1),),
+    "block-local": ((1, 1), (None, 3)),
+    "several": ((2, 1), (6, 2), (None, 4)),
+    "several-close": ((2, 1), (3, 2), (None, 4)),
+    "window-of-strides": ((2, 1), (9, 3)),
+    "gap": ((2, 1), (None, 8)),
+    "same-strides": ((2, 1), (5, 1), (None, 2)),
+    "dense": ((None, 1),),
+}
+MIX = RangePattern(64, 3, (HeadPattern(((3, 1),)), HeadPattern(PAPER, 1), HeadPattern(((2, 1), (6, 2), (None, 4)), 3)))
+
+
+@pytest.fixture(params=["heads", "sequence"])
+def tiles(request, monkeypatch):
+    """Both ways to fill a query tile: two heads where they can share one, two query blocks; the second also without persistent programs."""
+    from s2_megatron.kernels import hopper, tiles
+
+    chosen = tiles.hopper_tiles_for
+
+    def forced(*arguments):
+        table = chosen(*arguments)
+        if request.param == "heads":
+            return table
+        return table._replace(**{name: getattr(table, name)._replace(pack=False, persistent=False) for name in ("forward", "grad_query")})
+
+    monkeypatch.setattr(hopper, "hopper_tiles_for", forced)
+
+
+def check(pattern, dim=128, dtype=BF16, length=1028, form="sbhd", batch=1, **options):
+    inputs, grad_lse = make_inputs(pattern, length, dim, dtype, "cuda", batch, form=form)
+    mask = token_mask(pattern, length, "cuda")
+    for deterministic in (False, True):
+        check_against_eager(inputs, grad_lse, pattern, form, mask, 2 * dim**-0.5, backend="gluon", deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 128])
+def test_head_dims(dim, dtype):
+    check(pattern_of(PAPER, 64, 4, 2), dim, dtype, batch=2)
+
+
+@pytest.mark.parametrize("groups", [(4, 4), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("kind", RANGES)
+def test_patterns(kind, groups, tiles):
+    check(pattern_of(RANGES[kind], 64, *groups), length=1341)
+
+
+@pytest.mark.parametrize("kind", RANGES)
+def test_heads_of_a_group_that_differ(kind):
+    check(pattern_of(RANGES[kind], 64, 8, 2, "query"), length=1341)
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "bhsd"])
+@pytest.mark.parametrize("dense", [0, 1, 2])
+def test_formats_and_dense_heads(form, dense, tiles):
+    check(pattern_of(((4, 1), (None, 8)), 64, 8, 4, dense_heads={"last": dense}), 64, length=1500, form=form, batch=3)
+
+
+def test_ranges_of_different_number():
+    check(MIX, length=1600, batch=2)
+
+
+@pytest.mark.parametrize("length", [1, 15, 63, 64, 65, 127, 128, 129, 191, 192, 1028, 4099])
+def test_lengths(length, tiles):
+    check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), length=length, batch=2)
+
+
+@pytest.mark.parametrize("ways", product(["paper", "window", "several", "dense", "query"], [False, True]), ids=str)
+def test_packed(ways, tiles):
+    kind, padded = ways
+    pattern = pattern_of(RANGES.get(kind, PAPER), 64, 4, 2, "query" if kind == "query" else "kv")
+    lengths = [700, 1, 64, 63, 900, 15, 128, 129]
+    slots = [(length + 99) // 64 * 64 for length in lengths] if padded else None
+    inputs, grad_lse, packed, mask = packed_case(pattern, lengths, slots, 128, BF16, "cuda", extra=7)
+    for deterministic in (False, True):
+        check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_documents_do_not_see_what_lies_between(deterministic, dim):
+    """NaN in the rows between documents, and in a neighbour, stays there."""
+    pattern = pattern_of(PAPER, 64, 4, 2)
+    starts, lengths = [0, 192, 448, 640], [130, 250, 100]
+    tensors = [torch.randn(640, heads, dim, device="cuda").to(BF16) for heads in (4, 2, 2, 4)]
+    inside = torch.zeros(640, dtype=torch.bool, device="cuda")
+    for start, length in zip(starts, lengths):
+        inside[start : start + length] = True
+    packed = PackedSequence(
+        torch.tensor([0, 130, 380, 480], dtype=torch.int32, device="cuda"), 250, torch.tensor(starts, dtype=torch.int32, device="cuda")
+    )
+    results = []
+    for filler in (0.0, float("nan")):
+        query, key, value, grad = (tensor.clone() for tensor in tensors)
+        for tensor in (query, key, value, grad):
+            tensor[~inside] = filler
+        query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
+        out = s2_attention(query, key, value, build_layout(pattern, "cuda"), tensor_format="thd", packed=packed, backend="gluon",
+                           deterministic=deterministic)
+        results.append([tensor[inside] for tensor in (out.detach(), *torch.autograd.grad(out, (query, key, value), grad))])
+    for clean, poisoned in zip(*results):
+        assert torch.isfinite(poisoned).all()
+        assert (clean.double() - poisoned.double()).norm() <= 1e-2 * clean.double().norm()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_agrees_with_the_portable_kernels_at_length(dim):
+    pattern = pattern_of(((16, 1), (None, 16)), 64, 8, 4, dense_heads=[1])
+    inputs, grad_lse = make_inputs(pattern, 70001, dim, BF16, "cuda", form="sbhd")
+    one, two = (run_op(inputs, grad_lse, pattern, "sbhd", 0.1, backend=backend) for backend in ("gluon", "triton"))
+    for name, mine, theirs in zip(one._fields, one, two):
+        assert (mine.double() - theirs.double()).norm() <= 6e-3 * theirs.double().norm(), name
+
+
+def test_a_broadcast_gradient_is_taken():
+    """The gradient of a sum has strides of 0, which the copy engine cannot read."""
+    pattern = pattern_of(PAPER, 64, 2, 2)
+    query, key, value = (torch.randn(300, 1, 2, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    found = []
+    for backend in ("gluon", "triton"):
+        out = s2_attention(query, key, value, build_layout(pattern, "cuda"), backend=backend)
+        found.append(torch.autograd.grad(out.sum(), (query, key, value)))
+    for mine, theirs in zip(*found):
+        assert (mine.double() - theirs.double()).norm() <= 1e-2 * theirs.double().norm()
+
+
+def test_what_they_do_not_compute_is_said(capfd):
+    layout = build_layout(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 2, 2), "cuda")
+    tensors = [torch.randn(300, 1, 2, 64, device="cuda", dtype=BF16) for _ in range(3)]
+    with pytest.raises(ValueError, match="strides of the pattern do not divide each other; use backend=auto"):
+        s2_attention(*tensors, layout, backend="gluon")
+    mask = build_layout(random_mask(64, 2, 2, 1), "cuda")
+    with pytest.raises(ValueError, match="block mask"):
+        s2_attention(*tensors, mask, backend="gluon")
+    s2_attention(*[tensor.float() for tensor in tensors], layout)
+    assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
+
+
+def test_deterministic_repeats_are_equal_bit_for_bit():
+    pattern = pattern_of(((8, 1), (None, 8)), 64, 8, 2)
+    inputs, grad_lse = make_inputs(pattern, 4096, 128, BF16, "cuda", form="sbhd")
+    first = run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
+    for _ in range(20):
+        for name, one, two in zip(first._fields, first, run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)):
+            assert torch.equal(one, two), name
