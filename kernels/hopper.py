@@ -17,6 +17,7 @@ from s2_megatron.kernels.tiles import hopper_tiles_for
 
 BLOCK = 64  # tokens of a block, and of half a tile
 TILE = 2 * BLOCK
+MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
 _MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
 
@@ -51,6 +52,8 @@ def refusal(query, key, value, layout, placement, initial) -> str | None:
         return "keys or queries are placed by blocks"
     if not hasattr(layout, "ranges"):
         return "the pattern is a block mask"
+    if max(query.shape[2], max(stride for head in layout.pattern.heads for _, stride in head.ranges) * BLOCK) >= MOST_BLOCKS * BLOCK:
+        return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
     if not layout.pattern.is_kv_efficient:
         return "the strides of the pattern do not divide each other"
     if not all(_loadable(tensor) for tensor in (query, key, value)):
@@ -105,10 +108,11 @@ class _Call:
             documents, n_tiles = _documents(self.packed, self.rows, 1, rows_of_tile)
         order = self.layout.head_order(1 + pack)
         programs = n_tiles * units
-        grid = min(programs, _device(self.nothing.device)[1]) if tile.persistent else programs
+        persistent = tile.persistent and order is None  # with heads of different work no multiprocessor shall wait for another
+        grid = min(programs, _device(self.nothing.device)[1]) if persistent else programs
         return (grid,), dict(self.common, order_ptr=self.nothing if order is None else order, documents_ptr=documents, n_tiles=n_tiles,
-                             n_programs=programs, HEAD_GROUP=_group(units, tile.heads), ORDERED=order is not None, PACK=pack,
-                             STAGES=tile.stages, num_warps=4)
+                             n_programs=programs, HEAD_GROUP=_group(units, tile.heads if persistent else 2), ORDERED=order is not None,
+                             PACK=pack, STAGES=tile.stages, num_warps=4)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed):

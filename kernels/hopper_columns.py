@@ -9,13 +9,13 @@ class of its last range for every head.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from s2_megatron.kernels.hopper_schedule import head_of_unit, load_range
+from s2_megatron.kernels.hopper_schedule import divides, head_of_unit, load_range, quotient
 
 
 @gluon.jit
 def others_before(position, factor):
     """How many of 0 .. position - 1 are no multiples of factor."""
-    return position - (position + factor - 1) // factor
+    return position - quotient(position + factor - 1, factor)
 
 
 @gluon.jit
@@ -23,7 +23,7 @@ def class_block(rank, first, last_position, stride, factor):
     """The block of one rank among the members (first + t * stride) of a range that are not members of the next one, whose stride is `factor`
     times as wide (0: there is no next range). last_position: (first + offset) / stride."""
     between = rank + others_before(last_position, gl.maximum(factor, 1))
-    position = gl.where(factor == 0, last_position + rank, between + between // gl.maximum(factor - 1, 1) + 1)
+    position = gl.where(factor == 0, last_position + rank, between + quotient(between, gl.maximum(factor - 1, 1)) + 1)
     return first + (position - last_position) * stride
 
 
@@ -40,10 +40,10 @@ def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
         start, end, stride, offset = load_range(ranges_ptr, head, N_RANGES - 1 - back, N_RANGES)
         used = end > start
         shift = gl.where(used & (next_stride == 0), offset, shift)
-        first = (stride - shift % stride) % stride
-        position = (first + shift) // stride
-        factor = next_stride // stride
-        members = gl.where(n_blocks > first, (n_blocks - first + stride - 1) // stride, 0)
+        position = quotient(shift + stride - 1, stride)
+        first = position * stride - shift
+        factor = quotient(next_stride, stride)
+        members = gl.where(n_blocks > first, quotient(gl.maximum(n_blocks - first + stride - 1, 0), stride), 0)
         count = gl.where(factor == 0, members, others_before(position + members, gl.maximum(factor, 1)) - others_before(
             position, gl.maximum(factor, 1)))
         count = gl.where(used, count, 0)
@@ -63,8 +63,8 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     columns = n_blocks * 0
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
-        first = (stride - offset) % stride
-        members = gl.where(n_blocks > first, (n_blocks - first + stride - 1) // stride, 0)
+        first = gl.where(offset == 0, 0, stride - offset)
+        members = gl.where(n_blocks > first, quotient(gl.maximum(n_blocks - first + stride - 1, 0), stride), 0)
         columns = gl.where(end > start, (members + 1) // 2, columns)
     return columns
 
@@ -95,7 +95,7 @@ def key_tile(index, n_long, n_rest, n_tiles, units, batches, order_ptr, document
     n_blocks = (length + 63) // 64
     if MIXED:
         distance = gl.load(distance_ptr + kv_head)
-        first = column // distance * 2 * distance + column % distance
+        first = column + quotient(column, distance) * distance
         second = first + distance
     else:
         if not PACKED:
@@ -112,7 +112,7 @@ def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     limit = block
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
-        limit = gl.where((end > start) & ((block + offset) % stride == 0), block + end, limit)
+        limit = gl.where((end > start) & divides(stride, block + offset), block + end, limit)
     return gl.where(block < n_blocks, gl.minimum(limit, n_blocks), 0)
 
 

@@ -1,18 +1,19 @@
 """The forward on Hopper: a warp that loads through TMA feeds two warpgroups that compute, each the 64 rows of one half of a query tile.
 
-Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other.
+Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other. Programs
+are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, receive_plan, send_plan, tile_memory
 from s2_megatron.kernels.hopper_schedule import (
     BLOCK,
     LN2,
     LOG2E,
     count_steps,
-    masked_entry,
+    marks_of,
     plan_query_tile,
     query_tile,
     step_blocks,
@@ -20,7 +21,7 @@ from s2_megatron.kernels.hopper_schedule import (
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, barriers, work,
+def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, work,
             N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
             PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -35,11 +36,16 @@ def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, barriers, work,
         kv_head = head // RATIO
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
-            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            mbarrier.expect(q_full, 2 * BLOCK * BLOCK_D * 2)
+            parity = tiles % 2
+            marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+            mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
+            mbarrier.expect(q_full.index(parity), 2 * BLOCK * BLOCK_D * 2)
             for half in gl.static_range(2):
                 row = token + (low + half * (1 - PACK)) * BLOCK
-                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full, q_tiles.index(half))
+                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(parity),
+                                                q_tiles.index(parity * 2 + half))
+            send_plan(plan, parity, batch, head, token, length, low, masked_steps, free_steps, marks)
+            mbarrier.arrive(q_full.index(parity), count=1)
             tiles += 1
         value_a = low
         value_b = low
@@ -61,6 +67,10 @@ def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, barriers, work,
                 v_count += 1
             value_a = key_a
             value_b = key_b
+    parity = tiles % 2
+    mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
+    send_plan(plan, parity, 0, 0, 0, 0, 0, 0, -1, 0)
+    mbarrier.arrive(q_full.index(parity), count=2)
 
 
 @gluon.jit
@@ -106,91 +116,90 @@ def attend(p_before, out, running_max, running_sum, query, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, out_buffers, barriers, work, scale, heads, stride_ob, stride_oh,
-            stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr,
-            PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
+            stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr,
+            STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    query = q_buffers.index(HALF)
-    staging = out_buffers.index(HALF)
     scale = scale * LOG2E  # exponentials are of base 2
     count = 0
     tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
-        if low * BLOCK < length:
-            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-            mbarrier.wait(q_full, tiles & 1)
-            tiles += 1
-            # step 0: the diagonal
-            stage = count % STAGES
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-            s_token = warpgroup_mma(query, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[s_token])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            row = gl.arange(0, BLOCK, layout=s_rows)
-            column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-            if PACK:
-                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & (ends[N_RANGES - 1] % 2 == 1))[None, :]
-            elif HALF == 0:
-                keep = row[:, None] >= column[None, :]
-            else:
-                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | (previous != 0))[None, :]
-            scores = gl.where(keep, scores, float("-inf"))
-            running_max = gl.max(scores, axis=1) * scale
-            p = gl.exp2(scores * scale - running_max[:, None])
-            running_sum = gl.sum(p, axis=1)
-            operand = gl.convert_layout(p.to(query.dtype), p_layout)
-            out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
-            if PACKED:
-                if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
-                    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-                    clear_rows(v_buffers.index(stage), length - low * BLOCK, BLOCK if PACK else 128, 128)
+    mbarrier.wait(q_full.index(0), 0)
+    batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
+    while free_steps >= 0:
+        parity = tiles % 2
+        query = q_buffers.index(parity * 2 + HALF)
+        # step 0: the diagonal
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
+        s_token = warpgroup_mma(query, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[s_token])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        row = gl.arange(0, BLOCK, layout=s_rows)
+        column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
+        if PACK:
+            keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
+        elif HALF == 0:
+            keep = row[:, None] >= column[None, :]
+        else:
+            keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
+        scores = gl.where(keep, scores, float("-inf"))
+        running_max = gl.max(scores, axis=1) * scale
+        p = gl.exp2(scores * scale - running_max[:, None])
+        running_sum = gl.sum(p, axis=1)
+        operand = gl.convert_layout(p.to(query.dtype), p_layout)
+        out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
+        if PACKED:
+            if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
+                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+        if tiles > 0:  # the tile before has left its buffer by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(1 - parity), count=1)
+        tiles += 1
+        count += 1
+        for step in range(masked_steps):
+            wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
+            operand, out, running_max, running_sum = attend(
+                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, wanted & 1, wanted & 4, True,
+                BLOCK_D, STAGES)
             count += 1
-            for step in range(masked_steps):
-                block, keep_a = masked_entry(2 * step, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                block, keep_b = masked_entry(2 * step + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                operand, out, running_max, running_sum = attend(
-                    operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, (keep_a >> HALF) & 1,
-                    (keep_b >> HALF) & 1, True, BLOCK_D, STAGES)
-                count += 1
-            for step in range(free_steps):
-                operand, out, running_max, running_sum = attend(
-                    operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, 1, 1, False, BLOCK_D, STAGES)
-                count += 1
-            mbarrier.arrive(q_empty, count=1)
-            before = (count - 1) % STAGES
-            mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-            o_token = warpgroup_mma(operand, v_buffers.index(before), out, is_async=True)
-            out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-            mbarrier.arrive(v_empty.index(before), count=1)
-            first_row = (low + HALF * (1 - PACK)) * BLOCK
-            own_head = head + HALF * PACK
-            row_base = (batch * heads + own_head).to(gl.int64) * rows + token
-            lse = (running_max + gl.log2(running_sum)) * LN2
-            gl.store(lse_ptr + row_base + first_row + row, lse, mask=first_row + row < length)
-            out = out * gl.convert_layout(1.0 / running_sum, o_rows)[:, None]
-            result = out.to(query.dtype)
-            if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
-                out_row = first_row + gl.arange(0, BLOCK, layout=o_rows)
-                dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
-                base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
-                gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
-                         mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
-            else:
-                tma.store_wait(0)
-                staging.store(result)
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                                staging._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+        for step in range(free_steps):
+            operand, out, running_max, running_sum = attend(
+                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, 1, 1, False, BLOCK_D, STAGES)
+            count += 1
+        before = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+        o_token = warpgroup_mma(operand, v_buffers.index(before), out, is_async=True)
+        out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        first_row = (low + HALF * (1 - PACK)) * BLOCK
+        own_head = head + HALF * PACK
+        row_base = (batch * heads + own_head).to(gl.int64) * rows + token
+        lse = (running_max + gl.log2(running_sum)) * LN2
+        gl.store(lse_ptr + row_base + first_row + row, lse, mask=first_row + row < length)
+        out = out * gl.convert_layout(1.0 / running_sum, o_rows)[:, None]
+        result = out.to(query.dtype)
+        if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
+            out_row = first_row + gl.arange(0, BLOCK, layout=o_rows)
+            dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
+            base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
+            gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
+                     mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
+        else:
+            query.store(result)  # this half of the queries has been read
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
+                                            query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+        mbarrier.wait(q_full.index(tiles % 2), (tiles // 2) & 1)
+        batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, tiles % 2)
     tma.store_wait(0)
 
 
@@ -203,16 +212,16 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    q_buffers, out_buffers, k_buffers, v_buffers, barriers = tile_memory(dtype, BLOCK_D, STAGES)
-    q_tiles = q_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
+    q_buffers, k_buffers, v_buffers, plan, barriers = tile_memory(dtype, BLOCK_D, STAGES, 2)
+    q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, out_buffers, barriers, work, scale, heads, stride_ob, stride_oh,
-                   stride_os, 0, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, out_buffers, barriers, work, scale, heads, stride_ob, stride_oh,
-                   stride_os, 1, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, barriers, work, N_RANGES, RATIO, HEAD_GROUP, ORDERED, PACKED, PACK,
+        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
+                   stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
+                   stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, work, N_RANGES, RATIO, HEAD_GROUP, ORDERED, PACKED, PACK,
                    BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, receive_plan, send_plan, tile_memory
 from s2_megatron.kernels.hopper_schedule import (
     BLOCK,
     LOG2E,
     count_steps,
-    masked_entry,
+    marks_of,
     plan_query_tile,
     query_tile,
     step_blocks,
@@ -19,7 +19,7 @@ from s2_megatron.kernels.hopper_schedule import (
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_tiles, barriers, work, N_RANGES: gl.constexpr,
+def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, plan, barriers, work, N_RANGES: gl.constexpr,
             RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
             BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -33,12 +33,15 @@ def produce(q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_t
         kv_head = head // RATIO
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
-            mbarrier.wait(q_empty, (tiles & 1) ^ 1)
-            mbarrier.expect(q_full, 4 * BLOCK * BLOCK_D * 2)
+            marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+            mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
+            mbarrier.expect(q_full.index(0), 4 * BLOCK * BLOCK_D * 2)
             for half in gl.static_range(2):
                 row = token + (low + half * (1 - PACK)) * BLOCK
-                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full, q_tiles.index(half))
-                tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full, grad_tiles.index(half))
+                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(half))
+                tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(2 + half))
+            send_plan(plan, 0, batch, head, token, length, low, masked_steps, free_steps, marks)
+            mbarrier.arrive(q_full.index(0), count=1)
             tiles += 1
         for step in range(steps):
             block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
@@ -51,6 +54,9 @@ def produce(q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_t
             mbarrier.expect(k_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
             load_pair(k_desc, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, k_tiles, stage, k_full.index(stage), BLOCK_D)
             count += 1
+    mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
+    send_plan(plan, 0, 0, 0, 0, 0, 0, 0, -1, 0)
+    mbarrier.arrive(q_full.index(0), count=2)
 
 
 @gluon.jit
@@ -85,78 +91,78 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads, stride_ob,
-            stride_oh, stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, HEAD_GROUP: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def compute(out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob,
+            stride_oh, stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
+            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     dq_rows: gl.constexpr = gl.SliceLayout(1, dq_layout)
     s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    query = q_buffers.index(HALF)
-    grad = grad_buffers.index(HALF)
+    query = halves.index(HALF)
+    grad = halves.index(2 + HALF)
+    staging = out_buffers.index(HALF)
     scale_log2 = scale * LOG2E
     count = 0
     tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
-        if low * BLOCK < length:
-            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-            first_row = (low + HALF * (1 - PACK)) * BLOCK
-            own_head = head + HALF * PACK
-            row = gl.arange(0, BLOCK, layout=s_rows)
-            column = gl.arange(0, 128, layout=s_columns)
-            row_base = (batch * heads + own_head).to(gl.int64) * rows + token
-            inside = first_row + row < length
-            minus_lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0) * (-1.0 / scale)
-            minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
-            dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
-            if PACK:
-                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & (ends[N_RANGES - 1] % 2 == 1))[None, :]
-            elif HALF == 0:
-                keep = row[:, None] >= column[None, :]
-            else:
-                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | (previous != 0))[None, :]
-            keep = keep & inside[:, None]
-            mbarrier.wait(q_full, tiles & 1)
-            tiles += 1
-            if PACKED:
-                if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
-                    stage = count % STAGES
-                    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                    clear_rows(k_buffers.index(stage), length - low * BLOCK, BLOCK if PACK else 128, 128)
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
-                               STAGES)
+    mbarrier.wait(q_full.index(0), 0)
+    batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
+    while free_steps >= 0:
+        first_row = (low + HALF * (1 - PACK)) * BLOCK
+        own_head = head + HALF * PACK
+        row = gl.arange(0, BLOCK, layout=s_rows)
+        column = gl.arange(0, 128, layout=s_columns)
+        row_base = (batch * heads + own_head).to(gl.int64) * rows + token
+        inside = first_row + row < length
+        minus_lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0) * (-1.0 / scale)
+        minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
+        dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
+        if PACK:
+            keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
+        elif HALF == 0:
+            keep = row[:, None] >= column[None, :]
+        else:
+            keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
+        keep = keep & inside[:, None]
+        tiles += 1
+        if PACKED:
+            if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
+                stage = count % STAGES
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
+                           STAGES)
+        count += 1
+        for step in range(masked_steps):
+            wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
+            attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
+                               attended & inside[:, None], True, BLOCK_D, STAGES)
             count += 1
-            for step in range(masked_steps):
-                block, keep_a = masked_entry(2 * step, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                block, keep_b = masked_entry(2 * step + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                attended = (gl.where(column < BLOCK, keep_a >> HALF, keep_b >> HALF) & 1)[None, :] != 0
-                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
-                                   attended & inside[:, None], True, BLOCK_D, STAGES)
-                count += 1
-            for step in range(free_steps):
-                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True, False,
-                                   BLOCK_D, STAGES)
-                count += 1
-            result = (dq * scale).to(query.dtype)
-            if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
-                out_row = first_row + gl.arange(0, BLOCK, layout=dq_rows)
-                dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq_layout))
-                base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
-                gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
-                         mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
-            else:
-                query.store(result)  # this half's rows of the tile have been read
-                fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                                query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
-                tma.store_wait(0)
-            mbarrier.arrive(q_empty, count=1)
+        for step in range(free_steps):
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True, False,
+                               BLOCK_D, STAGES)
+            count += 1
+        mbarrier.arrive(q_empty.index(0), count=1)
+        result = (dq * scale).to(query.dtype)
+        if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
+            out_row = first_row + gl.arange(0, BLOCK, layout=dq_rows)
+            dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq_layout))
+            base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
+            gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
+                     mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
+        else:
+            tma.store_wait(0)
+            staging.store(result)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
+                                            staging._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+        mbarrier.wait(q_full.index(0), tiles & 1)
+        batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -168,17 +174,17 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    q_buffers, grad_buffers, k_buffers, v_buffers, barriers = tile_memory(dtype, BLOCK_D, STAGES)
-    q_tiles = q_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
-    grad_tiles = grad_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
+    halves, k_buffers, v_buffers, plan, barriers = tile_memory(dtype, BLOCK_D, STAGES, 1)  # of the queries, then of their gradients
+    out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
+    tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads,
-                   stride_ob, stride_oh, stride_os, 0, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, barriers, work, scale, heads,
-                   stride_ob, stride_oh, stride_os, 1, HEAD_DIM, N_RANGES, HEAD_GROUP, ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, q_tiles, grad_tiles, k_tiles, v_tiles, barriers, work, N_RANGES, RATIO, HEAD_GROUP,
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads,
+                   stride_ob, stride_oh, stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads,
+                   stride_ob, stride_oh, stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, plan, barriers, work, N_RANGES, RATIO, HEAD_GROUP,
                    ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

@@ -27,26 +27,46 @@ def clear_rows(buffer, low, high, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """(two buffers for the halves of a query tile, key stages, value stages, barriers)."""
+def send_plan(plan, slot, batch, head, token, length, low, masked_steps, free_steps, marks):
+    """What the computing warpgroups have to know of a tile; free_steps is -1 when there are no more."""
+    values = (batch, head, token, length, low, masked_steps, free_steps, marks)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for index in gl.static_range(8):
+        plan.index(slot * 8 + index).store(gl.full([1], values[index], gl.int32, layout))
+
+
+@gluon.jit
+def receive_plan(plan, slot):
+    """What send_plan was given."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    values = ()
+    for index in gl.static_range(8):
+        values = values + (gl.sum(plan.index(slot * 8 + index).load(layout), axis=0),)
+    return values
+
+
+@gluon.jit
+def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr):
+    """(four buffers for halves of query tiles, key stages, value stages, plans, barriers); TILES: how many tiles the first ones hold."""
     matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    first = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], matrix)
-    second = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], matrix)
+    halves = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK_D], matrix)
     keys = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
     values = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
+    plan = gl.allocate_shared_memory(gl.int32, [TILES * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    for tile in gl.static_range(TILES):
+        mbarrier.init(q_full.index(tile), count=2)  # the copy engine's bytes, the plan
+        mbarrier.init(q_empty.index(tile), count=2)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    return first, second, keys, values, (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    return halves, keys, values, plan, (q_full, q_empty, k_full, k_empty, v_full, v_empty)

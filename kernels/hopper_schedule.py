@@ -55,6 +55,18 @@ def query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GRO
 
 
 @gluon.jit
+def quotient(number, divisor):
+    """number // divisor for 0 <= number < 2**20, by a floating-point division that is exact there and several times as fast."""
+    return ((number.to(gl.float32) + 0.5) / divisor.to(gl.float32)).to(gl.int32)
+
+
+@gluon.jit
+def divides(divisor, number):
+    """Whether number, 0 or more, is a multiple of divisor."""
+    return quotient(number, divisor) * divisor == number
+
+
+@gluon.jit
 def load_range(ranges_ptr, head, index: gl.constexpr, N_RANGES: gl.constexpr):
     """(first distance, distance limit, stride, offset) of one range of a head, in blocks."""
     entry = ranges_ptr + (head * N_RANGES + index) * 4
@@ -77,20 +89,21 @@ def plan_query_tile(ranges_ptr, head, low, N_RANGES: gl.constexpr, PACK: gl.cons
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         bottom = gl.maximum(high - end + 1, 0)
         top = gl.minimum(low - start, low - 1)
-        first = bottom + (stride - (bottom + offset) % stride) % stride
-        total += gl.where(top >= first, (top - first) // stride + 1, 0)
+        first = quotient(bottom + offset + stride - 1, stride) * stride - offset
+        total += gl.where(top >= first, quotient(gl.maximum(top - first, 0), stride) + 1, 0)
         firsts, strides, ends = firsts + (first,), strides + (stride,), ends + (total,)
         if PACK:
             edges, bits = edges + (low,), bits + (low * 0,)
         else:
             edge = low + 1 - end
-            both = gl.where((edge + offset) % stride == 0, 1, 0)
+            at_edge = gl.maximum(edge, 0)
+            both = gl.where(divides(stride, at_edge + offset), 1, 0)
             inside = (edge >= 0) & (edge < low)
             if index + 1 < N_RANGES:
                 next_start, next_end, next_stride, next_offset = load_range(ranges_ptr, head, index + 1, N_RANGES)
-                both += gl.where((next_end > next_start) & ((edge + next_offset) % next_stride == 0), 2, 0)
+                both += gl.where((next_end > next_start) & divides(next_stride, at_edge + next_offset), 2, 0)
             edges, bits = edges + (edge,), bits + (gl.where(inside, both, 0),)
-            previous = gl.where((start <= 1) & (end > 1) & ((low + offset) % stride == 0), 1, previous)
+            previous = gl.where((start <= 1) & (end > 1) & divides(stride, low + offset), 1, previous)
     return firsts, strides, ends, edges, bits, previous
 
 
@@ -132,6 +145,18 @@ def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGE
         if entry == seen:
             block = free_block(total - 1, firsts, strides, ends, N_RANGES)
     return block, keep
+
+
+@gluon.jit
+def marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
+    """One number for the masks of a tile: bit 0, the second half attends the block before its own; bit 1, there is a free block beside the
+    diagonal (PACK); from bit 2 on four bits a masked step, two for each of its blocks."""
+    marks = previous + 2 * (ends[N_RANGES - 1] % 2)
+    for step in gl.static_range(N_RANGES // 2 + 1):
+        block, keep_a = masked_entry(2 * step, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+        block, keep_b = masked_entry(2 * step + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+        marks += gl.where(step < masked_steps, (keep_a + 4 * keep_b) << (4 * step + 2), 0)
+    return marks
 
 
 @gluon.jit

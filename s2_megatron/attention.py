@@ -82,10 +82,14 @@ def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
     return tensor.permute(batch, heads, rows, dim)
 
 
-def _empty_like(tensor, call, dtype=None):
-    """An output for a tensor's shape, contiguous in its format. Zeros where the kernels leave rows alone (outside of documents or slots)."""
-    partial = call.packed is not None or (call.placement is not None and call.placement.key_slot is not None)
-    return (torch.zeros if partial else torch.empty)(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+def _leaves_rows(call) -> bool:
+    """Whether the kernels leave rows alone: those outside of documents or slots."""
+    return call.packed is not None or (call.placement is not None and call.placement.key_slot is not None)
+
+
+def _empty_like(tensor, call):
+    """An output for a tensor's shape, contiguous in its format; zeros where the kernels may leave rows alone."""
+    return (torch.zeros if _leaves_rows(call) else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _check(query, key, value, call: AttentionCall):
@@ -183,7 +187,9 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None):
     form = call.tensor_format
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     out = _empty_like(query, call)
-    lse = torch.full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    if _leaves_rows(call):
+        lse.fill_(float("-inf"))
     if initial is not None:
         initial = (canonical_view(initial[0], form), initial[1])
     if q.numel():
