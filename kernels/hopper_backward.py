@@ -1,8 +1,9 @@
 """dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads.
 
 The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T is exp2 of the first, and
-dS^T is P^T times the second. DQ: dQ in the same pass, by a third warpgroup that multiplies dS with the keys and adds the result to an fp32
-buffer through the copy engine, in whatever order the tiles come; without it the result is bitwise repeatable.
+dS^T is P^T times the second. A warpgroup passes by the query blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a
+third warpgroup that multiplies dS with the keys and adds the result to an fp32 buffer through the copy engine, in whatever order the tiles
+come; without it the result is bitwise repeatable.
 """
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -118,6 +119,29 @@ def start_grad_p(value, grad, delta_buffer, full, phase, partial, present, PACKE
 
 
 @gluon.jit
+def pass_by(steps, count, ds_buffers, barriers, HALF: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr,
+            DS_STAGES: gl.constexpr, DQ: gl.constexpr):
+    """Steps that concern the other half of the tile alone. Returns the count of steps after them."""
+    kv_full, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
+    for step in range(steps):
+        q_stage = count % Q_STAGES
+        g_stage = count % GRAD_STAGES
+        mbarrier.wait(q_full.index(q_stage), (count // Q_STAGES) & 1)
+        mbarrier.wait(grad_full.index(g_stage), (count // GRAD_STAGES) & 1)
+        if DQ:
+            d_stage = count % DS_STAGES
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+            mbarrier.wait(ds_empty.index(d_stage), ((count // DS_STAGES) & 1) ^ 1)
+            ds_buffers.index(d_stage * 2 + HALF).store(gl.zeros([BLOCK, BLOCK], ds_buffers.dtype, layout))
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(d_stage), count=1)
+        mbarrier.arrive(grad_empty.index(g_stage), count=1)
+        mbarrier.arrive(q_empty.index(q_stage), count=1)
+        count += 1
+    return count
+
+
+@gluon.jit
 def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, ds_buffers, barriers,
             tile, ranges_ptr, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HALF: gl.constexpr,
             HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, PACKED: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -143,17 +167,19 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
         scale_log2 = scale * LOG2E
         mbarrier.wait(kv_full, 0)
         if PACKED:
-            if (block == n_blocks - 1) & (full_blocks < n_blocks):
-                clear_rows(key, length - full_blocks * BLOCK, BLOCK, BLOCK)
-                clear_rows(value, length - full_blocks * BLOCK, BLOCK, BLOCK)
+            if block >= full_blocks:  # in part behind the document, or not there at all
+                clear_rows(key, gl.maximum(length - block * BLOCK, 0), BLOCK, BLOCK)
+                clear_rows(value, gl.maximum(length - block * BLOCK, 0), BLOCK, BLOCK)
         count = 0
         for member in range(RATIO):
             steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + member, N_RANGES)
+            # From the top down: steps of the other half alone, this half's run, and for the second half the other's again.
             end = first_end if HALF == 0 else second_end
-            free_high = gl.minimum(end, full_blocks)  # query blocks from here on, and up to this half's own, are masked
-            for step in range(steps):
-                query_block = top - 1 - step
-                query_block -= gl.where(query_block < second, gap, 0)
+            own = gl.maximum(end - block, 0)
+            above = steps - own if HALF == 0 else gl.where(own > 0, top - end, steps)
+            count = pass_by(above, count, ds_buffers, barriers, HALF, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)
+            for step in range(own):
+                query_block = end - 1 - step
                 q_stage = count % Q_STAGES
                 g_stage = count % GRAD_STAGES
                 query = q_buffers.index(q_stage)
@@ -169,10 +195,9 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                                         query_block >= full_blocks, length - full_blocks * BLOCK, PACKED)
                 scores = warpgroup_mma_wait(1, deps=[s_token])
                 p = gl.exp2(scores * scale_log2)
-                if (query_block <= block) | (query_block >= free_high):
-                    seen = (query_block * BLOCK + query_row < length) & (query_block < end)
-                    keep = (query_block * BLOCK + query_row)[None, :] >= (block * BLOCK + key_row)[:, None]
-                    p = gl.where(keep & seen[None, :], p, 0.0)
+                if (query_block == block) | (query_block >= full_blocks):
+                    seen = query_block * BLOCK + query_row
+                    p = gl.where((seen[None, :] >= (block * BLOCK + key_row)[:, None]) & (seen < length)[None, :], p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), operand)
                 dv_token = warpgroup_mma(p_operand, grad, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp_token])
@@ -190,6 +215,7 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                 dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
                 count += 1
+            count = pass_by(steps - above - own, count, ds_buffers, barriers, HALF, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)
         dk_out = (dk * scale).to(dtype)
         dv_out = dv.to(dtype)
         if block < n_blocks:
