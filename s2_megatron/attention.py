@@ -7,35 +7,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from s2_megatron import reference
+from s2_megatron.attention_op import FORMATS, AttentionCall, register_attention
 from s2_megatron.layout import Layout, PackedSequence, Placement
 from s2_megatron.printing import print_once
 
-# Where batch, heads, rows and head dim stand in each format; thd has no batch.
-FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
 BACKENDS = ("auto", "gluon", "triton", "reference")
 HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 
 
-class AttentionCall(NamedTuple):
-    """Everything about a call that is not a differentiable tensor."""
-
-    layout: Layout
-    softmax_scale: float
-    tensor_format: str
-    packed: PackedSequence | None
-    placement: Placement | None
-    backend: str
-    deterministic: bool
-
-
+@torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
 def resolve_backend(name: str, device_type: str) -> str:
     """'auto', 'gluon', 'triton' or 'reference' for a backend setting; printed once. 'auto' is the reference on a CPU; on a GPU it stays,
     and each call takes the Gluon kernels for Hopper where they compute it and the portable Triton kernels elsewhere (kernels/launch.py).
@@ -230,24 +217,60 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
     return grads
 
 
-class _S2Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, call):
-        out, lse = attention_forward(query, key, value, call)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return out, lse
+@lru_cache(maxsize=256)
+def _placement_of_end(first_block: int, n_blocks: int, device: torch.device) -> Placement:
+    """The last query blocks of a sequence, from first_block on; kept, for every layer of every decoding step of a block asks for the same."""
+    return Placement.make(range(first_block, n_blocks), n_blocks, device=device)
 
-    @staticmethod
-    @once_differentiable  # a second derivative raises instead of missing a term
-    def backward(ctx, grad_out, grad_lse):
-        query, key, value, out, lse = ctx.saved_tensors
-        if grad_out is None and grad_lse is None:
-            return None, None, None, None
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        return (*attention_backward(grad_out, grad_lse, query, key, value, out, lse, ctx.call), None)
+
+class _Ending:
+    """A query that is the end of a longer sequence (static inference), padded to whole blocks. rows: the dimension of its rows."""
+
+    def __init__(self, query, key, call: AttentionCall):
+        self.rows = FORMATS[call.tensor_format][2]
+        self.length, block = query.shape[self.rows], call.layout.block_size
+        start = key.shape[self.rows] - self.length
+        n_blocks = -(-key.shape[self.rows] // block)
+        self.before, self.padded_length = start % block, (n_blocks - start // block) * block
+        self.call = call._replace(placement=_placement_of_end(start // block, n_blocks, query.device))
+
+    def pad(self, tensor, rows: int):
+        shape = list(tensor.shape)
+        shape[rows] = self.padded_length
+        padded = tensor.new_zeros(shape)
+        padded.narrow(rows, self.before, self.length).copy_(tensor)
+        return padded
+
+    def cut(self, tensor, rows: int):
+        return tensor.narrow(rows, self.before, self.length).clone(memory_format=torch.contiguous_format)
+
+
+def _is_ending(query, key, call) -> bool:
+    rows = FORMATS.get(call.tensor_format, (None,) * 4)[2]
+    return call.placement is None and call.packed is None and query.ndim == key.ndim == 4 and query.shape[rows] < key.shape[rows]
+
+
+def _op_forward(query, key, value, call):
+    call = call._replace(layout=call.layout.to(query.device))
+    if not _is_ending(query, key, call):
+        return attention_forward(query, key, value, call)
+    ending = _Ending(query, key, call)
+    out, lse = attention_forward(ending.pad(query, ending.rows), key, value, ending.call)
+    return ending.cut(out, ending.rows), ending.cut(lse, 2)
+
+
+def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
+    call = call._replace(layout=call.layout.to(query.device))
+    if not _is_ending(query, key, call):
+        return attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+    ending = _Ending(query, key, call)
+    grad_out, query, out = (ending.pad(tensor, ending.rows) for tensor in (grad_out, query, out))
+    grad_lse, lse = None if grad_lse is None else ending.pad(grad_lse, 2), ending.pad(lse, 2)
+    grad_query, grad_key, grad_value = attention_backward(grad_out, grad_lse, query, key, value, out, lse, ending.call)
+    return ending.cut(grad_query, ending.rows), grad_key, grad_value
+
+
+_attention = register_attention(_op_forward, _op_backward)
 
 
 def s2_attention(
@@ -278,27 +301,10 @@ def s2_attention(
         softmax_scale = query.shape[-1] ** -0.5
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
-    layout = layout.to(query.device)
-    padding = None
-    if placement is None and tensor_format in ("sbhd", "bshd", "bhsd"):
-        rows = FORMATS[tensor_format][2]
-        if query.ndim == 4 and query.shape[rows] < key.shape[rows]:
-            query, padding, placement = _as_whole_blocks(query, key.shape[rows], rows, layout.block_size)
+    if tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={tensor_format!r}; expected one of {', '.join(FORMATS)}")
     call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
-    out, lse = _S2Attention.apply(query, key, value, call)
-    if padding:
-        length = query.shape[rows] - sum(padding)
-        out, lse = out.narrow(rows, padding[0], length), lse.narrow(2, padding[0], length)
+    out, lse = _attention(query, key, value, call)
     if tensor_format == "thd":
         lse = lse[0]
     return (out, lse) if return_lse else out
-
-
-def _as_whole_blocks(query, key_rows: int, rows: int, block: int):
-    """Pads a query that is the end of a longer sequence to whole blocks: (query, (rows before, rows after), Placement)."""
-    start = key_rows - query.shape[rows]
-    before, n_blocks = start % block, -(-key_rows // block)
-    after = n_blocks * block - key_rows
-    pieces = [query.new_zeros([*query.shape[:rows], count, *query.shape[rows + 1 :]]) for count in (before, after)]
-    padded = torch.cat([pieces[0], query, pieces[1]], dim=rows)
-    return padded, (before, after), Placement.make(range(start // block, n_blocks), n_blocks, device=query.device)

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from s2_megatron.attention import BACKENDS, s2_attention
+from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import Layout, PackedSequence, build_layout
 from s2_megatron.patterns import Pattern
 
@@ -192,7 +193,9 @@ class S2CoreAttention(MegatronModule):
                 raise ValueError(f"{self._name}: {name} of queries and keys differ; expected the same documents in both")
         cu_seqlens, longest = params.cu_seqlens_q.to(torch.int32), params.max_seqlen_q
         if longest is None:
-            longest = cu_seqlens.diff().max()
+            # Only block masks have a longest length to check; reading it off the borders would make every layer wait for the GPU.
+            limited = isinstance(self.local_pattern, BlockMaskPattern)
+            longest = int(cu_seqlens.diff().max()) if limited else query.shape[0]
         padded = params.cu_seqlens_q_padded
         return PackedSequence(cu_seqlens, int(longest), None if padded is None else padded.to(torch.int32))
 

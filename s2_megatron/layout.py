@@ -6,9 +6,10 @@ H query heads, P pattern heads of a block mask, R ranges of distance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
+_handles = count(1)
+_alive: weakref.WeakValueDictionary[int, Layout] = weakref.WeakValueDictionary()
+
 
 class PackedSequence(NamedTuple):
     """Documents packed into one token dimension (thd).
@@ -28,7 +32,7 @@ class PackedSequence(NamedTuple):
     """
 
     cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query
-    max_seqlen: int  # tokens of the longest document
+    max_seqlen: int  # tokens of the longest document, or more where ranges are the pattern (only block masks have a longest length)
     cu_seqlens_padded: torch.Tensor | None = None  # int32 [documents + 1]
 
     @property
@@ -85,9 +89,20 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Base of the two kinds of block geometry; `to` copies it to a device."""
+    """Base of the two kinds of block geometry; `to` copies it to a device.
+
+    handle: a number that stands for this object where only numbers can go, as long as it lives (`layout_of`).
+    """
 
     pattern: Pattern
+
+    def __post_init__(self):
+        object.__setattr__(self, "handle", next(_handles))
+        object.__setattr__(self, "_copies", {})
+        _alive[self.handle] = self
+
+    def __reduce__(self):  # a pickled or copied layout gets a handle of its own
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def block_size(self) -> int:
@@ -115,7 +130,24 @@ class Layout:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device) -> Layout:
+        """This layout on a device; a copy is made once and kept with the original."""
+        device = torch.device(device)
+        if self.device == device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = self._copy(device)
+        return self._copies[device]
+
+    def _copy(self, device: torch.device) -> Layout:
         raise NotImplementedError
+
+
+def layout_of(handle: int) -> Layout:
+    """The layout with this handle. Raises RuntimeError when it is gone."""
+    layout = _alive.get(handle)
+    if layout is None:
+        raise RuntimeError(f"layout {handle} no longer exists; keep a reference to it (for example in the module) while it is in use")
+    return layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,12 +214,8 @@ class RangeLayout(Layout):
             self._kept[key] = tuple(max(column) for column in zip(*rows))
         return self._kept[key]
 
-    def to(self, device) -> RangeLayout:
-        return (
-            self
-            if self.device == torch.device(device)
-            else RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
-        )
+    def _copy(self, device):
+        return RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,9 +232,7 @@ class TableLayout(Layout):
     def tensors(self):
         return self.row_starts, self.key_blocks, self.column_starts, self.query_blocks
 
-    def to(self, device) -> TableLayout:
-        if self.device == torch.device(device):
-            return self
+    def _copy(self, device):
         return TableLayout(self.pattern, *(tensor.to(device) for tensor in self.tensors))
 
 

@@ -245,3 +245,31 @@ def test_packed_sequence_of_another_dtype_is_cast():
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56)
     expected = s2_attention(query, key, value, build_layout(make_pattern()), tensor_format="thd", packed=PackedSequence(borders.int(), 56))
     assert torch.equal(make_core()(query, key, value, packed_seq_params=params), expected.flatten(1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_inside_a_compiled_module(packed):
+    """Two layers with other patterns and their projections in one graph, eager's numbers bit for bit, forward and backward."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cores = torch.nn.ModuleList([make_core(), make_core(pattern=make_pattern(base_offset=1), layer_number=2)])
+
+        def forward(self, query, key, value, params):
+            for core in self.cores:
+                out = core(query, key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+                query = query + out.view(query.shape)
+            return query
+
+    tensors, params = make_qkv(batch=1), None
+    if packed:
+        tensors = [tensor.detach()[:, 0].requires_grad_() for tensor in tensors]
+        borders = torch.tensor([0, 40, 96], dtype=torch.int32)
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56)
+    layers = Layers()
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    expected, got = layers(*tensors, params), compiled(*tensors, params)
+    assert torch.equal(got, expected)
+    for one, two in zip(torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(expected.sin().sum(), tensors)):
+        assert torch.equal(one, two)
