@@ -6,7 +6,7 @@ sums are in a fixed order and without atomics, so the result is bitwise repeatab
 import triton
 import triton.language as tl
 
-from s2_megatron.kernels.walk import LOG2E, find_document, load_range, load_rows
+from s2_megatron.kernels.walk import LENGTHS, LOG2E, SCALAR_TABLES, find_document, load_range, load_rows
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def longest_first(index, n_blocks, ranges_ptr, head, N_RANGES: tl.constexpr):
     return tl.where(index < n_long, first + index * stride, tl.where(short < first, short, between))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=SCALAR_TABLES)
 def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
                             ranges_ptr, column_starts_ptr, query_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, query_rank_ptr, slot_ptr,
                             scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,

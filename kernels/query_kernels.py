@@ -2,7 +2,7 @@
 import triton
 import triton.language as tl
 
-from s2_megatron.kernels.walk import LN2, LOG2E, find_document, load_rows, walk_query_tile
+from s2_megatron.kernels.walk import LENGTHS, LN2, LOG2E, SCALAR_TABLES, find_document, load_rows, walk_query_tile
 
 
 @triton.jit
@@ -17,7 +17,7 @@ def tile_of_program(pid, n_tiles, HEAD_GROUP: tl.constexpr, LATE_FIRST: tl.const
     return tile, group * HEAD_GROUP + rest % HEAD_GROUP
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=SCALAR_TABLES)
 def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_ptr, delta_ptr, initial_out_ptr, initial_lse_ptr,
                     ranges_ptr, row_starts_ptr, key_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, slot_ptr,
                     scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
@@ -94,7 +94,8 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
              accumulator.to(out_ptr.dtype.element_ty), mask=store)
 
 
-@triton.jit
+# The gradient of LSE has the strides of its user, which depend on the length.
+@triton.jit(do_not_specialize=["n_rows", "stride_lb", "stride_lh"])
 def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, clear_ptr, n_rows, n_heads,
                     stride_ob, stride_oh, stride_os, stride_od, stride_gb, stride_gh, stride_gs, stride_gd,
                     stride_lb, stride_lh, stride_ls,

@@ -13,6 +13,11 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Arguments that differ from batch to batch. Triton compiles a variant for a value of 1, for multiples of 16 and for other values; it must not
+# for these, or a packed run compiles in its middle. The tables are read one number at a time: their alignment is of no use either.
+LENGTHS = ["n_tiles", "n_docs", "query_rows", "kv_rows", "n_blocks"]
+SCALAR_TABLES = ["starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr"]
+
 
 @triton.jit
 def find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE: tl.constexpr):
