@@ -1,10 +1,22 @@
-"""Compiles the kernels for given GPUs without having one; prints JSON: [[capability, head dim, wide, kernel, bytes of shared memory], ...].
+"""Compiles the kernels for GPUs that are not there, and reads what ptxas says about them.
 
-    TRITON_INTERPRET=0 python tests/compile_kernels.py 90:128:bf16 86:256:fp32
+    TRITON_INTERPRET=0 python tests/compile_kernels.py sm90-forward-128-bf16 sm86-dkdv-256-fp32
+    TRITON_INTERPRET=0 python tests/compile_kernels.py --list
+    TRITON_INTERPRET=0 python tests/compile_kernels.py --write
+
+The first (--all: of every entry) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes
+stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the installed Triton in tests/ptxas_sm90.json, which
+CI compares with; for another Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder.
 """
 
+import contextlib
+import io
 import json
+import os
+import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
@@ -13,12 +25,65 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
-from s2_megatron.kernels.query_kernels import s2_query_kernel
+from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.kernels.tiles import tiles_for
 
-FLAGS = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, HEAD_GROUP=4)
+COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = ("ranges_ptr", "key_blocks_ptr", "query_blocks_ptr", "starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel as it is compiled. signature: the Triton type of each argument, "constexpr" for constants (a Gluon kernel's descriptors as
+    "tensordesc<bf16[64, 128],layout>"). attributes: {(position,): [["tt.divisibility", 16]]}. options: num_warps, num_stages, ..."""
+
+    kernel: object
+    capability: int
+    signature: dict[str, str]
+    constants: dict[str, object]
+    attributes: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+
+def compiled(entry: Entry):
+    source = ASTSource
+    if entry.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    names = entry.kernel.arg_names
+    constants = {(names.index(name),): value for name, value in entry.constants.items()}
+    ast = source(fn=entry.kernel, signature=entry.signature, constexprs=constants, attrs=entry.attributes)
+    return triton.compile(ast, target=GPUTarget("cuda", entry.capability, 32), options=entry.options)
+
+
+def measured(name: str) -> dict:
+    """What an entry needs, by its compiled metadata and, for sm_90, by ptxas."""
+    entry = entries()[name]
+    said = io.StringIO()
+    if entry.capability == 90:  # compiled anew, for ptxas speaks only then
+        triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(said):
+        kernel = compiled(entry)
+    found = {"shared": kernel.metadata.shared}
+    if entry.capability != 90:
+        return found
+    text = said.getvalue()
+    found["registers"] = max(int(number) for number in re.findall(r"Used (\d+) registers", text))
+    found["spills"] = sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", text))
+    found["serialised"] = sorted(set(re.findall(r"C75\d\d", text)))  # wgmma that ptxas made wait for each other
+    return found
+
+
+# Kernels in plain Triton
+
+ROLES = ("forward", "dq", "dkdv", "delta")
+VARIANTS = {
+    "": {},
+    "packed": dict(PACKED=True),
+    "mask": dict(TABLE=True, N_RANGES=1, EFFICIENT=False),
+    "placed": dict(QUERY_IDS=True, KEY_SLOT=True, CONTINUE=True),
+    "uneven": dict(EFFICIENT=False),
+}
 
 
 def kind_of(name: str, dtype: str) -> str:
@@ -32,35 +97,74 @@ def kind_of(name: str, dtype: str) -> str:
     return "*fp32" if "lse" in name or "delta" in name else f"*{dtype}"
 
 
-def shared_memory(kernel, capability: int, dtype: str, tile, constants: dict) -> int:
-    signature, values, attributes = {}, {}, {}
-    for position, name in enumerate(kernel.arg_names):
-        if name in constants or (name.startswith("stride_") and name.endswith("d")):
-            signature[name], values[(position,)] = "constexpr", constants.get(name, 1)
+def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: str = "") -> Entry:
+    """A portable kernel for blocks of 64, with aligned pointers and strides."""
+    wide, flags = dtype == "fp32", VARIANTS[variant]
+    share = 1 if variant in ("mask", "uneven") else 2
+    tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, wide, 64, share, divmod(capability, 10))))
+    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, HEAD_GROUP=4, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim,
+                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True)  # fmt: skip
+    known.update(flags)
+    options = {}
+    if role in tiles:
+        tile = tiles[role]
+        known.update(TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages)
+        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+    known["CONTINUE"] &= role == "forward"
+    kernel = {"dkdv": s2_backward_dkdv_kernel, "delta": s2_delta_kernel}.get(role, s2_query_kernel)
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in known or (name.startswith("stride_") and name.endswith("d")):
+            signature[name], constants[name] = "constexpr", known.get(name, 1)
             continue
         signature[name] = kind_of(name, dtype)
-        if name.endswith("_ptr") or name.startswith("stride_"):
+        aligned = name.endswith("_ptr") or name.startswith("stride_")
+        if aligned and not parameter.do_not_specialize and not parameter.do_not_specialize_on_alignment:
             attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    return Entry(kernel, capability, signature, constants, attributes, options)
 
 
-def main():
-    found = []
-    for item in sys.argv[1:]:
-        capability, dim, dtype = item.split(":")
-        capability, dim, wide = int(capability), int(dim), dtype == "fp32"
-        tiles = tiles_for(dim, wide, 64, 2, divmod(capability, 10))
-        for role, tile in zip(("forward", "dq", "dkdv"), tiles):
-            constants = dict(FLAGS, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages, IEEE=wide)
-            if role == "dkdv":
-                kernel, constants = s2_backward_dkdv_kernel, dict(constants, EFFICIENT=True, RATIO=1)
-            else:
-                kernel, constants = s2_query_kernel, dict(constants, CONTINUE=False, FORWARD=role == "forward")
-            found.append([capability, dim, wide, role, shared_memory(kernel, capability, dtype, tile, constants)])
-    print(json.dumps(found))
+def portable_entries() -> dict[str, Entry]:
+    shapes = [(card, dim, "bf16") for card in (80, 86) for dim in (64, 128, 256)]
+    shapes += [(86, 32, "bf16"), (86, 32, "fp32"), (86, 64, "fp32"), (86, 128, "fp32"), (86, 256, "fp32"), (80, 256, "fp32")]
+    shapes += [(89, 128, "bf16"), (100, 128, "bf16"), (120, 128, "bf16"), (120, 256, "bf16"), (90, 64, "bf16"), (90, 256, "bf16")]
+    wanted = [(card, role, dim, dtype, "") for card, dim, dtype in shapes for role in ROLES[:3]]
+    wanted += [(90, role, 128, "bf16", variant) for variant in VARIANTS for role in ROLES[:3] if variant != "uneven" or role == "dkdv"]
+    wanted += [(90, "delta", 128, "bf16", "")]
+    return {"-".join(filter(None, (f"sm{card}", *map(str, rest)))): portable_entry(card, *rest) for card, *rest in wanted}
+
+
+def entries() -> dict[str, Entry]:
+    """Everything that is compiled in tests, by name; the name begins with the architecture."""
+    return portable_entries()
+
+
+def measure(names) -> dict[str, dict]:
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(measured, names)))
+
+
+def version() -> str:
+    """Major and minor number of the installed Triton, whose wheel brings its own ptxas."""
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def main(arguments):
+    if arguments == ["--list"]:
+        print("\n".join(entries()))
+    elif arguments == ["--write"]:
+        known = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+        found = measure([name for name in entries() if name.startswith("sm90-")])
+        known[version()] = {name: {key: numbers[key] for key in ("registers", "spills", "serialised")} for name, numbers in found.items()}
+        lines = (
+            f'  "{release}": {{\n' + ",\n".join(f'    "{name}": {json.dumps(numbers)}' for name, numbers in sorted(of.items())) + "\n  }"
+            for release, of in sorted(known.items())
+        )
+        COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    else:
+        print(json.dumps({"triton": version(), "found": measure(list(entries()) if arguments == ["--all"] else arguments)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
