@@ -12,12 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from s2_megatron import attention_op
 from s2_megatron.attention import AttentionCall, s2_attention
 from s2_megatron.attention_op import _taken_apart
-from s2_megatron.layout import PackedSequence, Placement, build_layout, layout_of
-from tests.oracle import make_inputs
-from tests.test_attention import PAPER, pattern_of, random_mask
+from s2_megatron.layout import build_layout, layout_of
+from tests.calls import KINDS, make_call, results
+from tests.test_attention import PAPER, pattern_of
 
 BLOCK = 16
-FORMS = ("sbhd", "bshd", "bhsd", "thd")
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +24,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def make_call(kind: str, device, length: int = 80):
-    """(query, key, value as leaves, arguments of s2_attention) of one kind of call."""
-    pattern = random_mask(BLOCK, 4, 2, 2) if kind == "mask" else pattern_of(PAPER, BLOCK, 4, 2)
-    form = kind if kind in FORMS else "thd" if kind == "padded" else "sbhd"
-    (query, key, value, _), _ = make_inputs(pattern, length, 32, torch.float32, device, form=form)
-    options = {}
-    if form == "thd":
-        ends = torch.tensor([0, 30, 31, length - 9], dtype=torch.int32, device=device)
-        starts = torch.tensor([0, 31, 35, length], dtype=torch.int32, device=device) if kind == "padded" else None
-        options["packed"] = PackedSequence(ends, length, starts)
-    if kind == "placed":
-        blocks = length // BLOCK
-        slots = torch.arange(blocks).flip(0).expand(2, blocks).clone()
-        slots[1, 1] = -1
-        options["placement"] = Placement.make(range(blocks - 2, blocks), blocks, slots, device)
-        query = query[-2 * BLOCK :]
-    if kind == "ending":
-        query = query[-BLOCK - 3 :]
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    return leaves, dict(layout=build_layout(pattern, device), tensor_format=form, return_lse=True, **options)
-
-
-def results(function, leaves):
-    """(out, LSE, the gradients of a loss over both)"""
-    out, lse = function(*leaves)
-    seen = torch.where(torch.isfinite(lse), lse, 0.0)
-    return out, lse, *torch.autograd.grad(out.sin().sum() + seen.cos().sum(), leaves)
 
 
 def equal(one, two):
@@ -66,7 +36,7 @@ BACKENDS_OF_COMPILE = ["aot_eager", pytest.param("inductor", marks=pytest.mark.g
 
 @pytest.mark.op
 @pytest.mark.parametrize("compiler", BACKENDS_OF_COMPILE)
-@pytest.mark.parametrize("kind", [*FORMS, "padded", "mask", "placed", "ending"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_is_eager_bit_for_bit(kind, compiler, device):
     leaves, options = make_call(kind, device)
 
@@ -153,7 +123,7 @@ def test_copies_of_a_layout_have_their_own_number():
 
 
 @pytest.mark.op
-@pytest.mark.parametrize("kind", [*FORMS, "padded", "mask", "placed", "ending"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind, device):
     leaves, options = make_call(kind, device)
     backend = "reference" if device == "cpu" else "triton"
