@@ -241,7 +241,7 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                 tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows", "n_long", "n_rest", "n_tiles"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, ranges_ptr,
                               order_ptr, documents_ptr, distance_ptr, scale, rows, heads, n_long, n_rest, n_tiles, units, batches,
                               stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr,

@@ -203,7 +203,7 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs"])  # they differ from batch to batch
 def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ranges_ptr, order_ptr, documents_ptr, scale, rows, heads,
                              n_tiles, n_programs, batches, stride_ob, stride_oh, stride_os, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
                              RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,

@@ -188,27 +188,30 @@ class RangeLayout(Layout):
         return self.num_heads // self.num_kv_heads % 2 == 0 and all(heads[i] == heads[i + 1] for i in range(0, len(heads), 2))
 
     @cached_property
-    def pair_distances(self) -> torch.Tensor | None:
-        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the heads of a group have
-        different patterns; None when no group has."""
+    def _pair_distances(self) -> list[int] | None:
         ratio = self.num_heads // self.num_kv_heads
         groups = [self.pattern.heads[i : i + ratio] for i in range(0, self.num_heads, ratio)]
         if all(len(set(group)) == 1 for group in groups):
             return None
-        distances = [max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups]
-        return torch.tensor(distances, dtype=torch.int32, device=self.device)
+        return [max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups]
+
+    @cached_property
+    def pair_distances(self) -> torch.Tensor | None:
+        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the heads of a group have
+        different patterns; None when no group has."""
+        return None if self._pair_distances is None else torch.tensor(self._pair_distances, dtype=torch.int32, device=self.device)
 
     @cached_property
     def spare_columns(self) -> int:
         """How many pairs of key blocks a sequence may have beyond half of its blocks, because neighbours in a class have no partner."""
-        return self.ranges.shape[1] if self.pair_distances is None else int(self.pair_distances.max())
+        return self.ranges.shape[1] if self._pair_distances is None else max(self._pair_distances)
 
     def key_columns(self, n_blocks: int) -> tuple[int, int]:
         """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all others)."""
         key = ("columns", n_blocks)
         if key not in self._kept:
-            if self.pair_distances is not None:
-                rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self.pair_distances.tolist()]
+            if self._pair_distances is not None:  # not read off the device: a new length must not wait for it
+                rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self._pair_distances]
             else:
                 rows = [_columns_of_classes(head, n_blocks) for head in set(self.pattern.heads)]
             self._kept[key] = tuple(max(column) for column in zip(*rows))

@@ -2,7 +2,7 @@
 # compute-sanitizer over small calls of every kernel: memcheck must be clean, and so must racecheck, but for reports that
 # tests/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each tool and backend.
 #
-#   scripts/sanitize.sh                  every backend with kernels, memcheck and racecheck
+#   scripts/sanitize.sh                  memcheck and racecheck of triton and, on Hopper, gluon
 #   BACKENDS=triton TOOLS=memcheck scripts/sanitize.sh
 #   PYTHON=.venv/bin/python COMPUTE_SANITIZER=/usr/local/cuda/bin/compute-sanitizer scripts/sanitize.sh
 set -euo pipefail
@@ -25,7 +25,7 @@ if ! "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>/dev/null; the
     echo "sanitize.sh: ${python:-python3} sees no GPU through torch; run it on a machine with one, or set PYTHON" >&2
     exit 1
 fi
-backends=${BACKENDS:-$("$python" -c 'from s2_megatron.attention import BACKENDS; print(*[name for name in BACKENDS if name not in ("auto", "reference")])')}
+backends=${BACKENDS:-$("$python" -c 'import torch; print("triton", *["gluon"] * (torch.cuda.get_device_capability()[0] == 9))')}
 
 # An allocation of its own for every tensor: inside torch's pools a write out of bounds would hit another tensor unseen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1

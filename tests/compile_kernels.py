@@ -18,6 +18,7 @@ import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import triton
@@ -30,6 +31,7 @@ from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.kernels.tiles import tiles_for
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
+GLUON_RELEASES = ("3.6",)  # Gluon changes from one release of Triton to the next; these have what the kernels call
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = ("ranges_ptr", "key_blocks_ptr", "query_blocks_ptr", "starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr")
 
@@ -95,7 +97,7 @@ def kind_of(name: str, dtype: str) -> str:
         return "*i64"
     if name in INT32:
         return "*i32"
-    return "*fp32" if "lse" in name or "delta" in name else f"*{dtype}"
+    return "*fp32" if any(word in name for word in ("lse", "delta", "clear")) else f"*{dtype}"
 
 
 def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: str = "") -> Entry:
@@ -104,7 +106,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, wide, 64, share, divmod(capability, 10))))
     known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, HEAD_GROUP=4, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim,
-                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True)  # fmt: skip
+                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False)  # fmt: skip
     known.update(flags)
     options = {}
     if role in tiles:
@@ -136,9 +138,47 @@ def portable_entries() -> dict[str, Entry]:
     return {"-".join(filter(None, (f"sm{card}", *map(str, rest)))): portable_entry(card, *rest) for card, *rest in wanted}
 
 
+# Kernels in Gluon: as they are launched
+
+
+def hopper_entries() -> dict[str, Entry]:
+    """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, and in deterministic mode."""
+    import torch
+
+    from s2_megatron.attention import AttentionCall, attention_backward, attention_forward
+    from s2_megatron.layout import PackedSequence, build_layout
+    from s2_megatron.patterns import make_range_pattern
+    from tests.record_launches import believe_in_hopper, record_launches
+
+    believe_in_hopper()
+    launches, found = record_launches(), {}
+    layout = build_layout(make_range_pattern(block_size=64, num_heads=8, num_kv_heads=4, ranges=((16, 1), (None, 16))))
+    for dim in (64, 128):
+        for packed in (None, PackedSequence(torch.tensor([0, 5000, 8192], dtype=torch.int32), 5000)):
+            for deterministic in (False, True):
+                query, out, grad = (torch.empty(8192, 8, dim, dtype=torch.bfloat16) for _ in range(3))
+                key, value = (torch.empty(8192, 4, dim, dtype=torch.bfloat16) for _ in range(2))
+                if packed is None:
+                    query, out, grad, key, value = (tensor.unsqueeze(1) for tensor in (query, out, grad, key, value))
+                call = AttentionCall(layout, 0.1, "thd" if packed else "sbhd", packed, None, "gluon", deterministic)
+                launches.clear()
+                _, lse = attention_forward(query, key, value, call)
+                attention_backward(grad, None, query, key, value, out, lse, call)
+                for launch in launches:
+                    kernel = launch.kernel.fn.__name__.removeprefix("s2_").removesuffix("_kernel").replace("_", "-")
+                    if kernel.startswith("hopper-"):
+                        words = ("sm90", kernel, str(dim), "bf16", "packed" if packed else "", "deterministic" if deterministic else "")
+                        name = "-".join(filter(None, words))
+                        found.setdefault(launch.variant, (name, launch))  # the deterministic mode shares what it can
+    return {
+        name: Entry(launch.kernel, 90, launch.signature, launch.constants, launch.attributes, launch.options) for name, launch in found.values()
+    }
+
+
+@cache
 def entries() -> dict[str, Entry]:
     """Everything that is compiled in tests, by name; the name begins with the architecture."""
-    return portable_entries()
+    return portable_entries() | (hopper_entries() if version() in GLUON_RELEASES else {})
 
 
 def measure(names) -> dict[str, dict]:

@@ -1,6 +1,6 @@
 """How many variants of each kernel a run compiles while its batches change: lengths, documents, placements.
 
-    TRITON_INTERPRET=0 python tests/kernel_variants.py
+    TRITON_INTERPRET=0 python tests/kernel_variants.py triton    (or gluon)
 
 prints JSON: {kind of batch: {kernel: [variants after the first batch, after all]}}. Without a GPU nothing is compiled or run: what Triton would
 choose a variant by is taken down at every launch. With one the kernels run, and their caches are counted.
@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import torch
-from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from s2_megatron.attention import AttentionCall, attention_backward, attention_forward
@@ -19,38 +18,32 @@ from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import make_range_pattern
+from tests.record_launches import believe_in_hopper, record_launches
 
 KERNELS = {"query": s2_query_kernel, "delta": s2_delta_kernel, "dkdv": s2_backward_dkdv_kernel}
+KINDS = {"triton": ("packed", "placed even", "placed odd", "sbhd", "bhsd"), "gluon": ("packed", "sbhd", "bhsd")}
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BLOCK, HEADS, GROUPS, DIM = 64, 4, 2, 64
 DOCUMENTS = ([200], [64, 64], [100, 28, 1], [16] * 16, [7] * 33, [300, 20, 500, 63, 65])
-KINDS = ("packed", "placed even", "placed odd", "sbhd", "bhsd")
 LENGTHS = (1, 16, 63, 64, 65, 100, 1000, 1024)
-RECORDED: dict[str, set] = {name: set() for name in KERNELS}
+RECORDED = [] if HAS_GPU else record_launches()
 
 
-def record_launches():
-    """Instead of launching a kernel, take down what its variant is chosen by."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
+def take_hopper_kernels():
+    """Count the kernels for Hopper too, and believe in a Hopper GPU where there is none."""
+    from s2_megatron.kernels import hopper
 
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-
-    def run(kernel, *args, grid, warmup, **kwargs):
-        binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, options = binder(*args, **kwargs)
-        (name,) = (name for name, known in KERNELS.items() if known is kernel)
-        RECORDED[name].add((str(specialization), str(options)))
-
-    JITFunction.run = run
+    KERNELS.update(forward=hopper.s2_hopper_forward_kernel, backward=hopper.s2_hopper_backward_kernel, scale=hopper.s2_scale_kernel)
+    KERNELS.update(grad_query=hopper.s2_hopper_grad_query_kernel, documents=hopper.s2_document_tiles_kernel)
+    if not HAS_GPU:
+        believe_in_hopper()
 
 
 def variants() -> dict[str, int]:
     if HAS_GPU:
         return {name: len(kernel.device_caches[torch.cuda.current_device()][0]) for name, kernel in KERNELS.items()}
-    return {name: len(found) for name, found in RECORDED.items()}
+    return {name: len({launch.variant for launch in RECORDED if launch.kernel is kernel}) for name, kernel in KERNELS.items()}
 
 
 def batches(kind: str):
@@ -69,7 +62,7 @@ def batches(kind: str):
             yield length, kind, {}
 
 
-def run_batch(layout, rows: int, form: str, options: dict):
+def run_batch(layout, backend: str, rows: int, form: str, options: dict):
     """Forward and backward, with a gradient of LSE too, on q, k and v that are slices of one projection's output."""
     fused = torch.randn(rows, HEADS + 2 * GROUPS, DIM, dtype=torch.float16, device=DEVICE)
     query, key, value = fused.split([HEADS, GROUPS, GROUPS], 1)
@@ -77,18 +70,19 @@ def run_batch(layout, rows: int, form: str, options: dict):
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
     if form == "bhsd":
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value))
-    call = AttentionCall(layout, 0.1, form, options.get("packed"), options.get("placement"), "triton", False)
-    out, lse = attention_forward(query, key, value, call)
-    attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, call)
+    for deterministic in (False, True):
+        call = AttentionCall(layout, 0.1, form, options.get("packed"), options.get("placement"), backend, deterministic)
+        out, lse = attention_forward(query, key, value, call)
+        attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, call)
 
 
-def count() -> dict[str, dict[str, list[int]]]:
+def count(backend: str) -> dict[str, dict[str, list[int]]]:
     layout = build_layout(make_range_pattern(block_size=BLOCK, num_heads=HEADS, num_kv_heads=GROUPS, ranges=((2, 1), (None, 4))), DEVICE)
     found = {}
-    for kind in KINDS:
+    for kind in KINDS[backend]:
         before, first = variants(), None
         for batch in batches(kind):
-            run_batch(layout, *batch)
+            run_batch(layout, backend, *batch)
             if first is None:
                 first = variants()
         found[kind] = {name: [first[name] - before[name], now - before[name]] for name, now in variants().items()}
@@ -96,6 +90,6 @@ def count() -> dict[str, dict[str, list[int]]]:
 
 
 if __name__ == "__main__":
-    if not HAS_GPU:
-        record_launches()
-    print(json.dumps(count()))
+    if sys.argv[1] == "gluon":
+        take_hopper_kernels()
+    print(json.dumps(count(sys.argv[1])))
