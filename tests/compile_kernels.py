@@ -106,7 +106,8 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, wide, 64, share, divmod(capability, 10))))
     known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, HEAD_GROUP=4, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim,
-                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False)  # fmt: skip
+                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True,
+                 CLEAR=False)  # fmt: skip
     known.update(flags)
     options = {}
     if role in tiles:

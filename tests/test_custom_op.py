@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from s2_megatron import attention_op
 from s2_megatron.attention import AttentionCall, s2_attention
@@ -88,8 +89,12 @@ def test_a_graph_keeps_its_layout():
         return s2_attention(query, key, value, **{**options, "layout": layout})
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    out, lse = compiled(*leaves, build_layout(options["layout"].pattern))
+    layout = build_layout(options["layout"].pattern)
+    handle = layout.handle
+    out, lse = compiled(*leaves, layout)
+    del layout
     gc.collect()
+    assert handle in attention_op._kept
     grads = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
     assert equal((out, lse, *grads), expected)
 
@@ -137,6 +142,14 @@ def test_opcheck(kind, device):
     for grads in ((saved[3], saved[4]), (saved[3], None), (None, saved[4])):
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(torch.ops.s2_megatron.attention_backward.default, (*grads, *saved, *arguments), test_utils=checks)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # opcheck does not compare strides
+        fake = [mode.from_tensor(tensor) for tensor in saved]
+        promised = (
+            *torch.ops.s2_megatron.attention(*fake[:3], *arguments),
+            *torch.ops.s2_megatron.attention_backward(fake[3], fake[4], *fake, *arguments),
+        )
+    real = (out, lse, *torch.ops.s2_megatron.attention_backward(saved[3], saved[4], *saved, *arguments))
+    assert [tensor.stride() for tensor in promised] == [tensor.stride() for tensor in real]
 
 
 @pytest.mark.parametrize("used", ["out", "lse", "neither"])
