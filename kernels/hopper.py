@@ -12,7 +12,8 @@ from s2_megatron.kernels import portable
 from s2_megatron.kernels.hopper_backward import s2_hopper_backward_kernel
 from s2_megatron.kernels.hopper_forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper_grad_query import s2_hopper_grad_query_kernel
-from s2_megatron.kernels.hopper_rows import s2_document_tiles_kernel, s2_scale_kernel
+from s2_megatron.kernels.hopper_rows import s2_scale_kernel
+from s2_megatron.kernels.packed_rows import s2_document_tiles_kernel
 from s2_megatron.kernels.tiles import hopper_tiles_for
 
 BLOCK = 64  # tokens of a block, and of half a tile

@@ -8,9 +8,13 @@ from contextlib import nullcontext
 from functools import cache
 
 import torch
+import triton
 
 from s2_megatron.kernels import portable
+from s2_megatron.kernels.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
+
+GLUON = "3.6."  # Gluon changes from version to version of Triton
 
 
 @cache
@@ -29,6 +33,8 @@ def _hopper(backend, query, key, value, layout, placement, initial):
         return None
     if not _is_hopper(query.device):
         reason = f"{query.device} is not a Hopper GPU (compute capability 9.0)"
+    elif not triton.__version__.startswith(GLUON):
+        reason = f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
     else:
         from s2_megatron.kernels import hopper  # Gluon: only where it can run
 
@@ -42,10 +48,22 @@ def _hopper(backend, query, key, value, layout, placement, initial):
     return None
 
 
+def _fill_between(packed, value, *tensors):
+    """value in the rows between packed documents, which no kernel visits. tensors: [1, heads, rows, D]."""
+    for tensor in tensors:
+        _, heads, rows, dim = tensor.shape
+        s2_fill_between_kernel[(triton.cdiv(rows, 64), heads)](
+            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, tensor.stride(1), tensor.stride(2), ROWS=64,
+            DIM=dim, BLOCK_D=triton.next_power_of_2(dim))
+
+
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
     """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
     hopper = _hopper(backend, query, key, value, layout, placement, initial)
     with _on(query.device):
+        if packed is not None:
+            _fill_between(packed, 0.0, out)
+            _fill_between(packed, float("-inf"), lse[..., None])
         if hopper is None:
             portable.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
         else:
@@ -58,6 +76,8 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     hopper = _hopper(backend, query, key, value, layout, placement, None)
     tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed)
     with _on(query.device):
+        if packed is not None:
+            _fill_between(packed, 0.0, grad_query, grad_key, grad_value)
         if hopper is None:
             portable.backward(*tensors, placement)
         else:

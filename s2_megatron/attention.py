@@ -70,8 +70,8 @@ def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
 
 
 def _leaves_rows(call) -> bool:
-    """Whether the kernels leave rows alone: those outside of documents or slots."""
-    return call.packed is not None or (call.placement is not None and call.placement.key_slot is not None)
+    """Whether the implementation leaves rows alone: the reference those outside of documents, and all of them empty slots."""
+    return (call.packed is not None and call.backend == "reference") or (call.placement is not None and call.placement.key_slot is not None)
 
 
 def _empty_like(tensor, call):
