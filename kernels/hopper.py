@@ -18,6 +18,7 @@ from s2_megatron.kernels.tiles import hopper_tiles_for
 
 BLOCK = 64  # tokens of a block, and of half a tile
 TILE = 2 * BLOCK
+MOST_RANGES = 12  # for the marks of a tile
 MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
 _MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
@@ -55,6 +56,8 @@ def refusal(query, key, value, layout, placement, initial) -> str | None:
         return "the pattern is a block mask"
     if max(query.shape[2], max(stride for head in layout.pattern.heads for _, stride in head.ranges) * BLOCK) >= MOST_BLOCKS * BLOCK:
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
+    if layout.ranges.shape[1] > MOST_RANGES:
+        return f"the pattern has more than {MOST_RANGES} ranges"
     if not layout.pattern.is_kv_efficient:
         return "the strides of the pattern do not divide each other"
     if not all(_loadable(tensor) for tensor in (query, key, value)):
@@ -134,10 +137,11 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         grad_out = grad_out.contiguous()
     delta = torch.empty_like(lse)
     sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
-    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums)
+    counter = torch.empty(1, dtype=torch.int32, device=query.device)  # of the key tiles that are taken
+    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums, counter)
     units = call.batch * call.kv_heads
     distances = layout.pair_distances
-    n_long, n_rest, documents, n_tiles = 1, 1, call.nothing, 0
+    n_long, n_rest, documents = 1, 1, call.nothing
     if packed is None:
         n_long, n_rest = layout.key_columns(triton.cdiv(call.rows, BLOCK))
         programs = (n_long + n_rest) * units
@@ -146,11 +150,11 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         programs = n_tiles * units
     order = layout.head_order(call.heads // call.kv_heads)
     boxes = [_descriptor(tensor, call.block_dim) for tensor in (query, key, value, grad_out, grad_key, grad_value)]
-    s2_hopper_backward_kernel[(programs,)](
+    s2_hopper_backward_kernel[(min(programs, _device(query.device)[1]),)](
         *boxes[:4], lse, delta, _descriptor(sums, 64, _WIDE) if one_pass else boxes[0], *boxes[4:], grad_key, grad_value,
         order_ptr=call.nothing if order is None else order, documents_ptr=documents,
-        distance_ptr=call.nothing if distances is None else distances, scale=scale, n_long=n_long, n_rest=max(n_rest, 1), n_tiles=n_tiles,
-        units=units, stride_dkb=grad_key.stride(0), stride_dkh=grad_key.stride(1), stride_dks=grad_key.stride(2),
+        distance_ptr=call.nothing if distances is None else distances, scale=scale, n_long=n_long, n_rest=max(n_rest, 1), n_programs=programs,
+        units=units, counter_ptr=counter, stride_dkb=grad_key.stride(0), stride_dkh=grad_key.stride(1), stride_dks=grad_key.stride(2),
         stride_dvb=grad_value.stride(0), stride_dvh=grad_value.stride(1), stride_dvs=grad_value.stride(2), **call.common,
         HEAD_GROUP=_group(units, tile.heads), ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages,
         GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages, DQ=one_pass, num_warps=4)

@@ -70,7 +70,7 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
-def key_tile(index, n_long, n_rest, n_tiles, units, batches, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
              N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
              MIXED: gl.constexpr):
     """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. The tiles of the longest class go

@@ -86,8 +86,8 @@ def softmax_step(scores, running_max, running_sum, scale, MASK: gl.constexpr):
 
 
 @gluon.jit
-def attend(p_before, out, running_max, running_sum, query, keys, values, barriers, turns, count, scale, keep_a, keep_b,
-           HALF: gl.constexpr, TURNS: gl.constexpr, MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def attend(p_before, out, running_max, running_sum, query, keys, values, barriers, count, scale, keep_a, keep_b,
+           MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """One step: scores of its keys, P V of the step before, softmax. Returns (p as an operand, out, running_max, running_sum)."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -98,13 +98,9 @@ def attend(p_before, out, running_max, running_sum, query, keys, values, barrier
     before = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
     zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-    if TURNS:
-        mbarrier.wait(turns.index(HALF), (count & 1) ^ (1 - HALF))
     s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
     o_token = warpgroup_mma(p_before, values.index(before), out, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index(1 - HALF), count=1)
     scores = warpgroup_mma_wait(1, deps=[s_token])
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASK:
@@ -120,9 +116,9 @@ def attend(p_before, out, running_max, running_sum, query, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, turns, rows, scale, heads, stride_ob, stride_oh,
+def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
             stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr,
-            STAGES: gl.constexpr, TURNS: gl.constexpr):
+            STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -142,11 +138,7 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
         stage = count % STAGES
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-        if TURNS:
-            mbarrier.wait(turns.index(HALF), (count & 1) ^ (1 - HALF))
         s_token = warpgroup_mma(query, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - HALF), count=1)
         scores = warpgroup_mma_wait(0, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
         row = gl.arange(0, BLOCK, layout=s_rows)
@@ -176,12 +168,12 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
         for step in range(masked_steps):
             wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
             operand, out, running_max, running_sum = attend(
-                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, turns, count, scale, wanted & 1, wanted & 4,
-                HALF, TURNS, True, BLOCK_D, STAGES)
+                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, wanted & 1, wanted & 4,
+                True, BLOCK_D, STAGES)
             count += 1
         for step in range(free_steps):
             operand, out, running_max, running_sum = attend(
-                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, turns, count, scale, 1, 1, HALF, TURNS, False,
+                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, 1, 1, False,
                 BLOCK_D, STAGES)
             count += 1
         before = (count - 1) % STAGES
@@ -216,7 +208,7 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
 def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ranges_ptr, order_ptr, documents_ptr, scale, rows, heads,
                              n_tiles, n_programs, batches, stride_ob, stride_oh, stride_os, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
                              RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-                             BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, num_warps: gl.constexpr):
+                             BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x BLOCK_D (Q, out)."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -225,16 +217,12 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(turns.index(half), count=1)
-    fence_async_shared()
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, turns, rows, scale, heads, stride_ob, stride_oh,
-                   stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES, TURNS)),
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, turns, rows, scale, heads, stride_ob, stride_oh,
-                   stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES, TURNS)),
+        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
+                   stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
+                   stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
         (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, work, N_RANGES, RATIO, HEAD_GROUP, ORDERED, PACKED, PACK,
                    BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

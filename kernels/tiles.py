@@ -71,5 +71,5 @@ class HopperTiles(NamedTuple):
 def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
     """block_dim: 64 or 128. rows: tokens of the sequence, or of all packed documents."""
     query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32, persistent=True, pack=True)
-    column = HopperColumn(stages=3, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 1, one_pass=block_dim == 64)
+    column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
     return HopperTiles(query_tile, query_tile, column)
