@@ -207,8 +207,8 @@ REFUSALS: tuple[Refusal, ...] = (
             "shifts the labels by documents, and the row was cut as one sequence",
             "use --context-parallel-size 1, or remove --mtp-num-layers"),
     Refusal("s2_keep_attention_output", lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
-            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention, holds it in CUDA "
-            "graphs, or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
+            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention, holds it in "
+            "CUDA graphs, or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
             "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Refusal("hierarchical_context_parallel_sizes", _is_set("hierarchical_context_parallel_sizes"),
             "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
