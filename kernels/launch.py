@@ -22,7 +22,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _on(device: torch.device):
+def on_device(device: torch.device):
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -60,7 +60,7 @@ def _fill_between(packed, value, *tensors):
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
     """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
     hopper = _hopper(backend, query, key, value, layout, placement, initial)
-    with _on(query.device):
+    with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, out)
             _fill_between(packed, float("-inf"), lse[..., None])
@@ -75,10 +75,29 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     """Writes the three gradients. grad_lse: [B, H, rows] or None. deterministic: bitwise repeatable (the portable kernels always are)."""
     hopper = _hopper(backend, query, key, value, layout, placement, None)
     tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed)
-    with _on(query.device):
+    with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_query, grad_key, grad_value)
         if hopper is None:
             portable.backward(*tensors, placement)
         else:
             hopper.backward(*tensors, deterministic)
+
+
+# The backward in parts, for placed queries and keys: the portable kernels compute those.
+def delta(grad_out, grad_lse, out, lse, row_sums):
+    """Writes row_sums [B, H, rows] (fp32): rowsum(out * grad_out) - grad_lse."""
+    with on_device(out.device):
+        portable.launch_delta(grad_out, grad_lse, out, lse.contiguous(), row_sums)
+
+
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None):
+    """Writes dK and dV, from the final lse and the row sums of `delta`."""
+    with on_device(query.device):
+        portable.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement)
+
+
+def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
+    with on_device(query.device):
+        portable.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial)

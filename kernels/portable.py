@@ -30,7 +30,8 @@ class _Geometry:
         self.packed, self.placement, self.block = packed, placement, layout.block_size
         self.documents = 0 if packed is None else len(packed.cu_seqlens) - 1
         self.by_row = dict(ranges_ptr=nothing if is_table else layout.ranges, row_starts_ptr=layout.row_starts if is_table else nothing,
-                           key_blocks_ptr=layout.key_blocks if is_table else nothing)
+                           key_blocks_ptr=layout.key_blocks if is_table else nothing,
+                           **_run_tensors(None if placement is None else placement.runs, nothing))
         self.by_column = dict(ranges_ptr=self.by_row["ranges_ptr"], column_starts_ptr=layout.column_starts if is_table else nothing,
                               query_blocks_ptr=layout.query_blocks if is_table else nothing,
                               query_rank_ptr=nothing if placement is None else placement.query_rank)
@@ -47,6 +48,11 @@ class _Geometry:
     def count(self, rows, tile):
         """Tiles of `rows` rows; for packed documents the upper bound that find_document counts with."""
         return rows // tile + self.documents if self.packed is not None else triton.cdiv(rows, tile)
+
+
+def _run_tensors(runs, nothing):
+    index, prefix, slots = (nothing, nothing, nothing) if runs is None else runs
+    return dict(run_index_ptr=index, run_prefix_ptr=prefix, run_slots_ptr=slots, RUNS=runs is not None)
 
 
 def _strides(**tensors):
@@ -90,11 +96,18 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None, counter=None):
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
     """Writes the three gradients. grad_lse: [B, H, rows] or None. Bitwise repeatable: no atomics, sums in a fixed order."""
-    geometry = _Geometry(query, key, layout, packed, placement)
-    batch, heads, rows, _ = query.shape
     delta = torch.empty_like(lse)
     launch_delta(grad_out, grad_lse, out, lse, delta)
+    backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed, placement)
+    backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed, placement)
+
+
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None):
+    """Writes dK and dV, from the final lse and delta. With placed keys the heads of grad_key may share memory (stride 0 between heads): a
+    slot belongs to one KV head."""
+    geometry = _Geometry(query, key, layout, packed, placement)
     tile = geometry.tiles[2]
+    batch, heads = query.shape[:2]
     kv_heads = batch * key.shape[1]
     key_rows = key.shape[2] if placement is None or placement.key_slot is None else placement.n_blocks * geometry.block
     n_tiles = geometry.count(key_rows, tile.columns)
@@ -107,5 +120,12 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         **_strides(q=query, k=key, v=value, g=grad_out, dk=grad_key, dv=grad_value), TILE_M=tile.rows, TILE_N=tile.columns,
         EFFICIENT=not geometry.is_table and layout.pattern.is_kv_efficient, RATIO=heads // key.shape[1],
         HEAD_GROUP=_together(kv_heads), STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
+    """Writes dQ, from the final lse and delta. initial: dQ of the same queries over other keys (fp32), added before the result is rounded."""
+    geometry = _Geometry(query, key, layout, packed, placement)
     tensors = dict(lse_ptr=lse, delta_ptr=delta, initial_lse_ptr=lse)
-    _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, query, scale, False, False)
+    first = query if initial is None else initial
+    proceed = initial is not None
+    _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, first, scale, False, proceed)

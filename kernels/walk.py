@@ -126,11 +126,11 @@ def visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride
 
 @triton.jit
 def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd,
-                    ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, head, table, table_rows, positions, query_low, query_high,
-                    last_position, kv_length, scale_log2,
+                    ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, run_index_ptr, run_prefix_ptr, run_slots_ptr, head,
+                    table, table_rows, positions, query_low, query_high, last_position, kv_length, scale_log2,
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-                    FORWARD: tl.constexpr):
+                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
+                    IEEE: tl.constexpr, FORWARD: tl.constexpr):
     """Visits every key tile of a query tile. (row_a, row_b): running sum and maximum in the forward; delta and LSE (base 2) in dQ.
     positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
     PER_STEP: tl.constexpr = TILE_N // BLOCK if TILE_N > BLOCK else 1
@@ -149,6 +149,9 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
         own = tl.load(key_blocks_ptr + list_start + list_count - 1) == query_low
         list_count = tl.where(own, list_count - 1, list_count)
         diagonal_end = tl.where(own, diagonal_end, 0)
+    if KEY_SLOT:
+        own_blocks = tl.minimum(query_low + tl.arange(0, TILE_M // BLOCK if SHARED else 1), query_high)
+        diagonal_end = tl.where(tl.max(tl.load(slot_ptr + own_blocks), 0) >= 0, diagonal_end, 0)
     for column in range(query_low * BLOCK, diagonal_end, TILE_N):
         columns = column + offsets
         block = columns // BLOCK
@@ -188,7 +191,7 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
             count = list_count
         else:
             first, count = members(tl.maximum(query_high - end + 1, 0), tl.minimum(query_high - start, query_low - 1), stride, offset)
-        if KEY_SLOT:
+        if KEY_SLOT and not RUNS:
             for step in range(0, count * PARTS, PER_STEP):
                 entry = step // PARTS + offsets // BLOCK
                 wanted = entry < count
@@ -205,13 +208,22 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                                                       stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
                                                       FORWARD)
         else:
+            if TABLE:
+                list_ptr = key_blocks_ptr + list_start
+            if RUNS:  # the present ones of the run's candidates
+                candidate = tl.where(count > 0, (first + offset) // stride - tl.where(offset > 0, 1, 0), 0)
+                entry_index = run_index_ptr + (head * N_RANGES + index) * 2
+                prefix_ptr = run_prefix_ptr + tl.load(entry_index) + candidate
+                skipped = tl.load(prefix_ptr)
+                list_ptr = run_slots_ptr + tl.load(entry_index + 1) + skipped
+                count = tl.load(prefix_ptr + count) - skipped
             full = count * PARTS // PER_STEP
             for step in tl.range(0, full, num_stages=STAGES):
                 entry = step * PER_STEP // PARTS
                 if PER_STEP > 1:
                     entry += offsets // BLOCK
-                if TABLE:
-                    block = tl.load(key_blocks_ptr + list_start + entry)
+                if TABLE or RUNS:
+                    block = tl.load(list_ptr + entry)
                 else:
                     block = first + entry * stride
                 if PER_STEP > 1:
@@ -229,8 +241,8 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                     wanted = entry < count
                     entry = tl.minimum(entry, count - 1)
                     block = first + entry * stride
-                    if TABLE:
-                        block = tl.load(key_blocks_ptr + list_start + entry)
+                    if TABLE or RUNS:
+                        block = tl.load(list_ptr + entry)
                     rows = block.to(tl.int64) * BLOCK + offsets % BLOCK
                     keep = (positions[:, None] >= 0) & wanted[None, :]
                     accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,

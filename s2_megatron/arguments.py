@@ -15,6 +15,8 @@ from s2_megatron import cuda_on_cpu
 from s2_megatron.attention import BACKENDS, resolve_backend
 from s2_megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.config import load_config
+from s2_megatron.context_parallel import COMM_TYPES
+from s2_megatron.cp_plan import check_block_count
 from s2_megatron.flops import install_flop_accounting
 from s2_megatron.loss_log import install_loss_log
 from s2_megatron.metrics import report_s2_settings
@@ -51,6 +53,27 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="What computes dense layers. stock: Megatron's core attention. s2: this package's kernels with a dense pattern. "
         "auto: stock with Transformer Engine; with the local implementation stock for short unpacked sequences, "
         "else s2.",
+    )
+    group.add_argument(
+        "--s2-cp-comm-type",
+        nargs="+",
+        default=["sparse"],
+        metavar="TYPE",
+        help=f"How context-parallel ranks talk in the layers that S2's op computes: {', '.join(COMM_TYPES)}; one for all layers, or one "
+        "per layer. sparse: each rank receives the key blocks that its pattern attends. all_gather: all keys and values. a2a: the whole "
+        "sequence of some heads. Megatron's own dense layers follow --cp-comm-type.",
+    )
+    group.add_argument(
+        "--s2-cp-keep-received",
+        action="store_true",
+        help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving them again: "
+        "faster, more memory.",
+    )
+    group.add_argument(
+        "--s2-keep-attention-output",
+        action="store_true",
+        help="Under activation recomputation (full, or selective with core_attn) keep the attention's result of the first pass, so that "
+        "the second computes no attention.",
     )
     group.add_argument(
         "--s2-allow-python-patterns",
@@ -122,12 +145,28 @@ def _warn_of_ignored(args: Namespace) -> None:
         for flag, ignored in (
             (f"--s2-backend {args.s2_backend}", args.s2_backend != "auto"),
             (f"--s2-dense-core {args.s2_dense_core}", args.s2_dense_core != "auto"),
+            (f"--s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}", args.s2_cp_comm_type != ["sparse"]),
+            ("--s2-cp-keep-received", args.s2_cp_keep_received),
+            ("--s2-keep-attention-output", args.s2_keep_attention_output),
             ("--s2-allow-python-patterns", args.s2_allow_python_patterns),
         )
         if ignored
     ]
     if given:
         print_once(f"S2: {', '.join(given)} without --s2-config: ignored, the model is Megatron's own")
+
+
+def _check_context_parallel(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Refuses a length that cannot be cut into whole blocks, and says which flags have no effect."""
+    size = args.context_parallel_size
+    if size == 1:
+        given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
+        if given:
+            print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
+        return
+    packed = args.sft or args.dataloader_inter_document_masking
+    if not packed and set(args.s2_cp_comm_type) != {"a2a"}:
+        check_block_count(args.seq_length, size, sparsity.block_size)
 
 
 def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
@@ -154,6 +193,7 @@ def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
         return None
     refuse_unsupported(args)
     sparsity = _apply_softmax_scale(args, _resolve(args))
+    _check_context_parallel(args, sparsity)
     resolve_backend(args.s2_backend, _device_type())
     compare_with_checkpoint(args, sparsity)
     args.s2_sparsity = sparsity.canonical_json()

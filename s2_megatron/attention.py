@@ -79,6 +79,12 @@ def _empty_like(tensor, call):
     return (torch.zeros if _leaves_rows(call) else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _empty_for_queries(query, call, dtype):
+    """The same for query's shape: of placed queries every row is written."""
+    leaves_rows = call.packed is not None and call.backend == "reference"
+    return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=dtype or query.dtype, device=query.device)
+
+
 def _check(query, key, value, call: AttentionCall):
     layout, form = call.layout, call.tensor_format
     if form not in FORMATS:
@@ -165,17 +171,18 @@ def _check(query, key, value, call: AttentionCall):
         raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows")
 
 
-def attention_forward(query, key, value, call: AttentionCall, initial=None):
+def attention_forward(query, key, value, call: AttentionCall, initial=None, out_dtype=None):
     """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
 
-    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    out has query's shape and out_dtype (default query's dtype; fp32 for a part that is continued, so that it is rounded once); LSE is
+    [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
     """
     _check(query, key, value, call)
     form = call.tensor_format
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
-    out = _empty_like(query, call)
+    out = _empty_for_queries(query, call, out_dtype)
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    if _leaves_rows(call):
+    if call.packed is not None and call.backend == "reference":
         lse.fill_(float("-inf"))
     if initial is not None:
         initial = (canonical_view(initial[0], form), initial[1])
@@ -215,6 +222,49 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
             **_settings(call, deterministic=call.deterministic),
         )
     return grads
+
+
+# The backward in parts, for context parallelism: between them it sends and receives.
+def attention_delta(grad_out, out, lse, call: AttentionCall):
+    """rowsum(out * grad_out) [B, H, rows], fp32 (fp64 for fp64), contiguous: what both other parts read."""
+    row_sums = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    if out.numel():
+        _implementation(call.backend).delta(
+            canonical_view(grad_out, call.tensor_format), None, canonical_view(out, call.tensor_format), lse, row_sums
+        )
+    return row_sums
+
+
+def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall) -> None:
+    """Writes the part of dK and dV that these queries give to these keys. Every row of a slot that the placement names is written, no other.
+
+    lse: the final one, over all keys. row_sums: attention_delta's. grad_key, grad_value: like key, any dtype and strides; heads may share
+    memory (stride 0) where their slots differ.
+    """
+    views = [canonical_view(tensor, call.tensor_format) for tensor in (grad_out, query, key, value)]
+    grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
+    if query.numel():
+        _implementation(call.backend).backward_dkdv(*views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement)
+
+
+def attention_backward_dq(grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, dtype=None):
+    """dQ over these keys, in `dtype` (default query's). initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it."""
+    grad_query = _empty_for_queries(query, call, dtype)
+    form = call.tensor_format
+    views = [canonical_view(tensor, form) for tensor in (grad_out, query, key, value)]
+    if query.numel():
+        _implementation(call.backend).backward_dq(
+            *views,
+            lse,
+            row_sums,
+            canonical_view(grad_query, form),
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            None if initial is None else canonical_view(initial, form),
+        )
+    return grad_query
 
 
 @lru_cache(maxsize=256)

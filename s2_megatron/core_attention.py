@@ -6,17 +6,21 @@ head dim of one tensor-parallel rank.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from s2_megatron.attention import BACKENDS, s2_attention
+from s2_megatron.attention import BACKENDS
 from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.context_parallel import ContextParallel
+from s2_megatron.kept_output import KeptOutputs, kept_attention
 from s2_megatron.layout import Layout, PackedSequence, build_layout
 from s2_megatron.patterns import Pattern
 
@@ -24,7 +28,6 @@ from s2_megatron.patterns import Pattern
 # line is checked before (refusals.py, which knows more); this list is for models that are built without it.
 HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
-    ("context_parallel_size", 1, "--context-parallel-size 1"),
     ("multi_latent_attention", False, "drop --multi-latent-attention"),
     ("softmax_type", "vanilla", "--softmax-type vanilla"),
     ("window_size", None, "drop --window-size and give the window in the S2 config (local_tokens)"),
@@ -38,6 +41,18 @@ HONOURED_CONFIG = (
 )
 
 _layouts: dict[tuple[str, torch.device], Layout] = {}
+_context_parallel: dict[tuple, ContextParallel] = {}
+
+
+@dataclass
+class PackedAcrossRanks(PackedSeqParams):
+    """A packed row that was cut over context-parallel ranks as one sequence, whatever its documents are (--dataloader-inter-document-masking).
+
+    The fields of PackedSeqParams describe that one sequence: Megatron's RoPE, which is relative, then takes the right positions on every rank.
+    documents has the borders that the attention must respect; only S2's core attention reads it.
+    """
+
+    documents: PackedSequence | None = None
 
 
 def require_honoured(config: TransformerConfig, where: str) -> None:
@@ -54,7 +69,9 @@ class S2CoreAttention(MegatronModule):
     config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as Megatron passes them.
     pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing. layer_index: the 0-based layer that the
     pattern is meant for, to check against layer_number. backend, deterministic: see s2_attention; config.deterministic_mode also selects
-    the deterministic backward.
+    the deterministic backward. With context parallelism: s2_cp_comm_type, keep_received and packed_cut as in ContextParallel, whose
+    cp_comm_type this layer does not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation keep the
+    result of the first pass, so that the second computes no attention.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
     """
 
@@ -75,6 +92,11 @@ class S2CoreAttention(MegatronModule):
         layer_index: int | None = None,
         backend: str = "auto",
         deterministic: bool = False,
+        s2_cp_comm_type: str = "sparse",
+        keep_received: bool = False,
+        packed_cut: str = "document",
+        seq_length: int | None = None,
+        keep_output: bool = False,
     ):
         super().__init__(config=config)
         # The spec was made for one layer; Megatron numbers layers itself, by its own pipeline arithmetic.
@@ -101,7 +123,7 @@ class S2CoreAttention(MegatronModule):
             )
 
         if pg_collection is None:
-            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         tp_rank, tp_size = pg_collection.tp.rank(), pg_collection.tp.size()
         # With fewer KV groups than ranks Megatron passes a copy of the config that counts one group a rank.
         groups = pattern.num_kv_heads if pattern.num_kv_heads >= tp_size else tp_size
@@ -112,6 +134,23 @@ class S2CoreAttention(MegatronModule):
             )
         self.local_pattern = pattern.tensor_parallel_slice(tp_rank, tp_size)
         self._pattern_key = json.dumps(self.local_pattern.canonical(), sort_keys=True)
+        self.kept = KeptOutputs() if keep_output else None
+        self.context_parallel = None
+        if config.context_parallel_size > 1:
+            assert pg_collection.cp.size() == config.context_parallel_size
+            self.context_parallel = self._shared_context(pg_collection.cp, s2_cp_comm_type, keep_received, packed_cut)
+            if seq_length is not None:
+                self.context_parallel.prepare(seq_length)
+
+    def _shared_context(self, group, comm_type, keep_received, cut) -> ContextParallel:
+        """Layers with the same pattern and settings share the plan, and what of it lies on the device."""
+        key = (self._pattern_key, group, comm_type, keep_received, cut)
+        if key not in _context_parallel:
+            try:
+                _context_parallel[key] = ContextParallel(self.local_pattern, group, comm_type, keep_received=keep_received, cut=cut)
+            except ValueError as error:
+                raise ValueError(f"{self._name}: {error}") from error
+        return _context_parallel[key]
 
     @property
     def _name(self) -> str:
@@ -140,8 +179,9 @@ class S2CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention of the layer's heads on this rank.
 
-        query [s, b, np, hn], key and value [sk, b, ng, hn], any strides; packed: [t, np, hn] and [t, ng, hn]. attention_mask is not
-        read: the pattern is causal, and a mask type that says more than that is refused.
+        query [s, b, np, hn], key and value [sk, b, ng, hn], any strides; packed: [t, np, hn] and [t, ng, hn]; with context parallelism
+        this rank's share of the tokens, in Megatron's order. attention_mask is not read: the pattern is causal, and a mask type that says
+        more than that is refused.
         Returns [s, b, np*hn], packed [t, np*hn], in query's dtype.
         Raises ValueError for a bias, a mask that is not causal, or packed sequences in another format than thd.
         """
@@ -153,18 +193,13 @@ class S2CoreAttention(MegatronModule):
         packed = None if packed_seq_params is None else self._packed(packed_seq_params, query)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         self._check_mask_type(mask_type, query, key, packed)
-        out = s2_attention(
-            query,
-            key,
-            value,
-            self.layout(query.device),
-            softmax_scale=self.softmax_scale,
-            tensor_format="sbhd" if packed is None else "thd",
-            packed=packed,
-            backend=self.backend,
-            deterministic=self.deterministic,
-        )
-        return out.flatten(-2)
+        # Only inside a layer that Megatron will run, or runs, a second time.
+        kept = self.kept if self.training and is_checkpointing() else None
+        options = dict(softmax_scale=self.softmax_scale, packed=packed, backend=self.backend, deterministic=self.deterministic)
+        if self.context_parallel is not None:
+            return self.context_parallel.attention(query, key, value, kept=kept, **options).flatten(-2)
+        form = "sbhd" if packed is None else "thd"
+        return kept_attention(query, key, value, self.layout(query.device), kept=kept, tensor_format=form, **options).flatten(-2)
 
     def _check_mask_type(self, mask_type, query, key, packed) -> None:
         # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees every key;
@@ -184,6 +219,14 @@ class S2CoreAttention(MegatronModule):
     def _packed(self, params: PackedSeqParams, query: torch.Tensor) -> PackedSequence:
         if params.qkv_format != "thd":
             raise ValueError(f"{self._name}: packed sequences in qkv_format={params.qkv_format!r}; expected 'thd'")
+        if self.context_parallel is not None and (self.context_parallel.cut == "sequence") != isinstance(params, PackedAcrossRanks):
+            raise ValueError(
+                f"{self._name}: packed_seq_params is {type(params).__name__}, but the batch was cut by {self.context_parallel.cut}; expected "
+                "PackedAcrossRanks for a row cut as one sequence, PackedSeqParams for documents cut by themselves; read batches with "
+                "s2_megatron.gpt_data.next_batch"
+            )
+        if isinstance(params, PackedAcrossRanks):
+            return params.documents
         for ours, theirs, name in (
             (params.cu_seqlens_q, params.cu_seqlens_kv, "cu_seqlens"),
             (params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded, "cu_seqlens_padded"),

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from s2_megatron.printing import print_once
 
 # Packages that Megatron uses when they are installed and that work on a GPU only.
-GPU_PACKAGES = ("transformer_engine", "apex", "amp_C")
+GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 
 
 def _to_cpu(device):

@@ -3,7 +3,8 @@
 Shapes: b micro-batch, s sequence length, t = b*s tokens of a packed micro-batch, n documents in it.
 
 A packed batch (`--sft`, `--dataloader-inter-document-masking`) is one row of t tokens with the documents' borders in
-`PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders.
+`PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders. Over c context-parallel ranks Megatron cuts the row in
+zigzag: every document by itself for --sft, whose documents are padded for it, the whole row for inter-document masking.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import json
 from functools import cache, partial
 from typing import NamedTuple
 
+import megatron.core.utils as megatron_utils
 import megatron.training.training as training_loop
 import torch
 from megatron.core import mpu
@@ -30,6 +32,11 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from s2_megatron.context_parallel import packed_cut
+from s2_megatron.core_attention import PackedAcrossRanks
+from s2_megatron.cp_exchange import cut_order
+from s2_megatron.layout import PackedSequence
 
 # A loss counts as spiky (--check-for-spiky-loss) when it is this many times the largest one seen so far.
 SPIKY_LOSS_FACTOR = 10
@@ -70,12 +77,24 @@ def _stage_has_mtp(config, vp_stage: int | None) -> bool:
     )
 
 
-def _packed_seq_params(batch: dict, tokens_per_sample: int) -> PackedSeqParams:
+def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
     borders, padded = (batch[key] if batch[key] is None else batch[key].squeeze(0) for key in ("cu_seqlens", "cu_seqlens_padded"))
     # Megatron's FLOP count of a packed batch: the real tokens, without padding. Looked up at call time, so that a wrapper counts too.
     training_loop.update_seqlen_stats_from_cu_seqlens(borders)
     starts = borders if padded is None else padded
     longest = int(batch["max_seqlen"].item())
+    if args.context_parallel_size > 1 and packed_cut(args) == "sequence":
+        tokens = args.micro_batch_size * args.seq_length
+        row = torch.arange(2, dtype=torch.int32, device=starts.device) * tokens
+        return PackedAcrossRanks(
+            qkv_format="thd",
+            cu_seqlens_q=row,
+            cu_seqlens_kv=row,
+            max_seqlen_q=tokens,
+            max_seqlen_kv=tokens,
+            tokens_per_sample=args.seq_length,
+            documents=PackedSequence(starts.to(torch.int32), longest),
+        )
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,
@@ -86,7 +105,7 @@ def _packed_seq_params(batch: dict, tokens_per_sample: int) -> PackedSeqParams:
         max_seqlen_kv=longest,
         local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"].item()),
         cp_group=batch["hybrid_cp_group"],
-        tokens_per_sample=tokens_per_sample,
+        tokens_per_sample=args.seq_length,
     )
 
 
@@ -126,22 +145,40 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     )
     batch = flatten_batch_for_packed_sequences(batch)
     if not has_tokens:
-        return GPTBatch(packed=_packed_seq_params(batch, args.seq_length))
+        return GPTBatch(packed=_packed_seq_params(batch, args))
+    if packed and args.context_parallel_size > 1 and packed_cut(args) == "document" and megatron_utils.tex is None:
+        return _with_documents_cut(batch, args)
     batch = get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,
         cp_group=mpu.get_context_parallel_group(),
         hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
-        use_per_sequence_balancing=args.dataloader_inter_document_masking and not args.sft,
+        use_per_sequence_balancing=packed_cut(args) == "sequence",
     )
+    return _as_gpt_batch(batch, args)
+
+
+def _as_gpt_batch(batch: dict, args) -> GPTBatch:
     return GPTBatch(
         tokens=batch["tokens"],
         position_ids=batch["position_ids"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
         attention_mask=batch["attention_mask"],
-        packed=None if batch["cu_seqlens"] is None else _packed_seq_params(batch, args.seq_length),
+        packed=None if batch["cu_seqlens"] is None else _packed_seq_params(batch, args),
     )
+
+
+def _with_documents_cut(batch: dict, args) -> GPTBatch:
+    """Every document cut by itself, as Transformer Engine's thd_get_partitioned_indices does it, where that is not installed."""
+    borders = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
+    group = mpu.get_context_parallel_group()
+    tokens = args.micro_batch_size * args.seq_length
+    rows = cut_order(borders.squeeze(0), tokens, group.size()).argsort().chunk(group.size())[group.rank()]
+    for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        if batch[key] is not None:
+            batch[key] = batch[key].index_select(1, rows)
+    return _as_gpt_batch(batch, args)
 
 
 @cache

@@ -11,7 +11,8 @@
     attended pairs a sequence: 1,456,128 of 2,101,248 (69.3%)
     S: 2 consecutive S layers together cover 100.0% of the causal blocks
 
-The command above draws the README's picture. The flags are named as Megatron's own. No GPU and no Megatron is needed.
+The command above draws the README's picture; with --context-parallel-size 4 --exchange-png FILE it draws which blocks the ranks of
+context parallelism send each other. The flags are named as Megatron's own. No GPU and no Megatron is needed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 from rich.console import Console
 
 from s2_megatron.config import load_config
+from s2_megatron.cp_plan import check_block_count, layer_costs, make_plan
 from s2_megatron.patterns import Pattern, RangePattern
 from s2_megatron.sparsity import ResolvedSparsity, tensor_parallel_balance
 
@@ -171,6 +173,61 @@ def draw(sparsity: ResolvedSparsity, file: Path, *, layers: Sequence[int] | None
     pyplot.close(figure)
 
 
+def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: int | None = None) -> None:
+    """Writes a PNG: for the first KV heads of a layer, which key blocks each context-parallel rank holds, receives, and never reads.
+
+    size: ranks. layer: default the first S2 layer. Raises ValueError for a sequence that cannot be cut, and without an S2 layer.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    layer = shown_layers(sparsity)[0] if layer is None else layer
+    pattern = sparsity.layers[layer].pattern
+    if pattern is None:
+        raise ValueError(f"--layers {layer}: layer {layer} is dense; expected an S2 layer, for there is nothing to draw")
+    n_blocks = check_block_count(sparsity.seq_length, size, sparsity.block_size)
+    plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
+    shown = min(pattern.num_kv_heads, MAX_HEADS)
+    colours, line = ListedColormap(["#e9ebef", "#2f6db3", "#e58a2e"]), {"edgecolors": "white", "linewidth": 0.4}
+    figure, axes = pyplot.subplots(shown, 1, figsize=(9.5, (0.26 * size + 0.55) * shown + 0.7), squeeze=False, layout="constrained")
+    for head, axis in enumerate(axes[:, 0]):
+        grid = np.stack([np.where(plan.local_slot[head] >= 0, 1, np.where(plan.remote_slot[head] >= 0, 2, 0)) for plan in plans])
+        axis.pcolormesh(np.arange(n_blocks + 1), np.arange(size + 1), grid, cmap=colours, vmin=0, vmax=2, **(line if n_blocks <= 256 else {}))
+        share = (grid == 2).sum() / (grid != 1).sum()
+        axis.set_title(f"layer {layer}, KV head {head}: {share:.0%} of the remote blocks travel", fontsize=10, loc="left")
+        axis.set_yticks(np.arange(size) + 0.5, [f"rank {rank}" for rank in range(size)], fontsize=8)
+        axis.set_xticks([])
+        axis.invert_yaxis()
+        axis.spines[:].set_visible(False)
+    axes[-1, 0].set_xlabel(f"key block, {n_blocks} in the sequence", fontsize=9)
+    names = ("never read", "its own (two chunks, zigzag)", "received")
+    patches = [Patch(facecolor=colours(index), label=name) for index, name in enumerate(names)]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def exchange_summary(sparsity: ResolvedSparsity, size: int, tp_size: int = 1) -> list[str]:
+    """One line per S2 spec: what its first layer sends over `size` ranks, relative to gathering everything, and how evenly the work falls."""
+    lines = []
+    for spec in dict.fromkeys(layer.spec for layer in sparsity.layers if layer.pattern is not None):
+        pattern = next(layer.pattern for layer in sparsity.layers if layer.spec == spec)
+        parts = {pattern.tensor_parallel_slice(rank, tp_size) for rank in range(tp_size)}
+        settings = dict(head_dim=1, itemsize=1)
+        sparse = [layer_costs(part, size, sparsity.seq_length, "sparse", **settings) for part in parts]
+        gathered = layer_costs(next(iter(parts)), size, sparsity.seq_length, "all_gather", **settings).sent_forward[0]
+        busiest = max(max(cost.sent_forward) for cost in sparse)
+        balance = max(cost.balance for cost in sparse)
+        share = f"the busiest sends {busiest / gathered:.1%} of an all-gather"
+        lines.append(f"{spec} over {size} context-parallel ranks: {share}, work max / mean {balance:.3f}")
+    return lines
+
+
 def _range_label(pattern: Pattern, index: int) -> str:
     if not isinstance(pattern, RangePattern):
         return "attended"
@@ -192,6 +249,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq-length", type=int, required=True)
     parser.add_argument("--mtp-num-layers", type=int, default=0)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="also show the balance of its ranks")
+    parser.add_argument("--context-parallel-size", type=int, default=1, help="also show what its ranks send each other")
+    parser.add_argument("--exchange-png", type=Path, help="draw which blocks the context-parallel ranks hold and receive into this file")
     parser.add_argument(
         "--s2-allow-python-patterns", action="store_true", help="import the functions that the YAML names"
     )
@@ -220,6 +279,13 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"attention work of {args.tensor_model_parallel_size} tensor-parallel ranks, max / mean: {balance:.3f}"
             )
+        if args.context_parallel_size > 1:
+            print("\n".join(exchange_summary(sparsity, args.context_parallel_size, args.tensor_model_parallel_size)))
+        if args.exchange_png:
+            if args.context_parallel_size == 1:
+                raise ValueError("--exchange-png with --context-parallel-size 1; expected 2 or more ranks; add --context-parallel-size 4")
+            draw_exchange(sparsity, args.exchange_png, args.context_parallel_size, layer=args.layers[0] if args.layers else None)
+            print(f"wrote {args.exchange_png}")
         if args.png:
             draw(sparsity, args.png, layers=args.layers, max_blocks=args.blocks)
             print(f"wrote {args.png}")

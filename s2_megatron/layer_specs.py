@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import megatron.training.models.gpt as megatron_gpt
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import LayerType
@@ -22,12 +21,14 @@ from megatron.core.transformer.multi_token_prediction import (
     get_mtp_num_layers_to_build,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
+from s2_megatron.context_parallel import ContextSettings, packed_cut
 from s2_megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.cp_report import core_names, report_context_parallel
+from s2_megatron.norms import final_norm, stage_norm
 from s2_megatron.patterns import Pattern, RangePattern
 from s2_megatron.printing import print_once, print_table
 from s2_megatron.sparsity import LayerSparsity, ResolvedSparsity
@@ -35,20 +36,29 @@ from s2_megatron.sparsity import LayerSparsity, ResolvedSparsity
 DENSE_CORES = ("auto", "stock", "s2")
 # Megatron's local core attention materialises the s x s scores; up to this length "auto" still takes it.
 STOCK_LOCAL_LENGTH = 4096
+ONE_RANK = ContextSettings()
 
 
 def resolve_dense_core(
-    choice: str, *, use_transformer_engine: bool, context_parallel_size: int, packed: bool, seq_length: int
+    choice: str, *, use_transformer_engine: bool, context_parallel_size: int, packed: bool, seq_length: int, packed_cut: str = "document"
 ) -> tuple[str, str]:
     """Who computes the dense layers of an S2 run: ('stock' or 's2', the reason in words).
 
-    choice: --s2-dense-core. packed: whether batches hold several documents a sample.
+    choice: --s2-dense-core. packed: whether batches hold several documents a sample. packed_cut: how they are cut over context-parallel
+    ranks, as one 'sequence' or each 'document' by itself, which is what Transformer Engine expects.
     Raises ValueError for an unknown choice, and for 'stock' where Megatron's own attention cannot run.
     """
     if choice not in DENSE_CORES:
         raise ValueError(f"s2_dense_core={choice!r}; expected one of {', '.join(DENSE_CORES)}; set --s2-dense-core")
     if choice == "s2":
         return "s2", "--s2-dense-core s2"
+    if use_transformer_engine and packed and context_parallel_size > 1 and packed_cut == "sequence":
+        if choice == "stock":
+            raise ValueError(
+                f"s2_dense_core='stock' with packed rows that are cut over context_parallel_size={context_parallel_size} ranks as one "
+                "sequence: Transformer Engine's attention expects every document cut by itself; use --s2-dense-core s2 or auto"
+            )
+        return "s2", "Transformer Engine's attention does not know packed rows cut as one sequence (context parallelism)"
     if use_transformer_engine:
         return "stock", "Transformer Engine's attention" if choice == "auto" else "--s2-dense-core stock"
     obstacles = []
@@ -82,41 +92,6 @@ def global_layer_indices(config: TransformerConfig, vp_stage: int | None = None,
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))
 
 
-def sequence_parallel_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored) -> torch.nn.Module:
-    """PyTorch's LayerNorm or RMSNorm (config.normalization) for --sequence-parallel, which Megatron's wrapper of them refuses.
-
-    Under sequence parallelism every rank normalises its own tokens, so the weight gradients are partial sums; Megatron adds them up over
-    the tensor-parallel group for parameters that say so.
-    Raises ValueError for settings that PyTorch's norms do not have.
-    """
-    for name, flag in (
-        ("layernorm_zero_centered_gamma", "drop --apply-layernorm-1p"),
-        ("persist_layer_norm", "add --no-persist-layer-norm"),
-        ("memory_efficient_layer_norm", "drop --memory-efficient-layer-norm"),
-    ):
-        if getattr(config, name):
-            raise ValueError(f"{name}=True with PyTorch's {config.normalization}; expected False; {flag}, or install Transformer Engine")
-    norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-    if config.normalization not in norms:
-        raise ValueError(f"normalization={config.normalization!r}; expected one of {', '.join(norms)}; set --normalization")
-    norm = norms[config.normalization](hidden_size, eps=eps)
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel
-    return norm
-
-
-def _norm(stock, config: TransformerConfig):
-    """The norm to build instead of `stock` (a class, a builder, or None)."""
-    return sequence_parallel_norm if stock is WrappedTorchNorm and config.sequence_parallel else stock
-
-
-def _final_norm(stock, config: TransformerConfig):
-    # Apex's fused norm, which the local spec takes for the final norm when Apex is there, has no RMSNorm.
-    if getattr(stock, "__name__", "") == "FusedLayerNorm" and config.normalization == "RMSNorm":
-        stock = WrappedTorchNorm
-    return _norm(stock, config)
-
-
 @dataclass(frozen=True)
 class _CoreChoice:
     """How the layers' core attention is chosen: dense_core is 'stock' or 's2'; the rest are settings of S2CoreAttention."""
@@ -125,26 +100,40 @@ class _CoreChoice:
     backend: str
     deterministic: bool
     dense_pattern: Pattern
+    context: ContextSettings
+    planned_length: int | None
 
-    def spec(self, layer: LayerSparsity, layer_index: int) -> ModuleSpec | None:
-        """The core attention of one layer, None to keep Megatron's."""
+    def spec(self, layer: LayerSparsity, layer_index: int, of_mtp: bool = False) -> ModuleSpec | None:
+        """The core attention of one layer, None to keep Megatron's. of_mtp: layer_index counts the multi-token-prediction layers."""
         if layer.pattern is None and self.dense_core == "stock":
             return None
         pattern = self.dense_pattern if layer.pattern is None else layer.pattern
-        settings = dict(pattern=pattern, layer_index=layer_index, backend=self.backend, deterministic=self.deterministic)
+        settings = dict(
+            pattern=pattern,
+            layer_index=layer_index,
+            backend=self.backend,
+            deterministic=self.deterministic,
+            s2_cp_comm_type=self.context.comm_types[-1] if of_mtp else self.context.comm_type(layer_index),
+            keep_received=self.context.keep_received,
+            keep_output=self.context.keep_output,
+            packed_cut=self.context.packed_cut,
+            seq_length=self.planned_length,
+        )
         return ModuleSpec(module=S2CoreAttention, params=settings)
 
 
-def _core_choice(config, sparsity: ResolvedSparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length):
+def _core_choice(config, sparsity: ResolvedSparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context):
+    seq_length = sparsity.seq_length if seq_length is None else seq_length
     core, _ = resolve_dense_core(
         dense_core,
         use_transformer_engine=use_transformer_engine,
         context_parallel_size=config.context_parallel_size,
         packed=packed,
-        seq_length=sparsity.seq_length if seq_length is None else seq_length,
+        seq_length=seq_length,
+        packed_cut=context.packed_cut,
     )
     dense = RangePattern.dense(sparsity.block_size, config.num_attention_heads, config.num_query_groups)
-    return _CoreChoice(core, backend, deterministic, dense)
+    return _CoreChoice(core, backend, deterministic, dense, context, None if packed else seq_length)
 
 
 def _with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | None, layer_name: str) -> ModuleSpec:
@@ -159,9 +148,9 @@ def _with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | 
             "--heterogeneous-layers-config-path)"
         )
     for name in ("input_layernorm", "pre_mlp_layernorm"):
-        setattr(spec.submodules, name, _norm(getattr(spec.submodules, name), config))
+        setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
     for name in ("q_layernorm", "k_layernorm"):
-        setattr(attention.submodules, name, _norm(getattr(attention.submodules, name), config))
+        setattr(attention.submodules, name, stage_norm(getattr(attention.submodules, name), config))
     if core is not None:
         attention.module = S2SelfAttention
         attention.submodules.core_attention = core
@@ -178,6 +167,7 @@ def s2_block_spec(
     backend: str = "auto",
     deterministic: bool = False,
     seq_length: int | None = None,
+    context: ContextSettings = ONE_RANK,
     stock: ModuleSpec | TransformerBlockSubmodules | None = None,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
@@ -185,13 +175,13 @@ def s2_block_spec(
     """The spec of this pipeline stage's decoder layers, each with the core attention that `sparsity` gives its global layer.
 
     use_transformer_engine: whether the stock spec is Transformer Engine's or the local one. dense_core, packed: see resolve_dense_core.
-    seq_length: default the one that the sparsity was resolved for. stock: the spec to start from, of one layer or of the stage; default
-    Megatron's get_gpt_decoder_block_spec.
+    seq_length: default the one that the sparsity was resolved for. context: the flags of context parallelism. stock: the spec to start from,
+    of one layer or of the stage; default Megatron's get_gpt_decoder_block_spec.
     Raises ValueError when the numbers of layers differ, or when the stock layers are not self attention.
     """
     if len(sparsity.layers) != config.num_layers:
         raise ValueError(f"num_layers={config.num_layers}, but the S2 config was resolved for {len(sparsity.layers)}; expected the same")
-    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length)
+    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context)
     whole_stage = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_transformer_engine,
@@ -209,7 +199,7 @@ def s2_block_spec(
         _with_core(spec, config, choice.spec(sparsity.layers[index], index), f"layer {index} (counted from 0)")
         for index, spec in zip(indices, stock_layers)
     ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm(whole_stage.layer_norm, config))
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(whole_stage.layer_norm, config))
 
 
 def s2_mtp_block_spec(
@@ -222,6 +212,7 @@ def s2_mtp_block_spec(
     backend: str = "auto",
     deterministic: bool = False,
     seq_length: int | None = None,
+    context: ContextSettings = ONE_RANK,
     stock: MultiTokenPredictionBlockSubmodules | None = None,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
@@ -245,14 +236,14 @@ def s2_mtp_block_spec(
             config, use_transformer_engine, config.normalization, config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank
         )
         stock = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine, vp_stage=vp_stage, pp_rank=pp_rank)
-    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length)
+    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context)
     layers = []
     for index, stock_layer in enumerate(stock.layer_specs):
         spec = copy.deepcopy(stock_layer)
-        core = choice.spec(sparsity.mtp_layers[index], index)
+        core = choice.spec(sparsity.mtp_layers[index], index, of_mtp=True)
         spec.submodules.mtp_model_layer = _with_core(spec.submodules.mtp_model_layer, config, core, f"MTP layer {index} (counted from 0)")
         for name in ("enorm", "hnorm", "layer_norm"):
-            setattr(spec.submodules, name, _norm(getattr(spec.submodules, name), config))
+            setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
         layers.append(spec)
     return MultiTokenPredictionBlockSubmodules(layer_specs=layers)
 
@@ -267,6 +258,7 @@ class S2LayerSpecs:
     backend: str
     deterministic: bool
     seq_length: int
+    context: ContextSettings
 
     def _settings(self, model_config) -> dict:
         return dict(
@@ -276,6 +268,7 @@ class S2LayerSpecs:
             backend=self.backend,
             deterministic=self.deterministic,
             seq_length=self.seq_length,
+            context=self.context,
         )
 
     def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -325,12 +318,15 @@ def apply_s2(model_config, args, sparsity: ResolvedSparsity | None) -> None:
     use_transformer_engine = _uses_transformer_engine(transformer)
     _set_softmax_scale(transformer, sparsity)
     packed = bool(args.sft or args.dataloader_inter_document_masking)
+    cut = packed_cut(args)
+    context = ContextSettings(tuple(args.s2_cp_comm_type), args.s2_cp_keep_received, cut, args.s2_keep_attention_output)
     core, reason = resolve_dense_core(
         args.s2_dense_core,
         use_transformer_engine=use_transformer_engine,
         context_parallel_size=transformer.context_parallel_size,
         packed=packed,
         seq_length=args.seq_length,
+        packed_cut=cut,
     )
     model_config.transformer_layer_spec = S2LayerSpecs(
         sparsity=sparsity,
@@ -339,11 +335,14 @@ def apply_s2(model_config, args, sparsity: ResolvedSparsity | None) -> None:
         backend=args.s2_backend,
         deterministic=transformer.deterministic_mode,
         seq_length=args.seq_length,
+        context=context,
     )
     model_config.builder = f"{S2GPTModelBuilder.__module__}.{S2GPTModelBuilder.__qualname__}"
     stock_core = "Transformer Engine" if use_transformer_engine else "Megatron local"
-    cores = ["S2" if layer.pattern is not None or core == "s2" else stock_core for layer in sparsity.all_layers]
-    print_table(sparsity.table(cores))
+    ours = [layer.pattern is not None or core == "s2" for layer in sparsity.all_layers]
+    print_table(sparsity.table(core_names(ours, stock_core, transformer, context)))
+    if transformer.context_parallel_size > 1:
+        report_context_parallel(sparsity, ours, transformer, context, packed)
     if any(layer.pattern is None for layer in sparsity.all_layers):
         print_once(f"S2 dense layers: computed by {'S2-Attention' if core == 's2' else stock_core} ({reason})")
 

@@ -40,6 +40,41 @@ class PackedSequence(NamedTuple):
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
 
+class KeyRuns(NamedTuple):
+    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks meet no absent one.
+
+    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts the present ones before
+    each candidate, slots lists theirs. Query heads that share both share the lists.
+    """
+
+    index: torch.Tensor  # int32 [H, R, 2]: where the prefix and the slots of a range begin
+    prefix: torch.Tensor  # int32
+    slots: torch.Tensor  # int32
+
+    @classmethod
+    def make(cls, pattern: RangePattern, key_slot: np.ndarray, device="cpu") -> KeyRuns:
+        """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
+        ratio = pattern.num_heads // pattern.num_kv_heads
+        rows, row_of = np.unique(key_slot, axis=0, return_inverse=True)
+        known: dict[tuple[int, int, int], tuple[int, int]] = {}
+        prefixes, slots, sizes = [], [], [0, 0]
+        index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
+        for number, head in enumerate(pattern.heads):
+            for position, (_, _, stride) in enumerate(head.bounds()):
+                key = (int(row_of.reshape(-1)[number // ratio]), stride, head.offset % stride)
+                if key not in known:
+                    candidates = rows[key[0], -head.offset % stride :: stride]
+                    present = candidates >= 0
+                    known[key] = tuple(sizes)
+                    prefixes.append(np.concatenate([[0], np.cumsum(present)]))
+                    slots.append(candidates[present])
+                    sizes = [sizes[0] + len(prefixes[-1]), sizes[1] + len(slots[-1])]
+                index[number, position] = known[key]
+        slots.append(np.zeros(1))  # never empty: a kernel takes its address
+        parts = (index, np.concatenate(prefixes), np.concatenate(slots))
+        return cls(*(torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts))
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole blocks only.
@@ -54,10 +89,12 @@ class Placement:
     n_blocks: int  # blocks of the whole (global) sequence
     n_slots: int  # slots that the key and value must have at least
     tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
+    runs: KeyRuns | None = None  # of key_slot, for the pattern that the placement was made for
 
     @classmethod
-    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu") -> Placement:
-        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. Raises ValueError when they do not fit."""
+    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None) -> Placement:
+        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it will be used with,
+        for faster kernels. Raises ValueError when they do not fit."""
         ids = np.asarray(query_block_ids, dtype=np.int64)
         if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
             raise ValueError(
@@ -70,8 +107,10 @@ class Placement:
                 break
             tile_blocks *= 2
         rank = np.searchsorted(ids, np.arange(n_blocks + 1))
-        n_slots = n_blocks
+        n_slots, runs = n_blocks, None
         if key_slot is not None:
+            if isinstance(pattern, RangePattern):
+                runs = KeyRuns.make(pattern, np.asarray(key_slot), device)
             key_slot = torch.as_tensor(np.asarray(key_slot), dtype=torch.int32)
             if key_slot.ndim != 2 or key_slot.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks={n_blocks}]")
@@ -84,6 +123,7 @@ class Placement:
             n_blocks,
             n_slots,
             tile_blocks,
+            runs,
         )
 
 

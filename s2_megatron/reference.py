@@ -99,41 +99,56 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     lse.copy_(log_sum)
 
 
-def backward(
-    grad_out,
-    grad_lse,
-    query,
-    key,
-    value,
-    out,
-    lse,
-    grad_query,
-    grad_key,
-    grad_value,
-    layout,
-    scale,
-    packed=None,
-    placement=None,
-):
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
     """Writes the three gradients. grad_lse: [B, H, rows] or None."""
+    row_sums = torch.empty(lse.shape, dtype=torch.promote_types(query.dtype, torch.float32), device=lse.device)
+    delta(grad_out, grad_lse, out, lse, row_sums)
+    dq, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement)
+    grad_query.copy_(dq)
+    grad_key.copy_(dk)
+    grad_value.copy_(dv)
+
+
+def delta(grad_out, grad_lse, out, lse, row_sums):
+    """Writes row_sums [B, H, rows] (fp32, fp64 for fp64): rowsum(out * grad_out) - grad_lse, what both other parts of the backward read."""
+    work = row_sums.dtype
+    row_sums.copy_((grad_out.to(work) * out.to(work)).sum(-1))
+    if grad_lse is not None:
+        row_sums -= torch.where(torch.isinf(lse), 0.0, grad_lse.to(work))
+
+
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None):
+    """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may share memory (stride 0
+    between heads): a slot belongs to one KV head."""
+    _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=False)
+    for grad, total in ((grad_key, dk), (grad_value, dv)):
+        if grad.shape[1] > 1 and grad.stride(1) == 0:
+            grad[:, 0].copy_(total.sum(1))  # all heads but one are zero in a slot
+        else:
+            grad.copy_(total)
+
+
+def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added before the result is rounded."""
+    dq, _, _ = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_key=False)
+    grad_query.copy_(dq if initial is None else dq + initial)
+
+
+def _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=True, of_key=True):
+    """(dQ, dK, dV) in the working precision; those that are not asked for stay zero."""
     work = torch.promote_types(query.dtype, torch.float32)
     q_all, k_all, v_all, do_all = (tensor.to(work) for tensor in (query, key, value, grad_out))
     log_sum = lse.to(work)
-    delta = (do_all * out.to(work)).sum(-1)
-    if grad_lse is not None:
-        delta = delta - torch.where(torch.isinf(log_sum), 0.0, grad_lse.to(work))
-    dq = torch.zeros(query.shape, dtype=work, device=query.device)
-    dk = torch.zeros(key.shape, dtype=work, device=query.device)
-    dv = torch.zeros(value.shape, dtype=work, device=query.device)
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=work, device=query.device) for tensor in (query, key, value))
     for row in _rows(query, key, layout, packed, placement):
         q, do = q_all[:, row.heads, row.queries], do_all[:, row.heads, row.queries]
         k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
         p = torch.exp(_scores(row, q, k, scale) - log_sum[:, row.heads, row.queries, None])
-        ds = p * (do @ v.transpose(-1, -2) - delta[:, row.heads, row.queries, None]) * scale
-        dq[:, row.heads, row.queries] = ds @ k
-        for head, kv_head in enumerate(row.kv_heads.tolist()):
-            dk[:, kv_head].index_add_(1, row.keys, ds[:, head].transpose(-1, -2) @ q[:, head])
-            dv[:, kv_head].index_add_(1, row.keys, p[:, head].transpose(-1, -2) @ do[:, head])
-    grad_query.copy_(dq)
-    grad_key.copy_(dk)
-    grad_value.copy_(dv)
+        ds = p * (do @ v.transpose(-1, -2) - row_sums[:, row.heads, row.queries, None]) * scale
+        if of_query:
+            dq[:, row.heads, row.queries] = ds @ k
+        if of_key:
+            for head, kv_head in enumerate(row.kv_heads.tolist()):
+                dk[:, kv_head].index_add_(1, row.keys, ds[:, head].transpose(-1, -2) @ q[:, head])
+                dv[:, kv_head].index_add_(1, row.keys, p[:, head].transpose(-1, -2) @ do[:, head])
+    return dq, dk, dv

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 from s2_megatron.attention import HEAD_DIM_LIMIT
+from s2_megatron.context_parallel import COMM_TYPES
 from s2_megatron.sparsity import ResolvedSparsity
 
 MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
@@ -37,7 +38,8 @@ class Refusal:
     fix: str
 
     def message(self, args: Namespace) -> str:
-        return "; ".join(text.format(args=args, megatron=megatron_version()) for text in (self.reason, self.fix))
+        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type), local_kv_heads=_local_kv_heads(args))
+        return "; ".join(text.format(**known) for text in (self.reason, self.fix))
 
 
 def _is_set(name: str) -> Callable[[Namespace], bool]:
@@ -53,6 +55,26 @@ def _graphs_with_attention(args: Namespace) -> bool:
     """Whether CUDA graphs hold the attention: always with Megatron's own graphs, with Transformer Engine's unless the modules leave it out."""
     names = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
     return args.cuda_graph_impl == "local" or (args.cuda_graph_impl == "transformer_engine" and (not names or "attn" in names))
+
+
+def _local_kv_heads(args: Namespace) -> int:
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return max(1, groups // args.tensor_model_parallel_size)
+
+
+def _comm_types_are_wrong(args: Namespace) -> bool:
+    given = args.s2_cp_comm_type
+    return len(given) not in (1, args.num_layers) or not set(given) <= {*COMM_TYPES, "allgather"}
+
+
+def _a2a_lacks_heads(args: Namespace) -> bool:
+    return "a2a" in args.s2_cp_comm_type and _local_kv_heads(args) % args.context_parallel_size != 0
+
+
+def _attention_is_recomputed(args: Namespace) -> bool:
+    selected = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ())
+    repeated = args.mtp_use_repeated_layer or _graphs_with_attention(args)
+    return (args.recompute_granularity == "full" or selected) and not repeated
 
 
 def _resumes_optimizer(args: Namespace) -> bool:
@@ -170,10 +192,30 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("batch_invariant_mode", _is_set("batch_invariant_mode"),
             "--batch-invariant-mode demands FlashAttention 3 or 4 in every layer", "remove --batch-invariant-mode"),
     # How it is run
-    Refusal("context_parallel_size", lambda args: args.context_parallel_size > 1,
-            "--context-parallel-size {args.context_parallel_size} is not supported by this version", "use --context-parallel-size 1"),
+    Refusal("s2_cp_comm_type", _comm_types_are_wrong,
+            f"--s2-cp-comm-type {{comm_types}}: expected {', '.join(COMM_TYPES)}, one for all layers or one for each of the "
+            "{args.num_layers} layers", "use --s2-cp-comm-type sparse"),
+    Refusal("s2_cp_heads", _a2a_lacks_heads,
+            "--s2-cp-comm-type a2a deals the KV heads of a tensor-parallel rank out to {args.context_parallel_size} context-parallel ranks, "
+            "and {local_kv_heads} cannot be dealt out evenly", "use --s2-cp-comm-type sparse"),
+    Refusal("s2_cp_packed", lambda args: args.context_parallel_size > 1 and _packed(args) and "sparse" in args.s2_cp_comm_type,
+            "--s2-cp-comm-type sparse plans the exchange for one sequence, and packed documents (--sft, --dataloader-inter-document-masking) "
+            "change from batch to batch", "use --s2-cp-comm-type all_gather, or a2a"),
+    Refusal("s2_cp_mtp",
+            lambda args: args.context_parallel_size > 1 and args.dataloader_inter_document_masking and not args.sft and args.mtp_num_layers,
+            "--mtp-num-layers with --dataloader-inter-document-masking and --context-parallel-size {args.context_parallel_size}: Megatron "
+            "shifts the labels by documents, and the row was cut as one sequence",
+            "use --context-parallel-size 1, or remove --mtp-num-layers"),
+    Refusal("s2_keep_attention_output", lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
+            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention, holds it in "
+            "CUDA graphs, or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
+            "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Refusal("hierarchical_context_parallel_sizes", _is_set("hierarchical_context_parallel_sizes"),
+            "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
+            "remove --hierarchical-context-parallel-sizes and use --cp-comm-type p2p for dense layers"),
     Refusal("hybrid_context_parallel", _is_set("hybrid_context_parallel"),
-            "--hybrid-context-parallel is not supported by this version", "remove --hybrid-context-parallel"),
+            "--hybrid-context-parallel (dynamic context parallelism) changes the ranks from batch to batch, and S2 plans the exchange once",
+            "remove --hybrid-context-parallel"),
     Refusal("use_megatron_fsdp", _is_set("use_megatron_fsdp"),
             "--use-megatron-fsdp is not tested with S2 attention", "use --use-distributed-optimizer instead"),
     Refusal("use_torch_fsdp2", _is_set("use_torch_fsdp2"),
@@ -210,9 +252,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("masked_softmax_fusion", _fused_softmax_is_missing,
             "--transformer-impl local in 16 bits: Megatron's dense layers want the fused softmax of NVIDIA Apex, which is not installed",
             "add --no-masked-softmax-fusion, or use --s2-dense-core s2"),
-    Refusal("s2_dense_core", lambda args: args.s2_dense_core == "stock" and args.transformer_impl == "local" and _packed(args),
+    Refusal("s2_dense_core",
+            lambda args: args.s2_dense_core == "stock" and args.transformer_impl == "local"
+            and (_packed(args) or args.context_parallel_size > 1),
             "--s2-dense-core stock with --transformer-impl local: Megatron's local attention refuses packed documents (--sft, "
-            "--dataloader-inter-document-masking)", "use --s2-dense-core auto"),
+            "--dataloader-inter-document-masking) and context parallelism", "use --s2-dense-core auto"),
     Refusal("non_persistent_ckpt_type", lambda args: args.non_persistent_ckpt_type == "local",
             "--non-persistent-ckpt-type local: the sparsity stored in a local checkpoint cannot be compared before the model is built",
             "use --non-persistent-ckpt-type global"),
@@ -268,9 +312,9 @@ HONOURED: dict[str, str] = {
     "deterministic_mode": "selects the deterministic backward",
     "cuda_graph_modules": "graphs without the attention are none of ours; with it, see the refusals of cuda_graph_impl",
     "optimizer_cuda_graph": "captures the optimizer's step only",
-    "cp_comm_type": "no effect without context parallelism",
-    "hierarchical_context_parallel_sizes": "no effect without context parallelism",
-    "max_seqlen_per_dp_cp_rank": "no effect without context parallelism",
+    "context_parallel_size": "S2 layers exchange what --s2-cp-comm-type says",
+    "cp_comm_type": "read by Megatron's own dense layers; S2 layers follow --s2-cp-comm-type",
+    "max_seqlen_per_dp_cp_rank": "no effect without --hybrid-context-parallel, which is refused",
     "use_legacy_static_engine": "static inference goes through the core attention",
 }
 
@@ -301,7 +345,7 @@ def refuse_yaml_command_line(argv: list[str] | None = None) -> None:
     given = {argument.partition("=")[0] for argument in (sys.argv if argv is None else argv)}
     if {"--s2-config", "--yaml-cfg"} <= given:
         refusal = next(item for item in REFUSALS if item.name == "yaml_cfg")
-        raise ValueError(_listed([refusal.message(Namespace(yaml_cfg="(file)")).replace(" (file)", "")]))
+        raise ValueError(_listed([f"{refusal.reason.replace(' {args.yaml_cfg}', '')}; {refusal.fix}"]))
 
 
 def refuse_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> None:

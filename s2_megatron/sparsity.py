@@ -148,7 +148,7 @@ class ResolvedSparsity:
         if core_modules is not None:
             table.add_column("core")
         for texts_of_row, names in groups.items():
-            table.add_row(_joined(names), *texts_of_row)
+            table.add_row(joined_layers(names), *texts_of_row)
         return table
 
     def _texts(self, pattern: Pattern | None) -> tuple[str, str, str]:
@@ -174,7 +174,7 @@ def dense_pairs(num_heads: int, seq_length: int) -> int:
     return num_heads * (seq_length * (seq_length + 1) // 2)
 
 
-def _joined(names: Sequence[str]) -> str:
+def joined_layers(names: Sequence[str]) -> str:
     """["0", "1", "2", "5", "mtp 0"] -> "0-2, 5, mtp 0"."""
     parts: list[str] = []
     numbers = [int(name) for name in names if name.isdigit()]
@@ -229,7 +229,7 @@ def diff_sparsity(old_json: str, new_json: str) -> list[str]:
             if old["patterns"][before] != new["patterns"][after]:
                 text = _pattern_change(old["patterns"][before], new["patterns"][after])
                 changes.setdefault(text, []).append(str(index))
-        lines += [f"{name}{'s' * (len(at) > 1)} {_joined(at)}: {text}" for text, at in changes.items()]
+        lines += [f"{name}{'s' * (len(at) > 1)} {joined_layers(at)}: {text}" for text, at in changes.items()]
     return lines
 
 

@@ -34,6 +34,7 @@ COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 GLUON_RELEASES = ("3.6",)  # Gluon changes from one release of Triton to the next; these have what the kernels call
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = ("ranges_ptr", "key_blocks_ptr", "query_blocks_ptr", "starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr")
+INT32 += ("run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ VARIANTS = {
     "": {},
     "packed": dict(PACKED=True),
     "mask": dict(TABLE=True, N_RANGES=1, EFFICIENT=False),
-    "placed": dict(QUERY_IDS=True, KEY_SLOT=True, CONTINUE=True),
+    "placed": dict(QUERY_IDS=True, KEY_SLOT=True, RUNS=True, CONTINUE=True),
     "uneven": dict(EFFICIENT=False),
 }
 
@@ -105,9 +106,9 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     wide, flags = dtype == "fp32", VARIANTS[variant]
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, wide, 64, share, divmod(capability, 10))))
-    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, HEAD_GROUP=4, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim,
-                 IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64, GRAD_LSE=True,
-                 CLEAR=False)  # fmt: skip
+    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4, BLOCK=64,
+                 HEAD_DIM=dim, BLOCK_D=dim, IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64,
+                 GRAD_LSE=True, CLEAR=False)  # fmt: skip
     known.update(flags)
     options = {}
     if role in tiles:

@@ -106,3 +106,14 @@ def test_nothing_to_draw(tmp_path, capsys):
 def test_readme_picture_is_small():
     picture = ROOT / "docs/pattern.png"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
+
+
+def test_the_exchange_of_context_parallel_ranks(tmp_path, capsys):
+    file = tmp_path / "exchange.png"
+    assert inspect.main([*QUICKSTART, "--context-parallel-size", "2", "--exchange-png", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "S over 2 context-parallel ranks: the busiest sends" in capsys.readouterr().out
+    assert inspect.main([*QUICKSTART, "--exchange-png", str(file)]) == 2
+    assert "add --context-parallel-size" in capsys.readouterr().err
+    assert inspect.main([*QUICKSTART, "--context-parallel-size", "3"]) == 2
+    assert "use --seq-length 384 or 576" in capsys.readouterr().err

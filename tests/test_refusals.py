@@ -52,7 +52,35 @@ CASES = {
     "log_max_attention_logit": (dict(flags={"--log-max-attention-logit": None}), "remove --log-max-attention-logit"),
     "masked_softmax_fusion": (dict(flags={"--bf16": None}), "--no-masked-softmax-fusion"),
     "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
-    "context_parallel_size": (dict(flags={"--context-parallel-size": "2"}, world_size=2), "--context-parallel-size 1"),
+    "s2_cp_comm_type": (
+        dict(flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "p2p", "sparse", "sparse"]}, world_size=2),
+        "expected sparse, all_gather, a2a, one for all layers or one for each of the 4 layers; use --s2-cp-comm-type sparse",
+    ),
+    "s2_cp_heads": (
+        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": "a2a"}, world_size=4),
+        "2 cannot be dealt out evenly; use --s2-cp-comm-type sparse",
+    ),
+    "s2_cp_packed": (
+        dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
+        "use --s2-cp-comm-type all_gather",
+    ),
+    "s2_cp_mtp": (
+        dict(
+            flags={
+                "--context-parallel-size": "2",
+                "--dataloader-inter-document-masking": None,
+                "--s2-cp-comm-type": "a2a",
+                "--mtp-num-layers": "1",
+            },
+            world_size=2,
+        ),
+        "remove --mtp-num-layers",
+    ),
+    "s2_keep_attention_output": (dict(flags={"--s2-keep-attention-output": None}), "remove --s2-keep-attention-output"),
+    "hierarchical_context_parallel_sizes": (
+        dict(flags={"--context-parallel-size": "4", "--hierarchical-context-parallel-sizes": ["2", "2"]}, world_size=4),
+        "remove --hierarchical-context-parallel-sizes",
+    ),
     "hybrid_context_parallel": (
         dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}),
         "remove --hybrid-context-parallel",
@@ -97,6 +125,13 @@ ACCEPTED = {
     "distributed_optimizer_no_optim": dict(
         flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5", "--no-save-optim": None}
     ),
+    "context_parallel": dict(flags={"--context-parallel-size": "4"}, world_size=4),
+    "context_parallel_types": dict(
+        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "all_gather", "allgather"]}, world_size=2
+    ),
+    "context_parallel_packed": dict(
+        flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None, "--s2-cp-comm-type": "all_gather"}, world_size=2
+    ),
     "any_length": dict(flags={"--seq-length": "1000"}),
     "long": dict(flags={"--seq-length": "1048576"}),
     "mha": dict(without=["--group-query-attention"]),
@@ -110,6 +145,9 @@ ACCEPTED = {
         flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "mlp", "--dataloader-inter-document-masking": None}
     ),
     "deterministic": dict(flags={"--deterministic-mode": None}),
+    "recompute_kept": dict(
+        flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn", "--s2-keep-attention-output": None}
+    ),
     "recompute": dict(flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}),
     "megatron_prerelease": dict(version="0.20.0rc1"),
     "megatron_next": dict(version="0.20.4+abc"),
@@ -164,6 +202,16 @@ def test_all_problems_are_named_at_once(config_file):
     (result,) = parse_cases([{"argv": arguments(flags, ("--attention-dropout",))}])
     assert "3 settings cannot be honoured" in result["message"]
     assert all(flag in result["message"] for flag in ("--attention-dropout 0", "--softmax-type vanilla", "--flash-decode"))
+
+
+@pytest.mark.parametrize("seq_length, nearest", [("1088", "1024 or 1536"), ("128", "512")])
+def test_a_length_that_context_parallel_ranks_cannot_cut_names_the_nearest(config_file, seq_length, nearest):
+    flags = {"--s2-config": config_file, "--context-parallel-size": "4", "--seq-length": seq_length}
+    refused, accepted = parse_cases(
+        [{"argv": arguments({**flags, **more}), "world_size": 4} for more in ({}, {"--s2-cp-comm-type": "all_gather", "--seq-length": "1024"})]
+    )
+    assert f"use --seq-length {nearest}, or a smaller block_size" in refused["message"]
+    assert accepted["error"] is None
 
 
 def test_yaml_cfg_beside_s2_config_is_refused_before_parsing():

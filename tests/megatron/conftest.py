@@ -4,6 +4,7 @@ Every run appends its exact losses to a file (`--s2-loss-log`), so that comparis
 """
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -213,3 +214,35 @@ def start(lab) -> Path:
 @pytest.fixture(scope="session")
 def baseline(lab, start) -> Run:
     return lab.run("baseline", f"--train-iters 20 --save {start} --save-interval 10")
+
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+
+
+@pytest.fixture
+def conversations(lab):
+    """(JSON lines of two conversations each, folder of a word tokenizer with a chat template, folder of modules to put first)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<pad>", "<eos>", "system", "user", "assistant", *(f"w{number}" for number in range(100))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(lab.folder / "tokenizer")
+
+    def conversation(seed):
+        said = [" ".join(f"w{(seed * 7 + turn * 11 + word * 3) % 100}" for word in range(12 + seed % 9)) for turn in range(3)]
+        return [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), said)]
+
+    path = lab.folder / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": conversation(line) + conversation(line + 50)}) + "\n" for line in range(40)))
+    # The Hugging Face package `datasets`, which Megatron reads JSON lines with, is not needed for anything else here: a stand-in does.
+    package = lab.folder / "stand_in"
+    package.mkdir(exist_ok=True)
+    (package / "datasets.py").write_text(
+        "import json\n\ndef load_dataset(kind, data_files, split):\n    assert kind == 'json'\n"
+        "    return [json.loads(line) for line in open(data_files)]\n"
+    )
+    return path, lab.folder / "tokenizer", package

@@ -169,7 +169,6 @@ def test_layers_with_equal_patterns_share_a_layout(monkeypatch):
         (dict(fp8_dot_product_attention=True), "set fp8_dot_product_attention=False"),
         (dict(fp8_multi_head_attention=True), "set fp8_multi_head_attention=False"),
         (dict(batch_invariant_mode=True), "--batch-invariant-mode"),
-        (dict(context_parallel_size=2), "--context-parallel-size 1"),
         (dict(multi_latent_attention=True), "--multi-latent-attention"),
         (dict(experimental_attention_variant="dsa"), "--experimental-attention-variant"),
     ],
@@ -273,3 +272,44 @@ def test_inside_a_compiled_module(packed):
     assert torch.equal(got, expected)
     for one, two in zip(torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(expected.sin().sum(), tensors)):
         assert torch.equal(one, two)
+
+
+CP_GROUP = Group(0, 2)
+
+
+def make_parallel_core(**settings):
+    groups = SimpleNamespace(tp=Group(), cp=CP_GROUP)
+    return make_core(**{"config": make_config(context_parallel_size=2), "pg_collection": groups, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(s2_cp_comm_type="p2p"), r"layer 1 .*'p2p'; expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"),
+        (dict(config=make_config(context_parallel_size=2, num_query_groups=1), s2_cp_comm_type="a2a", pattern=make_pattern(HEADS, 1)),
+         "--s2-cp-comm-type sparse"),
+        (dict(seq_length=100), r"seq_length=100 .*use --seq-length 64 or 128"),
+    ],
+)  # fmt: skip
+def test_refuses_a_context_parallelism_that_does_not_fit(settings, words):
+    with pytest.raises(ValueError, match=words):
+        make_parallel_core(**settings)
+
+
+def test_equal_layers_share_their_plan():
+    first, second = make_parallel_core(), make_parallel_core(layer_number=2)
+    gathered, moved = make_parallel_core(s2_cp_comm_type="all_gather"), make_parallel_core(pattern=make_pattern(base_offset=1))
+    assert first.context_parallel is second.context_parallel
+    assert len({id(core.context_parallel) for core in (first, gathered, moved)}) == 3
+
+
+def test_context_parallelism_refuses_a_prefix_and_an_unexpected_cut():
+    query, key, value = make_qkv(seq=4 * BLOCK, keys=8 * BLOCK, batch=1)
+    with pytest.raises(ValueError, match="--context-parallel-size 1 for inference"):
+        make_parallel_core()(query, key, value, None)
+    query, key, value = (tensor[:, 0] for tensor in make_qkv(seq=4 * BLOCK, batch=1))
+    borders = torch.tensor([0, 8 * BLOCK], dtype=torch.int32)
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=8 * BLOCK)
+    core = make_parallel_core(s2_cp_comm_type="all_gather", packed_cut="sequence")
+    with pytest.raises(ValueError, match="packed_seq_params is PackedSeqParams, but the batch was cut by sequence"):
+        core(query, key, value, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)

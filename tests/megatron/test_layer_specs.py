@@ -21,8 +21,8 @@ from s2_megatron.layer_specs import (
     resolve_dense_core,
     s2_block_spec,
     s2_mtp_block_spec,
-    sequence_parallel_norm,
 )
+from s2_megatron.norms import sequence_parallel_norm
 from s2_megatron.patterns import make_range_pattern
 from s2_megatron.sparsity import LayerSparsity, ResolvedSparsity
 
@@ -254,9 +254,18 @@ def test_dense_core(case, expected):
         assert resolve_dense_core(choice, **settings)[0] == expected
 
 
+def test_transformer_engine_does_not_take_rows_cut_as_one_sequence():
+    settings = dict(use_transformer_engine=True, context_parallel_size=2, packed=True, seq_length=128)
+    assert resolve_dense_core("auto", **settings)[0] == "stock"
+    assert resolve_dense_core("auto", packed_cut="sequence", **settings)[0] == "s2"
+    with pytest.raises(ValueError, match="use --s2-dense-core s2 or auto"):
+        resolve_dense_core("stock", packed_cut="sequence", **settings)
+
+
 def make_args(**settings):
     return SimpleNamespace(**{**dict(
-        sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None
+        sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None,
+        s2_cp_comm_type=["sparse"], s2_cp_keep_received=False, s2_keep_attention_output=False,
     ), **settings})  # fmt: skip
 
 

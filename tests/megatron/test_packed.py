@@ -1,8 +1,6 @@
 """Packed documents end to end (`--dataloader-inter-document-masking`, `--sft`)."""
 from __future__ import annotations
 
-import json
-
 import pytest
 
 PACKED = "--dataloader-inter-document-masking"
@@ -43,41 +41,9 @@ def test_a_document_does_not_see_its_neighbours(lab, micro_batch_size):
     assert max(found.values()) <= 1e-5, found
 
 
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
-
-
-@pytest.fixture
-def conversations(lab):
-    """(JSON lines of two conversations each, folder of a word tokenizer with a chat template)."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<pad>", "<eos>", "system", "user", "assistant", *(f"w{number}" for number in range(100))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
-    fast.save_pretrained(lab.folder / "tokenizer")
-
-    def conversation(seed):
-        said = [" ".join(f"w{(seed * 7 + turn * 11 + word * 3) % 100}" for word in range(12 + seed % 9)) for turn in range(3)]
-        return [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), said)]
-
-    path = lab.folder / "conversations.jsonl"
-    path.write_text("".join(json.dumps({"messages": conversation(line) + conversation(line + 50)}) + "\n" for line in range(40)))
-    return path, lab.folder / "tokenizer"
-
-
 def test_supervised_fine_tuning(lab, conversations):
     """--sft trains on packed conversations, and micro-batch 2 gives the losses of micro-batch 1."""
-    path, tokenizer = conversations
-    # The Hugging Face package `datasets`, which Megatron reads JSON lines with, is not needed for anything else here: a stand-in does.
-    package = lab.folder / "stand_in"
-    package.mkdir(exist_ok=True)
-    (package / "datasets.py").write_text(
-        "import json\n\ndef load_dataset(kind, data_files, split):\n    assert kind == 'json'\n"
-        "    return [json.loads(line) for line in open(data_files)]\n"
-    )
+    path, tokenizer, package = conversations
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
         --split 100,0,0 --train-iters 4 --calculate-per-token-loss"""
     runs = [lab.run(f"sft_{size}", flags, f"--micro-batch-size {size}", python_path=package) for size in (1, 2)]

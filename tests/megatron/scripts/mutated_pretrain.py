@@ -2,7 +2,9 @@
 
 head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers from 0.
 norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
+received_slots: blocks received from other context-parallel ranks are taken for one another.
 """
+import dataclasses
 import os
 
 
@@ -11,7 +13,7 @@ def main():
     from s2_megatron.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
-    from s2_megatron import core_attention, layer_specs
+    from s2_megatron import context_parallel, core_attention, layer_specs, norms
     from s2_megatron.patterns import RangePattern
 
     mutation = os.environ["MUTATION"]
@@ -25,16 +27,26 @@ def main():
         build = core_attention.S2CoreAttention.__init__
         core_attention.S2CoreAttention.__init__ = lambda self, *args, layer_index=None, **kwargs: build(self, *args, **kwargs)
     elif mutation == "norm_gradient":
-        norm = layer_specs.sequence_parallel_norm
+        norm = norms.sequence_parallel_norm
 
         def forgetful_norm(*args, **kwargs):
             module = norm(*args, **kwargs)
             module.weight.sequence_parallel = False
             return module
 
-        layer_specs.sequence_parallel_norm = forgetful_norm
+        norms.sequence_parallel_norm = forgetful_norm
+    elif mutation == "received_slots":
+        make_plan = context_parallel.make_plan
+
+        def mistaken_plan(*args):
+            plan = make_plan(*args)
+            slots = plan.remote_slot.copy()
+            slots[slots >= 0] = slots[slots >= 0][::-1]
+            return dataclasses.replace(plan, remote_slot=slots)
+
+        context_parallel.make_plan = mistaken_plan
     else:
-        raise ValueError(f"MUTATION={mutation}; expected head_offset, layer_number or norm_gradient")
+        raise ValueError(f"MUTATION={mutation}; expected head_offset, layer_number, norm_gradient or received_slots")
     pretrain_gpt_s2.main()
 
 

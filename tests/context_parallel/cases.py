@@ -1,0 +1,62 @@
+"""The cases of context parallelism: a small covering subset of patterns, GQA ratios, batches, layer offsets and comm types."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.patterns import HeadPattern, Pattern, RangePattern, make_range_pattern
+
+
+class Case(NamedTuple):
+    pattern: Pattern
+    blocks_a_chunk: int = 1  # n_blocks = 2 * ranks * this
+    dim: int = 16
+    batch: int = 1
+    keep_received: bool = False
+
+
+def ranges(ranges, block, heads, groups, **options):
+    return make_range_pattern(block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, **options)
+
+
+def block_mask(block, heads, groups, tables, n_blocks=48, seed=0, diagonal=True):
+    generator = torch.Generator().manual_seed(seed)
+    indptr, indices = [], []
+    for _ in range(tables):
+        rows = []
+        for query in range(n_blocks):
+            chosen = torch.rand(query + 1, generator=generator) < 0.3
+            chosen[query if diagonal or query < 2 else query // 2] = True
+            rows.append(chosen.nonzero()[:, 0].numpy())
+        indptr.append([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
+        indices.append(torch.cat([torch.from_numpy(row) for row in rows]).numpy())
+    return BlockMaskPattern.from_csr(block, heads, groups, indptr, indices)
+
+
+PAPER = ((2, 1), (None, 4))
+CASES = {
+    "paper": Case(ranges(PAPER, 4, 8, 8)),
+    "paper-gqa": Case(ranges(PAPER, 4, 16, 8, layer_index=3), batch=2),
+    "paper-mqa": Case(ranges(PAPER, 4, 8, 1), 3),
+    "layer-offset": Case(ranges(((1, 1), (None, 8)), 4, 8, 8, layer_index=5, layer_step=3, base_offset=1), 2, keep_received=True),
+    "window": Case(ranges(((3, 1),), 4, 8, 8), 2),
+    "window-of-one": Case(ranges(((1, 1),), 4, 8, 8)),
+    "several": Case(ranges(((2, 1), (5, 2), (None, 4)), 4, 16, 8), 2, batch=2),
+    "uneven": Case(ranges(((2, 1), (5, 3), (None, 4)), 4, 8, 8), 2),
+    "query-slide": Case(ranges(PAPER, 4, 16, 8, slide="query"), 2),
+    "dense-heads": Case(ranges(PAPER, 4, 16, 8, dense_heads={"spread": 2}), keep_received=True),
+    "dense": Case(RangePattern.dense(4, 8, 8)),
+    "ranges-per-head": Case(
+        RangePattern(4, 8, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 6)), 2
+    ),
+    "mask-shared": Case(block_mask(4, 16, 8, 1), 2),
+    "mask-kv-heads": Case(block_mask(4, 16, 8, 8), 3, batch=2),
+    "mask-query-heads": Case(block_mask(4, 16, 8, 16), keep_received=True),
+    "mask-without-diagonal": Case(block_mask(4, 8, 8, 8, diagonal=False), 2),
+}
+# Two tensor-parallel slices: a rank's heads keep the offsets of the whole model.
+WHOLE = ranges(((1, 1), (None, 16)), 4, 16, 16)
+CASES |= {f"tensor-parallel-{rank}": Case(WHOLE.tensor_parallel_slice(rank, 2), 2) for rank in range(2)}

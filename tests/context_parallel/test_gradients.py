@@ -1,0 +1,74 @@
+"""Context parallelism over 2, 4 and 8 ranks computes what one process computes: out, dq, dk, dv, for every comm type and pattern kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from s2_megatron.context_parallel import COMM_TYPES
+from tests.context_parallel.cases import CASES
+
+RANKS = (2, 4, 8)
+NAMES = ("out", "dq", "dk", "dv")
+# Of the largest value of the tensor, in fp64.
+EXACT = 1e-12
+FORMS = [
+    (name, comm_type, ranks)
+    for name, case in CASES.items()
+    for comm_type in COMM_TYPES
+    for ranks in RANKS
+    if comm_type != "a2a" or case.pattern.num_kv_heads % ranks == 0
+]
+
+
+@pytest.mark.parametrize("name, comm_type, ranks", FORMS)
+def test_equals_one_process(found, name, comm_type, ranks):
+    for rank, results in enumerate(found(ranks)):
+        result = results["gradients"][f"{name}/{comm_type}"]
+        assert max(result[part] for part in NAMES) <= EXACT, f"rank {rank}: {result}"
+        assert result["repeats"], f"rank {rank}: a second run differs"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bytes_are_those_of_the_plan(found, ranks):
+    """Counted at the collective: one call in the forward, two in the backward (the exchange again, and the gradients)."""
+    for results in found(ranks):
+        for name, case in CASES.items():
+            sparse, gathered = (results["gradients"][f"{name}/{comm_type}"] for comm_type in ("sparse", "all_gather"))
+            assert [sparse["forward bytes"], sparse["backward bytes"]] == sparse["plan"]
+            assert sparse["calls"] == [1, 1 if case.keep_received else 2]
+            assert sparse["forward bytes"] <= gathered["forward bytes"]
+    needed = [sum(results["gradients"][f"{name}/sparse"]["forward bytes"] for results in found(ranks)) for name in ("paper", "dense")]
+    assert 0 < needed[0] < needed[1], "a sparse pattern moves less than a dense one"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_mistake_would_show(found, ranks):
+    """Keys in other places, other tokens, or another head's or layer's offset move the results by far more than rounding does."""
+    mistakes = found(ranks)[0]["wrong"]
+    assert len(mistakes) == 4
+    for name in mistakes:
+        worst = max(results["wrong"][name]["out"] for results in found(ranks))
+        assert worst > 0.01, f"{name}: {worst}"
+        worst = max(results["wrong"][name]["dk"] for results in found(ranks))
+        assert worst > 0.01, f"{name}: {worst}"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_packed_documents(found, ranks):
+    """Both cuts of packed batches: the whole row as one sequence, and every document by itself."""
+    for results in found(ranks):
+        packed = dict(results["packed"])
+        message = packed.pop("sparse")
+        assert "s2_cp_comm_type='sparse'" in message and "--s2-cp-comm-type all_gather" in message
+        assert len(packed) == 6
+        for name, result in packed.items():
+            assert max(result.values()) <= EXACT, (name, result)
+
+
+def test_triton_kernels(found):
+    """The kernels (through the interpreter here) in fp32."""
+    for results in found(2):
+        assert len(results["triton"]) == 5
+        for name, result in results["triton"].items():
+            assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
+            assert result["repeats"]

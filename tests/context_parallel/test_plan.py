@@ -1,0 +1,94 @@
+"""The exchange plan against its definition, its size at full scale, and its errors."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from s2_megatron.context_parallel import check_comm_type
+from s2_megatron.cp_plan import check_block_count, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
+from s2_megatron.patterns import make_range_pattern
+from tests.context_parallel.cases import CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_needed_blocks_by_definition(name, size):
+    case = CASES[name]
+    pattern = case.pattern
+    n_blocks = 2 * size * (48 // (2 * size))
+    ratio = pattern.num_heads // pattern.num_kv_heads
+    needed = needed_blocks(pattern, size, n_blocks)
+    for rank in range(size):
+        expected = np.zeros((pattern.num_kv_heads, n_blocks), dtype=bool)
+        for head in range(pattern.num_heads):
+            for query in zigzag_blocks(rank, size, n_blocks):
+                expected[head // ratio, pattern.key_blocks(head, int(query))] = True
+        assert np.array_equal(needed[rank], expected)
+
+
+@pytest.mark.parametrize("name", ["paper-gqa", "mask-kv-heads", "dense-heads"])
+def test_what_one_rank_sends_the_other_expects(name):
+    pattern, size = CASES[name].pattern, 4
+    n_blocks = 6 * size
+    plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
+    owner = owners(size, n_blocks)
+    for receiver, plan in enumerate(plans):
+        filled = {}
+        slot = 0
+        for sender in plans:
+            first = sum(sender.send_counts[:receiver])
+            assert sender.send_counts[receiver] == plan.receive_counts[sender.rank]
+            for position in range(first, first + sender.send_counts[receiver]):
+                block = int(sender.query_blocks[sender.send_blocks[position]])
+                assert owner[block] == sender.rank != receiver
+                filled[int(sender.send_heads[position]), block] = slot
+                slot += 1
+        assert {(head, block): plan.remote_slot[head, block] for head, block in zip(*np.nonzero(plan.remote_slot >= 0))} == filled
+        assert plan.sent_slots[receiver] == sum(plan.send_counts)
+        assert plan.needed_slots[receiver] == len(filled)
+
+
+def test_work_of_the_ranks():
+    for case in CASES.values():
+        n_blocks = 48
+        pairs = rank_pairs(case.pattern, 4, n_blocks)
+        assert pairs.sum() == case.pattern.attended_pairs(n_blocks * case.pattern.block_size)
+    paper = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, 16)), dense_heads={"spread": 1})
+    work = rank_pairs(paper, 8, 512)  # 32K tokens
+    assert work.max() <= 1.03 * work.mean()
+
+
+def test_volume_at_128k():
+    """The README's claim: 6 % of the remote blocks, and no rank sends or receives more than 8 % of what an all-gather moves."""
+    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)))
+    plan = make_plan(pattern, 0, 8, 2048)
+    assert plan.all_gather_slots * plan.slot_bytes(128, 2) == 1792 * 2**20
+    assert max(plan.sent_slots + plan.needed_slots) <= 0.08 * plan.all_gather_slots
+    assert np.mean(plan.needed_slots) == pytest.approx(0.0606 * plan.all_gather_slots, rel=0.01)
+
+
+def test_a_plan_for_a_million_tokens_takes_moments():
+    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), layer_index=7, layer_step=1)
+    start = time.perf_counter()
+    plan = make_plan(pattern, 3, 8, 2**20 // 64)
+    assert time.perf_counter() - start < 5
+    assert make_plan(pattern, 3, 8, 2**20 // 64) is plan, "layers with equal patterns share a plan"
+
+
+@pytest.mark.parametrize("length, nearest", [(1000, "896 or 1024"), (100, "128"), (0, "128"), (1088, "1024 or 1152")])
+def test_lengths_that_cannot_be_cut_name_the_nearest(length, nearest):
+    with pytest.raises(ValueError, match=f"--seq-length {nearest}, or a smaller block_size"):
+        check_block_count(length, 4, 16)
+    assert check_block_count(1024, 4, 16) == 64
+
+
+def test_comm_types():
+    assert check_comm_type("allgather", 1, 8) == "all_gather"
+    assert check_comm_type("a2a", 8, 4) == "a2a"
+    with pytest.raises(ValueError, match="expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"):
+        check_comm_type("p2p", 8, 4)
+    with pytest.raises(ValueError, match=r"2 KV heads .*context_parallel_size=4; expected a multiple of 4; use --s2-cp-comm-type sparse"):
+        check_comm_type("a2a", 2, 4)

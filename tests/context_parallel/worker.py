@@ -1,0 +1,248 @@
+"""Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
+
+    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|order ...]
+
+The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from s2_megatron import context_parallel, cp_plan
+from s2_megatron.attention import s2_attention
+from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
+from s2_megatron.cp_exchange import count_traffic, cut_order
+from s2_megatron.layout import PackedSequence, build_layout
+from tests.context_parallel.cases import CASES, Case, ranges
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def inputs(pattern, tokens, dim, batch, dtype, packed=False):
+    """query, key, value, grad_out of the whole sequence, query to value as strided pieces of one tensor."""
+    generator = torch.Generator().manual_seed(1)
+    heads, groups = pattern.num_heads, pattern.num_kv_heads
+    shape = (tokens,) if packed else (tokens, batch)
+    fused = torch.randn(*shape, heads + 2 * groups, dim, generator=generator, dtype=torch.float64).to(dtype)
+    grad = torch.randn(*shape, heads, dim, generator=generator, dtype=torch.float64).to(dtype)
+    return [*fused.split([heads, groups, groups], -2), grad]
+
+
+def differentiate(tensors, function, *arguments, **options):
+    """[out, dq, dk, dv], detached, of function(query, key, value, *arguments, **options)."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    out = function(*leaves, *arguments, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def difference(mine, truth, scale_of=None):
+    """max |a - b| / max |b|, b of the whole sequence."""
+    return ((mine - truth).abs().max() / (truth if scale_of is None else scale_of).abs().max()).item()
+
+
+def own_rows(tensor, rank, size):
+    chunks = tensor.chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def tokens_of(case: Case, size: int) -> int:
+    return 2 * size * case.blocks_a_chunk * case.pattern.block_size
+
+
+def truths(cases: list[Case], group, dtype=torch.float64) -> list[list[torch.Tensor]]:
+    """What one process computes for every case, in fp64: the ranks share the work."""
+    results = []
+    for index, case in enumerate(cases):
+        whole = [a.double() for a in inputs(case.pattern, tokens_of(case, group.size()), case.dim, case.batch, dtype)]
+        if index % group.size() == group.rank():
+            layout = build_layout(case.pattern)
+            results.append(differentiate(whole, s2_attention, layout, softmax_scale=0.4, backend="reference"))
+        else:
+            results.append([torch.empty_like(a) for a in (whole[3], *whole[:3])])
+    for index, tensors in enumerate(results):
+        for number, tensor in enumerate(tensors):
+            tensors[number] = tensor.contiguous()
+            dist.broadcast(tensors[number], index % group.size(), group)
+    return results
+
+
+def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="reference"):
+    """Largest difference of each result over this rank's rows, whether a second run repeats every bit, bytes sent, bytes the plan says."""
+    rank, size = group.rank(), group.size()
+    n_blocks, block = tokens_of(case, size) // case.pattern.block_size, case.pattern.block_size
+    whole = inputs(case.pattern, n_blocks * block, case.dim, case.batch, dtype)
+    cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received)
+    cp.prepare(n_blocks * block)
+    mine = [own_rows(tensor, rank, size) for tensor in whole]
+    leaves = [tensor.detach().requires_grad_() for tensor in mine[:3]]
+    with count_traffic() as forward:
+        out = cp.attention(*leaves, softmax_scale=0.4, backend=backend)
+    with count_traffic() as backward:
+        grads = torch.autograd.grad(out, leaves, mine[3])
+    again = differentiate(mine, cp.attention, softmax_scale=0.4, backend=backend)
+    results = [out.detach(), *grads]
+    assert all(a.dtype == dtype for a in results)
+    found = {name: difference(a, own_rows(b, rank, size), b) for name, a, b in zip(NAMES, results, truth)}
+    found["repeats"] = all(torch.equal(a, b) for a, b in zip(results, again))
+    found["forward bytes"], found["backward bytes"] = forward.bytes_sent, backward.bytes_sent
+    if comm_type == "sparse":
+        plan = cp_plan.make_plan(case.pattern, rank, size, n_blocks)
+        one_way = plan.sent_slots[rank] * plan.slot_bytes(case.dim, out.itemsize, case.batch)
+        returned = plan.needed_slots[rank] * plan.slot_bytes(case.dim, out.itemsize, case.batch)
+        found["plan"] = [one_way, returned + (0 if case.keep_received else one_way)]
+        found["calls"] = [forward.calls, backward.calls]
+    return found
+
+
+def gradients(group):
+    results = {}
+    for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
+        for comm_type in COMM_TYPES:
+            if comm_type != "a2a" or case.pattern.num_kv_heads % group.size() == 0:
+                results[f"{name}/{comm_type}"] = run_case(case, comm_type, group, truth)
+    return results
+
+
+def triton(group):
+    """The kernels through Triton's interpreter, in fp32."""
+    mask = CASES["mask-kv-heads"].pattern
+    cases = {
+        "paper-gqa": Case(ranges(((1, 1), (None, 4)), 16, 4, 2, layer_index=1), 2, 16),
+        "uneven": Case(ranges(((2, 1), (5, 3), (None, 4)), 16, 2, 2), 2, 16, keep_received=True),
+        "mask": Case(mask.from_csr(16, 2, 2, *zip(*mask.tables[:2])), 2, 16, batch=2),
+    }
+    return {
+        f"{name}/{comm_type}": run_case(case, comm_type, group, truth, torch.float32, "triton")
+        for (name, case), truth in zip(cases.items(), truths(list(cases.values()), group, torch.float32))
+        for comm_type in (COMM_TYPES if name == "paper-gqa" else ("sparse",))
+    }
+
+
+def wrong(group):
+    """What a mistake in a position or in an offset does to the results: name -> differences."""
+    case = CASES["layer-offset"]
+    (truth,) = truths([case], group)
+    results = {}
+    plain_slice = type(case.pattern).tensor_parallel_slice
+
+    def moved(pattern, by):
+        heads = tuple(type(head)(head.ranges, head.offset + by) for head in pattern.heads)
+        return type(pattern)(pattern.block_size, pattern.num_kv_heads, heads)
+
+    def mistaken_make(pattern, *rest):
+        plan = cp_plan.make_plan(pattern, *rest)
+        swapped = plan.remote_slot.copy()
+        slots = swapped[swapped >= 0]
+        swapped[swapped >= 0] = slots[::-1]
+        return type(plan)(**{**vars(plan), "remote_slot": swapped})
+
+    def both(name, comm_type, patched):
+        owner, attribute, replacement = patched
+        kept = getattr(owner, attribute)
+        setattr(owner, attribute, replacement)
+        try:
+            results[name] = run_case(case, comm_type, group, truth)
+        finally:
+            setattr(owner, attribute, kept)
+
+    both("remote blocks in other slots", "sparse", (context_parallel, "make_plan", mistaken_make))
+    contiguous = staticmethod(lambda rank, size, n: cp_plan.np.arange(rank * n // size, (rank + 1) * n // size))
+    both("contiguous chunks", "all_gather", (context_parallel, "zigzag_blocks", contiguous))
+    if case.pattern.num_kv_heads % group.size() == 0:
+        local = lambda self, rank, size: plain_slice(self, 0, size)  # noqa: E731
+        both("head offsets of rank 0", "a2a", (type(case.pattern), "tensor_parallel_slice", local))
+    build = context_parallel.build_layout
+    both("another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3))))
+    return results
+
+
+def packed_inputs(lengths, cut, size):
+    """(documents' borders, order of the tokens on the ranks)"""
+    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    tokens = sum(lengths)
+    cut_at = borders if cut == "document" else torch.tensor([0, tokens], dtype=torch.int32)
+    return borders, cut_order(cut_at, tokens, size)
+
+
+def packed(group):
+    rank, size = group.rank(), group.size()
+    results = {}
+    pattern = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1)
+    layout = build_layout(pattern)
+    cases = {
+        "sequence": [37, 1, 50, 24, 16],
+        "document": [unit * 2 * size for unit in (3, 1, 5, 2)],
+        "one": [16 * size],
+    }
+    for name, lengths in cases.items():
+        cut = "document" if name == "document" else "sequence"
+        lengths = list(lengths)
+        lengths[-1] += -sum(lengths) % (2 * size)
+        borders, order = packed_inputs(lengths, cut, size)
+        documents = PackedSequence(borders, max(lengths))
+        whole = inputs(pattern, sum(lengths), 8, 1, torch.float64, packed=True)
+        options = dict(softmax_scale=0.4, packed=documents, backend="reference")
+        truth = differentiate(whole, s2_attention, layout, tensor_format="thd", **options)
+        rows = order.argsort().chunk(size)[rank]
+        for comm_type in ("all_gather", "a2a"):
+            cp = ContextParallel(pattern, group, comm_type, cut=cut)
+            got = differentiate([tensor[rows] for tensor in whole], cp.attention, **options)
+            results[f"{name}/{comm_type}"] = {key: difference(a, b[rows], b) for key, a, b in zip(NAMES, got, truth)}
+    try:
+        ContextParallel(pattern, group, "sparse").attention(*[tensor[rows] for tensor in whole[:3]], packed=documents, backend="reference")
+    except ValueError as error:
+        results["sparse"] = str(error)
+    return results
+
+
+PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong}
+
+
+def rank_main(rank, size, file, parts):
+    torch.set_num_threads(1)
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=size)
+    try:
+        results = {part: PARTS[part](dist.group.WORLD) for part in parts}
+        gathered = [None] * size
+        dist.all_gather_object(gathered, results)
+        if rank == 0:
+            file.write_text(json.dumps(gathered))
+    except BaseException:  # noqa: BLE001 - a forked rank must end here, whatever happened
+        traceback.print_exc()
+        os._exit(1)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the interpreter's shutdown, which a fork shares with its parent
+
+
+def main(size: int, file: Path, parts: list[str]) -> int:
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            rank_main(rank, size, file, parts)
+        children.append(child)
+    failed = 0
+    for _ in children:
+        _, status = os.wait()
+        if status and not failed:
+            failed = 1
+            for child in children:
+                try:
+                    os.kill(child, 9)
+                except ProcessLookupError:
+                    continue
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

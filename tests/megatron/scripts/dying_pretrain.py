@@ -1,0 +1,25 @@
+"""pretrain_gpt_s2.py whose rank 1 dies in the middle of a step, without a word."""
+import os
+
+
+def main():
+    import pretrain_gpt_s2
+    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+
+    install_if_no_gpu()
+    from s2_megatron import cp_exchange
+
+    exchange, calls = cp_exchange.all_to_all, []
+
+    def dying(*args):
+        calls.append(1)
+        if os.environ["RANK"] == "1" and len(calls) == 30:
+            os._exit(13)
+        exchange(*args)
+
+    cp_exchange.all_to_all = dying
+    pretrain_gpt_s2.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Context parallelism end to end: every layout trains as one process does, from one checkpoint, alone and mixed with TP, SP, PP, DP and EP."""
+from __future__ import annotations
+
+import re
+
+import pytest
+
+CP2 = "--context-parallel-size 2"
+LAYOUTS = {
+    "types": (2, f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received"),
+    "recompute": (2, f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 2"),
+    "cp4": (4, "--context-parallel-size 4"),
+    "tp2_sp": (4, f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2_vpp2": (4, f"{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+}
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
+WEIGHTS_ONLY = "--no-load-optim --no-load-rng"
+PACKED = "--dataloader-inter-document-masking --s2-cp-comm-type"
+
+
+@pytest.fixture(scope="session")
+def resumed(lab, start, baseline):
+    def run(name, processes, flags, **options):
+        return lab.run(f"context_{name}", f"--train-iters 20 --load {start} --ckpt-step 10 {flags}", processes=processes, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_equals_one_process(resumed, baseline, same_training, name):
+    run = resumed(name, *LAYOUTS[name])
+    same_training(run, baseline)
+    if name == "types":
+        for text in ("S2, all_gather", "S2, sparse", "S2, a2a", "S2: attention work of 2 context-parallel ranks"):
+            assert text in run.output
+
+
+def test_experts_and_data_parallel(lab, same_training):
+    """CP 2 x DP 2 with the experts spread over two ranks."""
+    folder = lab.folder / "context_moe"
+    lab.run("context_moe_start", f"{MOE} --train-iters 2 --save {folder} --save-interval 2")
+    flags = f"{MOE} --train-iters 12 --lr-decay-iters 12 --load {folder} {WEIGHTS_ONLY} --override-opt-param-scheduler"
+    one_process = lab.run("context_moe", flags)
+    same_training(lab.run("context_moe_ep2", f"{flags} {CP2} --expert-model-parallel-size 2", processes=4), one_process)
+
+
+def test_a_mistake_would_show(resumed, baseline, same_training, scripts):
+    """The comparison fails when a rank takes received blocks for one another."""
+    options = dict(script=scripts / "mutated_pretrain.py", environment={"MUTATION": "received_slots"})
+    run = resumed("mutated", 2, f"{CP2} --exit-interval 12", **options)
+    assert sorted(run.losses) == [11, 12]
+    with pytest.raises(AssertionError, match="differ by"):
+        same_training(run, baseline, steps=2)
+
+
+def test_a_rank_that_dies_ends_the_run_and_is_named(lab, scripts):
+    run = lab.run("context_dying", f"--train-iters 20 {CP2}", processes=2, script=scripts / "dying_pretrain.py", fails=True, torchrun=True)
+    assert re.search(r"rank +: 1 ", run.output)
+    assert re.search(r"exitcode +: 13 ", run.output)
+
+
+@pytest.fixture(scope="session")
+def packed_in_one_process(resumed):
+    return resumed("packed", 1, "--dataloader-inter-document-masking")
+
+
+@pytest.mark.parametrize("flags", ["all_gather", "a2a --micro-batch-size 2"])
+def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same_training, flags):
+    """Inter-document masking: documents of any length lie across the ranks; RoPE, loss and attention are those of one process."""
+    run = resumed(f"packed_{flags.split()[0]}", 2, f"{CP2} {PACKED} {flags}")
+    same_training(run, packed_in_one_process)
+    assert abs(packed_in_one_process.losses[11] - baseline.losses[11]) > 1e-3, "packing must change the attention"
+
+
+def test_documents_cut_by_themselves(lab, scripts, conversations, same_training):
+    """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process gets the same pads)."""
+    path, tokenizer, stand_in = conversations
+    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
+        --split 100,0,0 --train-iters 4 --calculate-per-token-loss --seq-length 256 --max-position-embeddings 256"""
+    options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
+    one_process = lab.run("context_sft", flags, **options)
+    for comm_type in ("a2a", "all_gather"):
+        run = lab.run(f"context_sft_{comm_type}", f"{flags} {CP2} --s2-cp-comm-type {comm_type}", processes=2, **options)
+        same_training(run, one_process, steps=4)
+
+
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+KEPT = {
+    "selective": (1, "--recompute-granularity selective --recompute-modules core_attn"),
+    "types": (2, f"{CP2} {RECOMPUTE} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received"),
+    "pp2_vpp2": (4, f"{LAYOUTS['pp2_vpp2'][1]} {RECOMPUTE}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_a_kept_result_saves_the_second_forward(resumed, scripts, name):
+    """Half of the attention's forward passes, every bit of the losses, nothing left over; evaluation keeps nothing."""
+    processes, flags = KEPT[name]
+    flags += " --exit-interval 13 --eval-iters 1 --eval-interval 12 --s2-dense-core s2"
+    runs = [
+        resumed(f"kept_{name}_{number}", processes, f"{flags} {more}", script=scripts / "counted_pretrain.py")
+        for number, more in enumerate(("", "--s2-keep-attention-output"))
+    ]
+    found = [re.findall(r"attention forwards: (\d+), results left over: (\d+)", run.output) for run in runs]
+    assert runs[0].losses == runs[1].losses
+    assert runs[0].grad_norms == runs[1].grad_norms
+    plain, kept = (sum(int(count) for count, _ in ranks) for ranks in found)
+    assert len(found[0]) == len(found[1]) == processes
+    assert all(left == "0" for ranks in found for _, left in ranks)
+    # Training passes are computed twice in the plain run; those of the evaluation once in both.
+    evaluation = 2 * kept - plain
+    assert 0 < evaluation < kept < plain
