@@ -89,7 +89,7 @@ def test_lengths(length, tiles):
     check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), length=length, batch=2)
 
 
-@pytest.mark.parametrize("ways", product(["paper", "window", "several", "dense", "query"], [False, True]), ids=str)
+@pytest.mark.parametrize("ways", list(product(["paper", "window", "several", "dense", "query"], [False, True])), ids=str)
 def test_packed(ways, tiles):
     kind, padded = ways
     pattern = pattern_of(RANGES.get(kind, PAPER), 64, 4, 2, "query" if kind == "query" else "kv")
