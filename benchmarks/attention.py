@@ -20,11 +20,11 @@
 4. "of matmul": of the rate of an 8192^3 bf16 matmul timed in the same turns. "+ MiB": peak memory beyond inputs, out, LSE and gradients.
    "first": set-up, compilation and first result in this process.
 
-Sample of the output, shortened (NVIDIA H200, portable kernels):
+Sample of the output, shortened (NVIDIA H200):
 
-    -- 128K: matmul ... TF/s
-    128K 32/32 D128  S2            7.7 %  forward    24.73 ms (...)  436 TF/s  backward    85.54 ms (...)  315 TF/s  ...  13.89 x FA-2
-      MISSED 128K 32/32 D128: times FlashAttention-2: 13.89 (must 20, goal 24.9)
+    -- 128K: matmul 778 TF/s
+    128K 32/32 D128  S2            7.7 %  forward    18.34 ms (18.24-18.57)  588 TF/s  backward    60.61 ms (59.74-61.48)  445 TF/s  ...  19.23 x FA-2
+      MISSED 128K 32/32 D128: times FlashAttention-2: 18.71 (must 20, goal 24.9)
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def draw_speedup(lengths, machine: str, path: str) -> None:
         at = crossover(speedups(lengths, "S2", entry))
         if at and at > min(lengths):
             axes.axvline(at, color=COLOURS[entry], linewidth=0.8, linestyle=":")
-    axes.text(0.99, 0.02, "\n".join(sentences(lengths)), transform=axes.transAxes, fontsize=8, ha="right", va="bottom")
+    axes.text(0.01, 0.98, "\n".join(sentences(lengths)), transform=axes.transAxes, fontsize=8, ha="left", va="top")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="times FlashAttention-2 (forward + backward)")
     axes.set_title(f"{own['heads']}/{own['kv_heads']} heads, D {own['head_dim']}, {own['dtype']}; S2: {own['pattern']}", fontsize=10)
     axes.set_xticks(list(lengths), [_named(length) for length in lengths], minor=False)
