@@ -14,7 +14,7 @@ def s2_pack_kernel(key_ptr, value_ptr, buffer_ptr, heads_ptr, blocks_ptr, n_batc
                    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program per slot and batch: both K and V."""
     slot = tl.program_id(0) // n_batch
-    batch = tl.program_id(0) % n_batch
+    batch = (tl.program_id(0) % n_batch).to(tl.int64)
     head = tl.load(heads_ptr + slot)
     inside = tl.arange(0, BLOCK)
     rows = tl.load(blocks_ptr + slot) * BLOCK + inside
@@ -34,7 +34,7 @@ def s2_add_returned_kernel(own_ptr, returned_ptr, out_ptr, starts_ptr, entries_p
                            BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program per block of this rank, KV head and batch: out = own + the returned slots of this block in the order of ranks, in the
     precision of own. part: 0 for K, 1 for V."""
-    batch = tl.program_id(0) % n_batch
+    batch = (tl.program_id(0) % n_batch).to(tl.int64)
     place = tl.program_id(0) // n_batch  # block * n_heads + head
     head = (place % n_heads).to(tl.int64)
     inside = tl.arange(0, BLOCK)

@@ -4,7 +4,7 @@ A key tile is 128 keys: two key blocks of one KV head with runs of about the sam
 by one run of query blocks, from its own on, as long as the last range that it is a member of. So the blocks fall into classes by that range;
 neighbours in a class make a tile: two blocks of the last stride, which are attended to the end, or two of those between, which only the window
 sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
-class of its last range for every head.
+class of its last range for every head whose last stride divides it.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -74,14 +74,11 @@ def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, w
 
 
 @gluon.jit
-def softmax_step(scores, running_max, running_sum, scale, MASK: gl.constexpr):
-    """(p, new maximum, new sum, factor of what was summed before), base 2."""
+def softmax_step(scores, running_max, running_sum, scale):
+    """(p, new maximum, new sum, factor of what was summed before), base 2. Every row has seen its diagonal before: the maximum is finite."""
     new_max = gl.maximum(running_max, gl.max(scores, axis=1) * scale)
-    base = new_max
-    if MASK:
-        base = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(running_max - base)
-    p = gl.exp2(scores * scale - base[:, None])
+    rescale = gl.exp2(running_max - new_max)
+    p = gl.exp2(scores * scale - new_max[:, None])
     return p, new_max, running_sum * rescale + gl.sum(p, axis=1), rescale
 
 
@@ -107,7 +104,7 @@ def attend(p_before, out, running_max, running_sum, query, keys, values, barrier
         column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
         keep = gl.where(column < BLOCK, keep_a, keep_b) != 0
         scores = gl.where(keep[None, :], scores, float("-inf"))
-    p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale, MASK)
+    p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
     p_next = gl.convert_layout(p.to(query.dtype), p_layout)
     out, p_before = warpgroup_mma_wait(0, deps=[o_token, p_before])
     mbarrier.arrive(v_empty.index(before), count=1)

@@ -100,18 +100,19 @@ def test_packed(ways, tiles):
         check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("kind", ["paper", "window"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_documents_do_not_see_what_lies_between(deterministic, dim):
+def test_documents_do_not_see_what_lies_between(deterministic, dim, kind, tiles):
     """NaN in the rows between documents, and in a neighbour, stays there."""
-    pattern = pattern_of(PAPER, 64, 4, 2)
-    starts, lengths = [0, 192, 448, 640], [130, 250, 100]
-    tensors = [torch.randn(640, heads, dim, device="cuda").to(BF16) for heads in (4, 2, 2, 4)]
-    inside = torch.zeros(640, dtype=torch.bool, device="cuda")
+    pattern = pattern_of(((8, 1),) if kind == "window" else PAPER, 64, 4, 2)
+    starts, lengths = [0, 192, 448, 1024], [130, 250, 522]
+    tensors = [torch.randn(1024, heads, dim, device="cuda").to(BF16) for heads in (4, 2, 2, 4)]
+    inside = torch.zeros(1024, dtype=torch.bool, device="cuda")
     for start, length in zip(starts, lengths):
         inside[start : start + length] = True
     packed = PackedSequence(
-        torch.tensor([0, 130, 380, 480], dtype=torch.int32, device="cuda"), 250, torch.tensor(starts, dtype=torch.int32, device="cuda")
+        torch.tensor([0, 130, 380, 902], dtype=torch.int32, device="cuda"), 522, torch.tensor(starts, dtype=torch.int32, device="cuda")
     )
     results = []
     for filler in (0.0, float("nan")):
