@@ -56,8 +56,8 @@ def query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GRO
 
 @gluon.jit
 def quotient(number, divisor):
-    """number // divisor for 0 <= number < 2**21, by a floating-point division that is exact there and several times as fast. Where a result is thrown
-    away, numbers may be any."""
+    """number // divisor for 0 <= number < 2**21, by a floating-point division that is exact there and several times as fast.
+    Any number will do where the result is thrown away."""
     return ((number.to(gl.float32) + 0.5) / divisor.to(gl.float32)).to(gl.int32)
 
 
@@ -131,8 +131,8 @@ def count_steps(ends, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
 
 @gluon.jit
 def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
-    """(block, bits) of a masked entry: the edges, then the free block that is left over; past the end, for no half, the block before the tile: it
-    lies wholly in the document, and what follows a document may be NaN."""
+    """(block, bits) of a masked entry: the edges, then the free block that is left over; past the end, for no half, the block before the
+    tile: it lies wholly in the document, and what follows a document may be NaN."""
     total = ends[N_RANGES - 1]
     block = gl.maximum(low - 1, 0)
     keep = gl.where(entry < masked, 3, 0)
