@@ -15,6 +15,7 @@ from s2_megatron.kernels.hopper_grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper_rows import s2_scale_kernel
 from s2_megatron.kernels.packed_rows import s2_document_tiles_kernel
 from s2_megatron.kernels.tiles import hopper_tiles_for
+from s2_megatron.printing import print_once
 
 BLOCK = 64  # tokens of a block, and of half a tile
 TILE = 2 * BLOCK
@@ -25,12 +26,8 @@ _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
 
 
 @cache
-def _device(device: torch.device) -> tuple[bool, int]:
-    """(is Hopper, multiprocessors) of a device."""
-    if device.type != "cuda":
-        return False, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major == 9, properties.multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _loadable(tensor) -> bool:
@@ -41,9 +38,7 @@ def _loadable(tensor) -> bool:
 
 
 def refusal(query, key, value, layout, placement, initial) -> str | None:
-    """Why these kernels do not compute a call, or None."""
-    if not _device(query.device)[0]:
-        return f"{query.device} is no Hopper GPU"
+    """Why these kernels do not compute a call on a Hopper GPU, or None."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} is not a 16-bit type"
     if query.shape[3] > 128 or query.shape[3] % 8:
@@ -54,7 +49,7 @@ def refusal(query, key, value, layout, placement, initial) -> str | None:
         return "keys or queries are placed by blocks"
     if not hasattr(layout, "ranges"):
         return "the pattern is a block mask"
-    if max(query.shape[2], max(stride for head in layout.pattern.heads for _, stride in head.ranges) * BLOCK) >= MOST_BLOCKS * BLOCK:
+    if max(query.shape[2], layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
     if layout.ranges.shape[1] > MOST_RANGES:
         return f"the pattern has more than {MOST_RANGES} ranges"
@@ -113,7 +108,7 @@ class _Call:
         order = self.layout.head_order(1 + pack)
         programs = n_tiles * units
         persistent = tile.persistent and order is None  # with heads of different work no multiprocessor shall wait for another
-        grid = min(programs, _device(self.nothing.device)[1]) if persistent else programs
+        grid = min(programs, _multiprocessors(self.nothing.device)) if persistent else programs
         return (grid,), dict(self.common, order_ptr=self.nothing if order is None else order, documents_ptr=documents, n_tiles=n_tiles,
                              n_programs=programs, HEAD_GROUP=_group(units, tile.heads if persistent else 2), ORDERED=order is not None,
                              PACK=pack, STAGES=tile.stages, num_warps=4)
@@ -134,6 +129,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     tile = call.tiles.backward
     one_pass = tile.one_pass and not deterministic
     if not _loadable(grad_out):
+        print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
         grad_out = grad_out.contiguous()
     delta = torch.empty_like(lse)
     sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
@@ -150,7 +146,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         programs = n_tiles * units
     order = layout.head_order(call.heads // call.kv_heads)
     boxes = [_descriptor(tensor, call.block_dim) for tensor in (query, key, value, grad_out, grad_key, grad_value)]
-    s2_hopper_backward_kernel[(min(programs, _device(query.device)[1]),)](
+    s2_hopper_backward_kernel[(min(programs, _multiprocessors(query.device)),)](
         *boxes[:4], lse, delta, _descriptor(sums, 64, _WIDE) if one_pass else boxes[0], *boxes[4:], grad_key, grad_value,
         order_ptr=call.nothing if order is None else order, documents_ptr=documents,
         distance_ptr=call.nothing if distances is None else distances, scale=scale, n_long=n_long, n_rest=max(n_rest, 1), n_programs=programs,

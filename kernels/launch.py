@@ -53,7 +53,7 @@ def _fill_between(packed, value, *tensors):
     for tensor in tensors:
         _, heads, rows, dim = tensor.shape
         s2_fill_between_kernel[(triton.cdiv(rows, 64), heads)](
-            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, tensor.stride(1), tensor.stride(2), ROWS=64,
+            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, *tensor.stride()[1:], ROWS=64,
             DIM=dim, BLOCK_D=triton.next_power_of_2(dim))
 
 
@@ -84,7 +84,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
             hopper.backward(*tensors, deterministic)
 
 
-# The backward in parts, for placed queries and keys: the portable kernels compute those.
+# The backward in parts, by the portable kernels: context parallelism sends and receives between them.
 def delta(grad_out, grad_lse, out, lse, row_sums):
     """Writes row_sums [B, H, rows] (fp32): rowsum(out * grad_out) - grad_lse."""
     with on_device(out.device):
@@ -94,10 +94,14 @@ def delta(grad_out, grad_lse, out, lse, row_sums):
 def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None):
     """Writes dK and dV, from the final lse and the row sums of `delta`."""
     with on_device(query.device):
+        if packed is not None:
+            _fill_between(packed, 0.0, grad_key, grad_value)
         portable.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement)
 
 
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):
     """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
     with on_device(query.device):
+        if packed is not None:
+            _fill_between(packed, 0.0, grad_query)
         portable.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial)

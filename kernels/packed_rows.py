@@ -37,8 +37,8 @@ def s2_document_tiles_kernel(starts_ptr, lengths_ptr, tiles_ptr, n_docs, n_tiles
 
 
 @triton.jit(do_not_specialize=["n_docs", "n_rows"])
-def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_rows, stride_head, stride_row, ROWS: tl.constexpr,
-                           DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_rows, stride_head, stride_row, stride_dim,
+                           ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """`value` in the rows of [heads, rows, DIM] that belong to no document. A program per ROWS rows and head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     document = last_not_beyond(row, starts_ptr, n_docs, 0, 1)
@@ -47,6 +47,6 @@ def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_ro
     between = ((row < start) | (row >= start + length)) & (row < n_rows)
     if tl.max(between.to(tl.int32), 0) > 0:
         dims = tl.arange(0, BLOCK_D)
-        pointers = out_ptr + tl.program_id(1).to(tl.int64) * stride_head + row.to(tl.int64)[:, None] * stride_row + dims[None, :]
+        pointers = out_ptr + tl.program_id(1).to(tl.int64) * stride_head + row.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
         values = tl.full([ROWS, BLOCK_D], value, tl.float32).to(out_ptr.dtype.element_ty)
         tl.store(pointers, values, mask=between[:, None] & (dims < DIM)[None, :])

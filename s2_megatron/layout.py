@@ -222,6 +222,11 @@ class RangeLayout(Layout):
         return self._kept[group]
 
     @cached_property
+    def largest_stride(self) -> int:
+        """In blocks, of all ranges of all heads."""
+        return max(stride for head in self.pattern.heads for _, stride in head.ranges)
+
+    @cached_property
     def heads_pair(self) -> bool:
         """Whether the query heads 2i and 2i + 1 share their KV head and their pattern."""
         heads = self.pattern.heads

@@ -10,7 +10,15 @@ from random import Random
 import pytest
 import torch
 
-from s2_megatron.attention import AttentionCall, attention_backward, attention_forward, s2_attention
+from s2_megatron.attention import (
+    AttentionCall,
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    s2_attention,
+)
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern, make_range_pattern
@@ -162,6 +170,22 @@ def test_packed_gradients(case, kind, backend, device):
     for tensor in (got.out, got.grad_query, got.grad_key, got.grad_value):
         assert not tensor[:, :, outside].any(), "rows outside of every document must be zero"
     assert torch.isneginf(got.lse[:, :, outside]).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_backward_in_parts_is_the_whole_one(backend, device):
+    """Also in the rows between documents: they are zero, not what lay in memory."""
+    pattern = pattern_of(PAPER, 16, 4, 2)
+    (query, key, value, grad_out), _, packed, _ = packed_case(pattern, [50, 20, 33], [64, 32, 48], 32, F32, device, extra=9)
+    call = AttentionCall(build_layout(pattern, device), 0.2, "thd", packed, None, backend, False)
+    out, lse = attention_forward(query, key, value, call)
+    whole = attention_backward(grad_out, None, query, key, value, out, lse, call)
+    sums = attention_delta(grad_out, out, lse, call)
+    grads = [torch.zeros_like(tensor) if backend == "reference" else torch.empty_like(tensor) for tensor in (key, value)]
+    attention_backward_dkdv(grad_out, query, key, value, lse, sums, *grads, call)
+    parts = (attention_backward_dq(grad_out, query, key, value, lse, sums, call), *grads)
+    for one, two in zip(whole, parts):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
