@@ -20,6 +20,7 @@ from s2_megatron.printing import print_once
 BLOCK = 64  # tokens of a block, and of half a tile
 TILE = 2 * BLOCK
 MOST_RANGES = 12  # for the marks of a tile
+MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
 MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
 _MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
@@ -30,14 +31,27 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _share_rows(tensor) -> bool:
+    """Whether the heads of a [B, heads, rows, D] view lie in the same memory: blocks in slots, each of one head."""
+    return tensor.shape[1] > 1 and tensor.stride(1) == 0
+
+
 def _loadable(tensor) -> bool:
     """Whether the copy engine can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
     unit = 16 // tensor.element_size()
+    sizes, strides = list(tensor.shape[:3]), tensor.stride()[:3]
+    sizes[1] = 1 if _share_rows(tensor) else sizes[1]
     return (tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
-            and all(size == 1 or (0 < stride < 2**36 and stride % unit == 0) for size, stride in zip(tensor.shape[:3], tensor.stride()[:3])))
+            and all(size == 1 or (0 < stride < 2**36 and stride % unit == 0) for size, stride in zip(sizes, strides)))
 
 
-def refusal(query, key, value, layout, placement, initial) -> str | None:
+def _needs_lists(layout, placement, initial) -> bool:
+    """Whether the steps of a call come as lists, because they do not follow from a table of ranges."""
+    return (placement is not None or initial is not None or not hasattr(layout, "ranges") or layout.ranges.shape[1] > MOST_RANGES
+            or not layout.pattern.is_kv_efficient)
+
+
+def refusal(query, key, value, layout, packed, placement, initial) -> str | None:
     """Why these kernels do not compute a call on a Hopper GPU, or None."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} is not a 16-bit type"
@@ -45,17 +59,16 @@ def refusal(query, key, value, layout, placement, initial) -> str | None:
         return f"head dim {query.shape[3]} is not a multiple of 8 up to 128"
     if layout.block_size != BLOCK:
         return f"block_size={layout.block_size} is not {BLOCK}"
-    if placement is not None or initial is not None:
-        return "keys or queries are placed by blocks"
-    if not hasattr(layout, "ranges"):
-        return "the pattern is a block mask"
-    if max(query.shape[2], layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
+    if query.shape[1] // key.shape[1] > MOST_MEMBERS:
+        return f"more than {MOST_MEMBERS} query heads share a KV head"
+    listed = _needs_lists(layout, placement, initial)
+    if listed and packed is not None:
+        return "documents are packed, and the pattern is a block mask or has strides that do not divide each other"
+    if placement is not None and placement.steps is None:
+        return "keys or queries are placed by blocks without their pattern"
+    if max(query.shape[2], 0 if listed else layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
-    if layout.ranges.shape[1] > MOST_RANGES:
-        return f"the pattern has more than {MOST_RANGES} ranges"
-    if not layout.pattern.is_kv_efficient:
-        return "the strides of the pattern do not divide each other"
-    if not all(_loadable(tensor) for tensor in (query, key, value)):
+    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value)):
         return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
     return None
 
@@ -63,8 +76,13 @@ def refusal(query, key, value, layout, placement, initial) -> str | None:
 def _descriptor(tensor, columns, layout=_MATRIX):
     """Boxes of 64 rows and `columns` columns; what lies outside reads as 0 and is not written."""
     shape = list(tensor.shape)
+    shape[1] = 1 if _share_rows(tensor) else shape[1]
     strides = [stride if size > 1 else BLOCK for size, stride in zip(shape, tensor.stride())]
     return TensorDescriptor(tensor, shape, [*strides[:3], 1], [1, 1, BLOCK, columns], layout)
+
+
+def _strides(letter, tensor):
+    return {f"stride_{letter}{axis}": stride for axis, stride in zip("bhs", tensor.stride())}
 
 
 def _documents(packed, rows, per_document, tile):
@@ -84,83 +102,135 @@ def _group(units: int, wanted: int) -> int:
 class _Call:
     """What the kernels of one call share."""
 
-    def __init__(self, query, key, layout, packed):
+    def __init__(self, query, key, value, layout, packed, placement=None, initial=None):
+        self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.kv_heads = key.shape[1]
         self.block_dim = 64 if self.head_dim <= 64 else 128
         self.tiles = hopper_tiles_for(self.block_dim, self.rows)
         self.layout, self.packed = layout, packed
-        self.nothing = layout.ranges
-        self.common = dict(ranges_ptr=layout.ranges, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
-                           N_RANGES=layout.ranges.shape[1], RATIO=self.heads // self.kv_heads, PACKED=packed is not None,
-                           BLOCK_D=self.block_dim)
+        self.steps = None
+        if _needs_lists(layout, placement, initial):
+            self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps
+        self.nothing = layout.tensors[0]  # stands for pointers that are not read
+        self.common = dict(ranges_ptr=self.nothing, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
+                           N_RANGES=1 if self.steps is not None else layout.ranges.shape[1], RATIO=self.heads // self.kv_heads,
+                           PACKED=packed is not None, LISTED=self.steps is not None, KV_STEP=0 if _share_rows(key) else 1,
+                           BLOCK_D=self.block_dim, num_warps=4)
+
+    def _lists(self, rows, tiles, steps):
+        return dict(list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps)
 
     def query_tiles(self, tile):
-        """Arguments of a kernel with a program per query tile, and its grid."""
+        """Grid and arguments of a kernel with a program per query tile."""
         pack = int(tile.pack and self.layout.heads_pair)
         units = self.batch * self.heads // (1 + pack)
         rows_of_tile = BLOCK if pack else TILE
-        documents = self.nothing
+        documents = order = None
         if self.packed is None:
             n_tiles = triton.cdiv(self.rows, rows_of_tile)
         else:
             documents, n_tiles = _documents(self.packed, self.rows, 1, rows_of_tile)
-        order = self.layout.head_order(1 + pack)
+        if self.steps is None:
+            order, even = self.layout.head_order(1 + pack), True
+            lists = self._lists(*(self.nothing,) * 3)
+        else:
+            even, lists = self.steps.balanced, self._lists(*self.steps.query(bool(pack)))
         programs = n_tiles * units
-        persistent = tile.persistent and order is None  # with heads of different work no multiprocessor shall wait for another
-        grid = min(programs, _multiprocessors(self.nothing.device)) if persistent else programs
-        return (grid,), dict(self.common, order_ptr=self.nothing if order is None else order, documents_ptr=documents, n_tiles=n_tiles,
-                             n_programs=programs, HEAD_GROUP=_group(units, tile.heads if persistent else 2), ORDERED=order is not None,
-                             PACK=pack, STAGES=tile.stages, num_warps=4)
+        persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
+        grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
+        return (grid,), dict(self.common, **lists, order_ptr=self.nothing if order is None else order,
+                             documents_ptr=self.nothing if documents is None else documents, n_tiles=n_tiles, n_programs=programs, PACK=pack,
+                             HEAD_GROUP=_group(units, tile.heads if persistent else 2), ORDERED=order is not None, STAGES=tile.stages)
+
+    def key_tiles(self):
+        """Grid and arguments of the kernel with a program per key tile."""
+        tile = self.tiles.backward
+        units = self.batch * self.kv_heads
+        n_long, n_rest, documents, order, distances = 1, 1, None, None, None
+        lists = self._lists(*(self.nothing,) * 3)
+        if self.steps is not None:
+            *tensors, n_long, n_rest = self.steps.key()
+            lists = self._lists(*tensors)
+        else:
+            order, distances = self.layout.head_order(self.heads // self.kv_heads), self.layout.pair_distances
+            if self.packed is None:
+                n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
+        if self.packed is None:
+            programs = (n_long + n_rest) * units
+        else:
+            documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
+            programs = n_tiles * units
+        pointers = dict(order_ptr=order, documents_ptr=documents, distance_ptr=distances)
+        return (min(programs, _multiprocessors(self.query.device)),), dict(
+            self.common, **lists, **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()}, n_long=n_long,
+            n_rest=n_rest, n_programs=programs, units=units, key_rows=self.key.shape[2], HEAD_GROUP=_group(units, tile.heads),
+            ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
 
 
-def forward(query, key, value, out, lse, layout, scale, packed):
-    """Writes out [B, H, rows, D] and lse [B, H, rows]."""
-    call = _Call(query, key, layout, packed)
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
+    """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues."""
+    call = _Call(query, key, value, layout, packed, placement, initial)
     grid, arguments = call.query_tiles(call.tiles.forward)
+    initial_out, initial_lse = (out, lse) if initial is None else initial
+    wide = out.dtype != query.dtype or not _loadable(out)
+    boxes = [_descriptor(query, call.block_dim), _descriptor(key, 64), _descriptor(value, 64)]
     s2_hopper_forward_kernel[grid](
-        _descriptor(query, call.block_dim), _descriptor(key, 64), _descriptor(value, 64), _descriptor(out, call.block_dim), out, lse,
-        scale=scale, stride_ob=out.stride(0), stride_oh=out.stride(1), stride_os=out.stride(2), **arguments)
+        *boxes, boxes[0] if wide else _descriptor(out, call.block_dim), out, lse, initial_out, initial_lse.contiguous(), scale=scale,
+        CONTINUE=initial is not None, WIDE=wide, **_strides("o", out), **_strides("i", initial_out), **arguments)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, deterministic):
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, placement, deterministic):
     """Writes the three gradients. Unless deterministic, dQ may be added up in fp32 in whatever order its parts come."""
-    call = _Call(query, key, layout, packed)
-    tile = call.tiles.backward
-    one_pass = tile.one_pass and not deterministic
-    if not _loadable(grad_out):
-        print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
-        grad_out = grad_out.contiguous()
+    call = _Call(query, key, value, layout, packed, placement)
+    one_pass = call.tiles.backward.one_pass and not deterministic
+    grad_out = _loadable_gradient(grad_out)
     delta = torch.empty_like(lse)
     sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
-    counter = torch.empty(1, dtype=torch.int32, device=query.device)  # of the key tiles that are taken
-    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums, counter)
-    units = call.batch * call.kv_heads
-    distances = layout.pair_distances
-    n_long, n_rest, documents = 1, 1, call.nothing
-    if packed is None:
-        n_long, n_rest = layout.key_columns(triton.cdiv(call.rows, BLOCK))
-        programs = (n_long + n_rest) * units
-    else:
-        documents, n_tiles = _documents(packed, call.rows, 1 + layout.spare_columns, TILE)
-        programs = n_tiles * units
-    order = layout.head_order(call.heads // call.kv_heads)
-    boxes = [_descriptor(tensor, call.block_dim) for tensor in (query, key, value, grad_out, grad_key, grad_value)]
-    s2_hopper_backward_kernel[(min(programs, _multiprocessors(query.device)),)](
-        *boxes[:4], lse, delta, _descriptor(sums, 64, _WIDE) if one_pass else boxes[0], *boxes[4:], grad_key, grad_value,
-        order_ptr=call.nothing if order is None else order, documents_ptr=documents,
-        distance_ptr=call.nothing if distances is None else distances, scale=scale, n_long=n_long, n_rest=max(n_rest, 1), n_programs=programs,
-        units=units, counter_ptr=counter, stride_dkb=grad_key.stride(0), stride_dkh=grad_key.stride(1), stride_dks=grad_key.stride(2),
-        stride_dvb=grad_value.stride(0), stride_dvh=grad_value.stride(1), stride_dvs=grad_value.stride(2), **call.common,
-        HEAD_GROUP=_group(units, tile.heads), ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages,
-        GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages, DQ=one_pass, num_warps=4)
+    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums)
+    _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums)
     if one_pass:
         s2_scale_kernel[(triton.cdiv(call.rows, 64) * call.batch * call.heads,)](
-            sums, grad_query, scale, call.rows, call.heads, grad_query.stride(0), grad_query.stride(1), grad_query.stride(2), ROWS=64,
-            HEAD_DIM=call.head_dim, BLOCK_D=call.block_dim)
-        return
+            sums, grad_query, scale, call.rows, call.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=call.head_dim, BLOCK_D=call.block_dim)
+    else:
+        _launch_dq(call, grad_out, lse, delta, grad_query, scale)
+
+
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None):
+    """Writes dK and dV."""
+    _launch_dkdv(_Call(query, key, value, layout, packed, placement), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, scale)
+
+
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
+    _launch_dq(_Call(query, key, value, layout, packed, placement, initial), _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
+
+
+def _loadable_gradient(grad_out):
+    if _loadable(grad_out) and not _share_rows(grad_out):
+        return grad_out
+    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
+    return grad_out.contiguous()
+
+
+def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None):
+    """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
+    grid, arguments = call.key_tiles()
+    query_boxes = [_descriptor(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
+    wide = not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    grad_boxes = query_boxes[1:3] if wide else [_descriptor(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
+    counter = torch.zeros(1, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken
+    s2_hopper_backward_kernel[grid](
+        *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
+        scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
+        GRAD_STEP=0 if _share_rows(grad_key) else 1, DQ=sums is not None, **arguments)
+
+
+def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
     grid, arguments = call.query_tiles(call.tiles.grad_query)
+    boxes = [_descriptor(call.query, call.block_dim), _descriptor(call.key, 64), _descriptor(call.value, 64), _descriptor(grad_out, call.block_dim)]
+    wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
+    start = grad_query if initial is None else initial
     s2_hopper_grad_query_kernel[grid](
-        _descriptor(query, call.block_dim), _descriptor(key, 64), _descriptor(value, 64), boxes[3], _descriptor(grad_query, call.block_dim),
-        grad_query, lse, delta, scale=scale, stride_ob=grad_query.stride(0), stride_oh=grad_query.stride(1), stride_os=grad_query.stride(2),
-        **arguments)
+        *boxes, boxes[0] if wide else _descriptor(grad_query, call.block_dim), grad_query, lse, delta, start, scale=scale,
+        CONTINUE=initial is not None, WIDE=wide, **_strides("o", grad_query), **_strides("i", start), **arguments)

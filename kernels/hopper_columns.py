@@ -70,11 +70,35 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
+def column_of_program(index, n_long, n_rest, units, HEAD_GROUP: gl.constexpr):
+    """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest: the long columns of all
+    heads go first, so that the short ones fill the end."""
+    is_long = index < n_long * units
+    rest = gl.where(is_long, index, index - n_long * units)
+    per_group = gl.where(is_long, n_long, n_rest) * HEAD_GROUP
+    group = rest // per_group
+    rest -= group * per_group
+    return rest // HEAD_GROUP, group * HEAD_GROUP + rest % HEAD_GROUP, is_long
+
+
+@gluon.jit
+def listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP: gl.constexpr):
+    """(batch, KV head, first slot, second slot, first word) of a program, from the lists of step_lists.py. A slot beyond the keys does not
+    exist, nor does a column whose first one is."""
+    rows_ptr, columns_ptr, words_ptr = lists
+    column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+    kv_head = unit // batches
+    column += gl.where(is_long, 0, n_long)
+    entry = columns_ptr + (gl.load(rows_ptr + kv_head) * (n_long + n_rest) + column) * 3
+    return unit - kv_head * batches, kv_head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+
+
+@gluon.jit
 def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
              N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
              MIXED: gl.constexpr):
-    """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. The tiles of the longest class go
-    first, whatever the head, so that the short ones fill the end. A block of n_blocks or more does not exist."""
+    """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
+    exist."""
     token = index * 0
     length = rows
     if PACKED:
@@ -85,13 +109,8 @@ def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ra
         length = gl.load(documents_ptr + tile * 4 + 1)
         column = gl.load(documents_ptr + tile * 4 + 2)
     else:
-        is_long = index < n_long * units
-        rest = gl.where(is_long, index, index - n_long * units)
-        per_group = gl.where(is_long, n_long, n_rest) * HEAD_GROUP
-        group = rest // per_group
-        rest -= group * per_group
-        batch, kv_head = head_of_unit(group * HEAD_GROUP + rest % HEAD_GROUP, batches, order_ptr, ORDERED)
-        column = rest // HEAD_GROUP
+        column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+        batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
     n_blocks = (length + 63) // 64
     if MIXED:
         distance = gl.load(distance_ptr + kv_head)
@@ -126,3 +145,18 @@ def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr)
     gap = gl.where(second_end > 0, gl.maximum(second - first_end, 0), 0)
     steps = gl.where(first < n_blocks, top - first - gap, 0)
     return steps, top, gap, first_end, second_end
+
+
+@gluon.jit
+def step_word(query_block, member, first, second, first_end, second_end, last):
+    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is their own
+    query block, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
+    keep_a = (query_block >= first) & (query_block < first_end)
+    keep_b = (query_block >= second) & (query_block < second_end)
+    word = gl.where(keep_a, 1, 0) + gl.where(keep_b, 2, 0) + gl.where(last, 16, 0) + (query_block << 5) + (member << 24)
+    return word + gl.where(keep_a & (query_block == first), 4, 0) + gl.where(keep_b & (query_block == second), 8, 0)
+
+
+@gluon.jit
+def query_block_of(word):
+    return (word >> 5) & 0x7FFFF

@@ -7,66 +7,109 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, receive_plan, send_plan, tile_memory
+from s2_megatron.kernels.hopper_memory import (
+    clear_rows,
+    load_pair,
+    load_rows,
+    receive_plan,
+    receive_word,
+    send_plan,
+    send_word,
+    store_rows,
+    tile_memory,
+)
 from s2_megatron.kernels.hopper_schedule import (
     BLOCK,
     LN2,
     LOG2E,
     count_steps,
+    listed_step,
+    listed_tile,
     marks_of,
     plan_query_tile,
     query_tile,
     step_blocks,
+    word_mask,
 )
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, work,
+def load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks, PACK: gl.constexpr,
+                BLOCK_D: gl.constexpr):
+    """The queries of a tile, and its plan. Returns the count of tiles after it."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    parity = tiles % 2
+    mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
+    mbarrier.expect(q_full.index(parity), 2 * BLOCK * BLOCK_D * 2)
+    for half in gl.static_range(2):
+        row = token + (low + half * (1 - PACK)) * BLOCK
+        tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(parity), q_tiles.index(parity * 2 + half))
+    send_plan(plan, parity, batch, head, token, length, low, masked_steps, free_steps, marks)
+    mbarrier.arrive(q_full.index(parity), count=1)
+    return tiles + 1
+
+
+@gluon.jit
+def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, word, count, step,
+              steps, LISTED: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """K of a step, then V of the step before: the order of use. count: of steps before this one."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    if step < steps:
+        stage = count % STAGES
+        barrier = k_full.index(stage)
+        mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
+        if LISTED:
+            send_word(words, stage, word)
+            mbarrier.arrive(barrier, count=1)
+        mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
+        load_pair(k_desc, batch, kv_head, token + key_a * BLOCK, token + key_b * BLOCK, k_tiles, stage, barrier, BLOCK_D)
+    if step > 0:
+        stage = (count - 1) % STAGES
+        barrier = v_full.index(stage)
+        mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
+        load_pair(v_desc, batch, kv_head, token + value_a * BLOCK, token + value_b * BLOCK, v_tiles, stage, barrier, BLOCK_D)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists,
             N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
-            PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+            PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
-    k_count = 0
-    v_count = 0
+    count = 0
     tiles = 0
     for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
         batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
-        firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-        masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-        kv_head = head // RATIO
-        steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
-        if steps > 0:
-            parity = tiles % 2
-            marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-            mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
-            mbarrier.expect(q_full.index(parity), 2 * BLOCK * BLOCK_D * 2)
-            for half in gl.static_range(2):
-                row = token + (low + half * (1 - PACK)) * BLOCK
-                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(parity),
-                                                q_tiles.index(parity * 2 + half))
-            send_plan(plan, parity, batch, head, token, length, low, masked_steps, free_steps, marks)
-            mbarrier.arrive(q_full.index(parity), count=1)
-            tiles += 1
+        kv_head = head // RATIO * KV_STEP
         value_a = low
         value_b = low
-        for step in range(steps + gl.where(steps > 0, 1, 0)):  # K of a step, then V of the step before: the order of use
-            key_a, key_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
-            if step < steps:
-                stage = k_count % STAGES
-                barrier = k_full.index(stage)
-                mbarrier.wait(k_empty.index(stage), ((k_count // STAGES) & 1) ^ 1)
-                mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
-                load_pair(k_desc, batch, kv_head, token + key_a * BLOCK, token + key_b * BLOCK, k_tiles, stage, barrier, BLOCK_D)
-                k_count += 1
-            if step > 0:
-                stage = v_count % STAGES
-                barrier = v_full.index(stage)
-                mbarrier.wait(v_empty.index(stage), ((v_count // STAGES) & 1) ^ 1)
-                mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
-                load_pair(v_desc, batch, kv_head, token + value_a * BLOCK, token + value_b * BLOCK, v_tiles, stage, barrier, BLOCK_D)
-                v_count += 1
-            value_a = key_a
-            value_b = key_b
+        if LISTED:
+            steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
+            steps = masked_steps + free_steps
+            tiles = load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, 0, PACK,
+                                BLOCK_D)
+            for step in range(steps + gl.where(steps > 0, 1, 0)):
+                key_a, key_b, word = listed_step(steps_ptr, gl.minimum(step, steps - 1))
+                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, word,
+                          count + step, step, steps, LISTED, BLOCK_D, STAGES)
+                value_a = key_a
+                value_b = key_b
+        else:
+            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
+            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+            steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
+            if steps > 0:
+                marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+                tiles = load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
+                                    PACK, BLOCK_D)
+            for step in range(steps + gl.where(steps > 0, 1, 0)):
+                key_a, key_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
+                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, 0,
+                          count + step, step, steps, LISTED, BLOCK_D, STAGES)
+                value_a = key_a
+                value_b = key_b
+        count += steps
     parity = tiles % 2
     mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
     send_plan(plan, parity, 0, 0, 0, 0, 0, 0, -1, 0)
@@ -75,7 +118,7 @@ def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, w
 
 @gluon.jit
 def softmax_step(scores, running_max, running_sum, scale):
-    """(p, new maximum, new sum, factor of what was summed before), base 2. Every row has seen its diagonal before: the maximum is finite."""
+    """(p, new maximum, new sum, factor of what was summed before), base 2. The maximum before is finite."""
     new_max = gl.maximum(running_max, gl.max(scores, axis=1) * scale)
     rescale = gl.exp2(running_max - new_max)
     p = gl.exp2(scores * scale - new_max[:, None])
@@ -113,8 +156,79 @@ def attend(p_before, out, running_max, running_sum, query, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
-            stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr,
+def attend_all(operand, out, running_max, running_sum, query, keys, values, barriers, count, steps, scale, BLOCK_D: gl.constexpr,
+               STAGES: gl.constexpr):
+    """Free steps after one whose P V is due, and the P V of the last. Returns (out, running_max, running_sum, count)."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for step in range(steps):
+        operand, out, running_max, running_sum = attend(operand, out, running_max, running_sum, query, keys, values, barriers, count, scale,
+                                                        1, 1, False, BLOCK_D, STAGES)
+        count += 1
+    before = (count - 1) % STAGES
+    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+    o_token = warpgroup_mma(operand, values.index(before), out, is_async=True)
+    out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    return out, running_max, running_sum, count
+
+
+@gluon.jit
+def begin_step(query, keys, barriers, count, STAGES: gl.constexpr):
+    """The scores of a step, by themselves."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    stage = count % STAGES
+    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
+    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[s_token])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return scores
+
+
+@gluon.jit
+def attend_listed(out, running_max, running_sum, query, keys, values, words, barriers, count, masked_steps, free_steps, scale,
+                  HALF: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """All steps of a listed tile. Returns (out, running_max, running_sum, count)."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
+    for step in range(masked_steps):
+        stage = count % STAGES
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        word = receive_word(words, stage)
+        if (word & (0x11 << HALF)) != 0:
+            scores = begin_step(query, keys, barriers, count, STAGES)
+            scores = gl.where(word_mask(word, row, column, HALF), scores, float("-inf"))
+            p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
+            operand = gl.convert_layout(p.to(query.dtype), p_layout)
+            out = out * gl.convert_layout(rescale, o_rows)[:, None]
+            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+            o_token = warpgroup_mma(operand, values.index(stage), out, is_async=True)
+            out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+        else:  # a step of the other half alone
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        count += 1
+    if free_steps > 0:
+        scores = begin_step(query, keys, barriers, count, STAGES)
+        p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
+        operand = gl.convert_layout(p.to(query.dtype), p_layout)
+        out = out * gl.convert_layout(rescale, o_rows)[:, None]
+        out, running_max, running_sum, count = attend_all(operand, out, running_max, running_sum, query, keys, values, barriers, count + 1,
+                                                          free_steps - 1, scale, BLOCK_D, STAGES)
+    return out, running_max, running_sum, count
+
+
+@gluon.jit
+def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows, scale,
+            heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HALF: gl.constexpr, HEAD_DIM: gl.constexpr,
+            PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
             STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -124,6 +238,8 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     scale = scale * LOG2E  # exponentials are of base 2
+    row = gl.arange(0, BLOCK, layout=s_rows)
+    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
     count = 0
     tiles = 0
     mbarrier.wait(q_full.index(0), 0)
@@ -131,68 +247,67 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
     while free_steps >= 0:
         parity = tiles % 2
         query = q_buffers.index(parity * 2 + HALF)
-        # step 0: the diagonal
-        stage = count % STAGES
-        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-        zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-        s_token = warpgroup_mma(query, k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[s_token])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        row = gl.arange(0, BLOCK, layout=s_rows)
-        column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-        if PACK:
-            keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
-        elif HALF == 0:
-            keep = row[:, None] >= column[None, :]
-        else:
-            keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
-        scores = gl.where(keep, scores, float("-inf"))
-        running_max = gl.max(scores, axis=1) * scale
-        p = gl.exp2(scores * scale - running_max[:, None])
-        running_sum = gl.sum(p, axis=1)
-        operand = gl.convert_layout(p.to(query.dtype), p_layout)
-        out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
-        if PACKED:
-            if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
-                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-        if tiles > 0:  # the tile before has left its buffer by now
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(1 - parity), count=1)
-        tiles += 1
-        count += 1
-        for step in range(masked_steps):
-            wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
-            operand, out, running_max, running_sum = attend(
-                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, wanted & 1, wanted & 4,
-                True, BLOCK_D, STAGES)
-            count += 1
-        for step in range(free_steps):
-            operand, out, running_max, running_sum = attend(
-                operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, 1, 1, False,
-                BLOCK_D, STAGES)
-            count += 1
-        before = (count - 1) % STAGES
-        mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-        o_token = warpgroup_mma(operand, v_buffers.index(before), out, is_async=True)
-        out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-        mbarrier.arrive(v_empty.index(before), count=1)
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
+        out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
+        if LISTED:
+            if tiles > 0:  # the tile before has left its buffer by now
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(1 - parity), count=1)
+            running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
+            running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
+            if CONTINUE:
+                lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
+                seen = lse > float("-inf")
+                running_max = gl.where(seen, lse, running_max)
+                running_sum = gl.where(seen, 1.0, 0.0)
+                out = load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
+                                o_layout, HEAD_DIM, BLOCK_D)
+            out, running_max, running_sum, count = attend_listed(out, running_max, running_sum, query, k_buffers, v_buffers, words, barriers,
+                                                                 count, masked_steps, free_steps, scale, HALF, BLOCK_D, STAGES)
+            inverse = gl.where(running_sum == 0.0, 0.0, 1.0 / running_sum)
+        else:
+            scores = begin_step(query, k_buffers, barriers, count, STAGES)  # step 0: the diagonal
+            if PACK:
+                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
+            elif HALF == 0:
+                keep = row[:, None] >= column[None, :]
+            else:
+                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
+            scores = gl.where(keep, scores, float("-inf"))
+            running_max = gl.max(scores, axis=1) * scale
+            p = gl.exp2(scores * scale - running_max[:, None])
+            running_sum = gl.sum(p, axis=1)
+            operand = gl.convert_layout(p.to(query.dtype), p_layout)
+            if PACKED:
+                if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
+                    stage = count % STAGES
+                    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+                    beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                    clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+            if tiles > 0:  # the tile before has left its buffer by now
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(1 - parity), count=1)
+            count += 1
+            for step in range(masked_steps):
+                wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
+                operand, out, running_max, running_sum = attend(
+                    operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, wanted & 1, wanted & 4,
+                    True, BLOCK_D, STAGES)
+                count += 1
+            out, running_max, running_sum, count = attend_all(operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers,
+                                                              count, free_steps, scale, BLOCK_D, STAGES)
+            inverse = 1.0 / running_sum
+        tiles += 1
         lse = (running_max + gl.log2(running_sum)) * LN2
         gl.store(lse_ptr + row_base + first_row + row, lse, mask=first_row + row < length)
-        out = out * gl.convert_layout(1.0 / running_sum, o_rows)[:, None]
-        result = out.to(query.dtype)
-        if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
-            out_row = first_row + gl.arange(0, BLOCK, layout=o_rows)
-            dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, o_layout))
-            base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
-            gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
-                     mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
+        out = out * gl.convert_layout(inverse, o_rows)[:, None]
+        if WIDE or (PACKED and first_row + BLOCK > length):  # TMA would write into the next document
+            store_rows(out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh, out, token + first_row, stride_os,
+                       token + length, HEAD_DIM, BLOCK_D)
         else:
-            query.store(result)  # this half of the queries has been read
+            query.store(out.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
                                             query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
@@ -202,24 +317,31 @@ def compute(out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, b
 
 
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs"])  # they differ from batch to batch
-def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, ranges_ptr, order_ptr, documents_ptr, scale, rows, heads,
-                             n_tiles, n_programs, batches, stride_ob, stride_oh, stride_os, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
+def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, ranges_ptr, order_ptr,
+                             documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
+                             stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
                              RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-                             BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
-    """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x BLOCK_D (Q, out)."""
+                             LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+                             STAGES: gl.constexpr, num_warps: gl.constexpr):
+    """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x BLOCK_D (Q, out).
+    KV_STEP: 0 where KV heads share the rows of K and V. CONTINUE: the softmax goes on from the initial out and LSE (LISTED only). WIDE: out
+    is of another type than the queries, and is not written through its descriptor."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    q_buffers, k_buffers, v_buffers, plan, barriers = tile_memory(dtype, BLOCK_D, STAGES, 2)
+    q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, STAGES, 2, LISTED)
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
+    lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
-                   stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, q_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob, stride_oh,
-                   stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, plan, barriers, work, N_RANGES, RATIO, HEAD_GROUP, ORDERED, PACKED, PACK,
-                   BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
+                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 0, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
+                   WIDE, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
+                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
+                   WIDE, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, HEAD_GROUP, ORDERED,
+                   PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

@@ -6,54 +6,98 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_pair, receive_plan, send_plan, tile_memory
+from s2_megatron.kernels.hopper_memory import (
+    clear_rows,
+    load_pair,
+    load_rows,
+    receive_plan,
+    receive_word,
+    send_plan,
+    send_word,
+    store_rows,
+    tile_memory,
+)
 from s2_megatron.kernels.hopper_schedule import (
     BLOCK,
     LOG2E,
     count_steps,
+    listed_step,
+    listed_tile,
     marks_of,
     plan_query_tile,
     query_tile,
     step_blocks,
+    word_mask,
 )
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, plan, barriers, work, N_RANGES: gl.constexpr,
+def load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
+                PACK: gl.constexpr, BLOCK_D: gl.constexpr):
+    """The queries of a tile, the gradients of its output, and its plan. Returns the count of tiles after it."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
+    mbarrier.expect(q_full.index(0), 4 * BLOCK * BLOCK_D * 2)
+    for half in gl.static_range(2):
+        row = token + (low + half * (1 - PACK)) * BLOCK
+        tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(half))
+        tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(2 + half))
+    send_plan(plan, 0, batch, head, token, length, low, masked_steps, free_steps, marks)
+    mbarrier.arrive(q_full.index(0), count=1)
+    return tiles + 1
+
+
+@gluon.jit
+def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, word, count, LISTED: gl.constexpr,
+              BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """V and K of a step."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    stage = count % STAGES
+    phase = ((count // STAGES) & 1) ^ 1
+    mbarrier.wait(v_empty.index(stage), phase)
+    mbarrier.expect(v_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
+    load_pair(v_desc, batch, kv_head, row_a, row_b, v_tiles, stage, v_full.index(stage), BLOCK_D)
+    mbarrier.wait(k_empty.index(stage), phase)
+    if LISTED:
+        send_word(words, stage, word)
+        mbarrier.arrive(k_full.index(stage), count=1)
+    mbarrier.expect(k_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
+    load_pair(k_desc, batch, kv_head, row_a, row_b, k_tiles, stage, k_full.index(stage), BLOCK_D)
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
             RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+            LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
     count = 0
     tiles = 0
     for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
         batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
-        firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-        masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-        kv_head = head // RATIO
-        steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
-        if steps > 0:
-            marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-            mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
-            mbarrier.expect(q_full.index(0), 4 * BLOCK * BLOCK_D * 2)
-            for half in gl.static_range(2):
-                row = token + (low + half * (1 - PACK)) * BLOCK
-                tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(half))
-                tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(2 + half))
-            send_plan(plan, 0, batch, head, token, length, low, masked_steps, free_steps, marks)
-            mbarrier.arrive(q_full.index(0), count=1)
-            tiles += 1
-        for step in range(steps):
-            block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
-            stage = count % STAGES
-            phase = ((count // STAGES) & 1) ^ 1
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
-            load_pair(v_desc, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, v_tiles, stage, v_full.index(stage), BLOCK_D)
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
-            load_pair(k_desc, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, k_tiles, stage, k_full.index(stage), BLOCK_D)
-            count += 1
+        kv_head = head // RATIO * KV_STEP
+        if LISTED:
+            steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
+            steps = masked_steps + free_steps
+            tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps,
+                                0, PACK, BLOCK_D)
+            for step in range(steps):
+                block_a, block_b, word = listed_step(steps_ptr, step)
+                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK,
+                          word, count + step, LISTED, BLOCK_D, STAGES)
+        else:
+            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
+            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+            steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
+            if steps > 0:
+                marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+                tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
+                                    free_steps, marks, PACK, BLOCK_D)
+            for step in range(steps):
+                block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
+                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, 0,
+                          count + step, LISTED, BLOCK_D, STAGES)
+        count += steps
     mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
     send_plan(plan, 0, 0, 0, 0, 0, 0, 0, -1, 0)
     mbarrier.arrive(q_full.index(0), count=2)
@@ -91,15 +135,15 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads, stride_ob,
-            stride_oh, stride_os, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows, scale,
+            heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HALF: gl.constexpr, HEAD_DIM: gl.constexpr,
+            PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+            STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    dq_rows: gl.constexpr = gl.SliceLayout(1, dq_layout)
     s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     query = halves.index(HALF)
     grad = halves.index(2 + HALF)
@@ -116,47 +160,66 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffer
         column = gl.arange(0, 128, layout=s_columns)
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
         inside = first_row + row < length
-        minus_lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0) * (-1.0 / scale)
+        lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0)
+        if LISTED:
+            lse = gl.where(lse == float("-inf"), float("inf"), lse)  # a row without a key: every probability is 0
+        minus_lse = lse * (-1.0 / scale)
         minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
-        if PACK:
-            keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
-        elif HALF == 0:
-            keep = row[:, None] >= column[None, :]
-        else:
-            keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
-        keep = keep & inside[:, None]
         tiles += 1
-        if PACKED:
-            if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
+        if LISTED:
+            for step in range(masked_steps):
                 stage = count % STAGES
-                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
-                           STAGES)
-        count += 1
-        for step in range(masked_steps):
-            wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
-            attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
-                               attended & inside[:, None], True, BLOCK_D, STAGES)
+                phase = (count // STAGES) & 1
+                mbarrier.wait(k_full.index(stage), phase)
+                word = receive_word(words, stage)
+                if (word & (0x11 << HALF)) != 0:
+                    keep = word_mask(word, row, column, HALF) & inside[:, None]
+                    dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True,
+                                       BLOCK_D, STAGES)
+                else:  # a step of the other half alone
+                    mbarrier.wait(v_full.index(stage), phase)
+                    mbarrier.arrive(v_empty.index(stage), count=1)
+                    mbarrier.arrive(k_empty.index(stage), count=1)
+                count += 1
+        else:
+            if PACK:
+                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
+            elif HALF == 0:
+                keep = row[:, None] >= column[None, :]
+            else:
+                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
+            keep = keep & inside[:, None]
+            if PACKED:
+                if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
+                    stage = count % STAGES
+                    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                    beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                    clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
+                               STAGES)
             count += 1
+            for step in range(masked_steps):
+                wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
+                attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
+                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
+                                   attended & inside[:, None], True, BLOCK_D, STAGES)
+                count += 1
         for step in range(free_steps):
             dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True, False,
                                BLOCK_D, STAGES)
             count += 1
         mbarrier.arrive(q_empty.index(0), count=1)
-        result = (dq * scale).to(query.dtype)
-        if PACKED and first_row + BLOCK > length:  # not through TMA, which would write into the next document
-            out_row = first_row + gl.arange(0, BLOCK, layout=dq_rows)
-            dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, dq_layout))
-            base = out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh + token.to(gl.int64) * stride_os
-            gl.store(base + out_row.to(gl.int64)[:, None] * stride_os + dim[None, :], result,
-                     mask=(out_row < length)[:, None] & (dim < HEAD_DIM)[None, :])
+        dq = dq * scale
+        if CONTINUE:
+            dq += load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
+                            dq_layout, HEAD_DIM, BLOCK_D)
+        if WIDE or (PACKED and first_row + BLOCK > length):  # TMA would write into the next document
+            store_rows(out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh, dq, token + first_row, stride_os,
+                       token + length, HEAD_DIM, BLOCK_D)
         else:
             tma.store_wait(0)
-            staging.store(result)
+            staging.store(dq.to(query.dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
                                             staging._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
@@ -166,25 +229,30 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffer
 
 
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs"])  # they differ from batch to batch
-def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, ranges_ptr, order_ptr, documents_ptr,
-                                scale, rows, heads, n_tiles, n_programs, batches, stride_ob, stride_oh, stride_os, HEAD_DIM: gl.constexpr,
+def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, ranges_ptr, order_ptr,
+                                documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
+                                stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
                                 N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr,
-                                PACKED: gl.constexpr, PACK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
-    """out receives dQ. Descriptors as in the forward; LSE and delta [batch * heads * rows]."""
+                                PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr,
+                                WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
+    """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta [batch * heads * rows]."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    halves, k_buffers, v_buffers, plan, barriers = tile_memory(dtype, BLOCK_D, STAGES, 1)  # of the queries, then of their gradients
+    halves, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, STAGES, 1, LISTED)  # of queries, then of gradients
     out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
     tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
+    lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads,
-                   stride_ob, stride_oh, stride_os, 0, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, halves, out_buffers, k_buffers, v_buffers, plan, barriers, rows, scale, heads,
-                   stride_ob, stride_oh, stride_os, 1, HEAD_DIM, PACKED, PACK, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, plan, barriers, work, N_RANGES, RATIO, HEAD_GROUP,
-                   ORDERED, PACKED, PACK, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
+                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 0, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
+                   WIDE, BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
+                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
+                   WIDE, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO,
+                   HEAD_GROUP, ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

@@ -1,4 +1,4 @@
-"""What the two Hopper kernels with a program per query tile share: buffers, barriers, loads of key tiles."""
+"""What the Hopper kernels share: buffers, barriers, loads of key tiles, and the numbers that the loading warp sends to the others."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -46,13 +46,46 @@ def receive_plan(plan, slot):
 
 
 @gluon.jit
-def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr):
-    """(four buffers for halves of query tiles, key stages, value stages, plans, barriers); TILES: how many tiles the first ones hold."""
+def send_word(words, stage, word):
+    """One number of a step, from the loading warp. Its arrival at the stage's barrier has to follow."""
+    words.index(stage).store(gl.full([1], word, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def receive_word(words, stage):
+    """What send_word was given, in every thread of a warpgroup."""
+    return gl.sum(words.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.jit
+def load_rows(pointer, row, stride_row, last_row, layout: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """fp32 [64, BLOCK_D]: rows row .. row + 63 at pointer as far as they lie before last_row, zeros elsewhere."""
+    rows = row + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    inside = (rows < last_row)[:, None] & (dim < HEAD_DIM)[None, :]
+    return gl.load(pointer + rows.to(gl.int64)[:, None] * stride_row + dim[None, :], mask=inside, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_rows(pointer, values, row, stride_row, last_row, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Values [64, BLOCK_D] into rows row .. row + 63 at pointer, as far as they lie before last_row; not through TMA."""
+    layout: gl.constexpr = values.type.layout
+    rows = row + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, layout))
+    gl.store(pointer + rows.to(gl.int64)[:, None] * stride_row + dim[None, :], values.to(pointer.dtype.element_ty),
+             mask=(rows < last_row)[:, None] & (dim < HEAD_DIM)[None, :])
+
+
+@gluon.jit
+def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, LISTED: gl.constexpr):
+    """(four buffers for halves of query tiles, key stages, value stages, plans, words of steps, barriers); TILES: how many tiles the first ones
+    hold. LISTED: every stage of keys comes with a word."""
     matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     halves = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK_D], matrix)
     keys = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
     values = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
     plan = gl.allocate_shared_memory(gl.int32, [TILES * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
@@ -64,9 +97,9 @@ def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr
         mbarrier.init(q_full.index(tile), count=2)  # the copy engine's bytes, the plan
         mbarrier.init(q_empty.index(tile), count=2)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_full.index(stage), count=2 if LISTED else 1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    return halves, keys, values, plan, (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    return halves, keys, values, plan, words, (q_full, q_empty, k_full, k_empty, v_full, v_empty)

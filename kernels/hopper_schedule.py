@@ -6,6 +6,9 @@ heads that share their KV head and their pattern. A step of its loop takes 128 k
 2. masked steps: blocks that only one half attends, at the ends of ranges, and the free block that is left over when their number is odd;
 3. free steps: pairs of blocks that all rows attend.
 Everything follows from the ranges of the pattern by arithmetic; nothing is read but the head's few range entries.
+
+LISTED: block masks, and queries or keys that are placed by blocks, bring their steps as lists instead (step_lists.py): masked steps, of which
+one half may attend nothing, then free ones; there is no step 0. Each step comes with a word that says who attends what.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -178,3 +181,28 @@ def step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, b
         first, keep = masked_entry(2 * (step - 1), masked, low, firsts, strides, ends, edges, bits, N_RANGES)
         second, keep = masked_entry(2 * (step - 1) + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
     return first, second
+
+
+@gluon.jit
+def listed_tile(lists, unit, tile, n_tiles):
+    """(where its list begins, masked steps, free steps) of a tile of a head, or with PACK of a pair of heads."""
+    rows_ptr, tiles_ptr, steps_ptr = lists
+    entry = tiles_ptr + (gl.load(rows_ptr + unit) * n_tiles + tile) * 3
+    return steps_ptr + gl.load(entry) * 2, gl.load(entry + 1), gl.load(entry + 2)
+
+
+@gluon.jit
+def listed_step(steps_ptr, step):
+    """(first slot, second slot, word): bits 0 and 1 of the word, the halves that attend the first slot; bits 2 and 3, whose own block it is,
+    masked by token; from bit 4 on the same of the second."""
+    entry_a = gl.load(steps_ptr + step * 2)
+    entry_b = gl.load(steps_ptr + step * 2 + 1)
+    return entry_a & 0xFFFFFF, entry_b & 0xFFFFFF, (entry_a >> 24) + ((entry_b >> 24) << 4)
+
+
+@gluon.jit
+def word_mask(word, row, column, HALF: gl.constexpr):
+    """bool [64, 128]: what the rows of one half attend in a listed step. row, column: 0 .. 63 and 0 .. 127."""
+    attended = gl.where(column < BLOCK, word >> HALF, word >> (4 + HALF)) & 1
+    own = gl.where(column < BLOCK, word >> (2 + HALF), word >> (6 + HALF)) & 1
+    return (attended != 0)[None, :] & ((own == 0)[None, :] | (row[:, None] >= (column & (BLOCK - 1))[None, :]))

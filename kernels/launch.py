@@ -27,7 +27,7 @@ def on_device(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _hopper(backend, query, key, value, layout, placement, initial):
+def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
     if backend == "triton":
         return None
@@ -38,7 +38,7 @@ def _hopper(backend, query, key, value, layout, placement, initial):
     else:
         from s2_megatron.kernels import hopper  # Gluon: only where it can run
 
-        reason = hopper.refusal(query, key, value, layout, placement, initial)
+        reason = hopper.refusal(query, key, value, layout, packed, placement, initial)
         if reason is None:
             print_once("S2 attention kernels: gluon (Hopper)")
             return hopper
@@ -59,49 +59,49 @@ def _fill_between(packed, value, *tensors):
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
     """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
-    hopper = _hopper(backend, query, key, value, layout, placement, initial)
+    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, out)
             _fill_between(packed, float("-inf"), lse[..., None])
-        if hopper is None:
-            portable.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
-        else:
-            hopper.forward(query, key, value, out, lse, layout, scale, packed)
+        kernels.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
              backend="auto", deterministic=False):
     """Writes the three gradients. grad_lse: [B, H, rows] or None. deterministic: bitwise repeatable (the portable kernels always are)."""
-    hopper = _hopper(backend, query, key, value, layout, placement, None)
-    tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed)
+    hopper = _hopper(backend, query, key, value, layout, packed, placement)
+    tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed, placement)
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_query, grad_key, grad_value)
         if hopper is None:
-            portable.backward(*tensors, placement)
+            portable.backward(*tensors)
         else:
             hopper.backward(*tensors, deterministic)
 
 
-# The backward in parts, by the portable kernels: context parallelism sends and receives between them.
+# The backward in parts: context parallelism sends and receives between them.
 def delta(grad_out, grad_lse, out, lse, row_sums):
     """Writes row_sums [B, H, rows] (fp32): rowsum(out * grad_out) - grad_lse."""
     with on_device(out.device):
         portable.launch_delta(grad_out, grad_lse, out, lse.contiguous(), row_sums)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None):
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, backend="auto"):
     """Writes dK and dV, from the final lse and the row sums of `delta`."""
+    kernels = _hopper(backend, query, key, value, layout, packed, placement) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_key, grad_value)
-        portable.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement)
+        kernels.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement)
 
 
-def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):
+def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None,
+                backend="auto"):
     """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
+    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_query)
-        portable.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial)
+        kernels.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial)

@@ -244,7 +244,9 @@ def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key
     views = [canonical_view(tensor, call.tensor_format) for tensor in (grad_out, query, key, value)]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
     if query.numel():
-        _implementation(call.backend).backward_dkdv(*views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement)
+        _implementation(call.backend).backward_dkdv(
+            *views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement, **_settings(call)
+        )
 
 
 def attention_backward_dq(grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, dtype=None):
@@ -263,6 +265,7 @@ def attention_backward_dq(grad_out, query, key, value, lse, row_sums, call: Atte
             call.packed,
             call.placement,
             None if initial is None else canonical_view(initial, form),
+            **_settings(call),
         )
     return grad_query
 
