@@ -264,7 +264,9 @@ def test_lists_are_kept_and_say_whether_heads_are_equal():
     lists = StepLists(PATTERNS["paper"], np.arange(N), None, N, N)
     assert lists.query(True) is lists.query(True) is not lists.query(False) and lists.key is lists.key
     assert StepLists(ranges_of(((16, 1), (None, 16)), 4, 4), np.arange(256), None, 256, 256).balanced
-    assert not StepLists(PATTERNS["uneven-heads"], np.arange(N), None, N, N).balanced
+    for wide, balanced in ((42, True), (50, False)):
+        windows = RangePattern(64, 2, (HeadPattern(((40, 1),)), HeadPattern(((wide, 1),))))
+        assert StepLists(windows, np.arange(256), None, 256, 256).balanced == balanced
 
 
 def test_what_does_not_fit(monkeypatch):
