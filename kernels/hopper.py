@@ -164,8 +164,9 @@ class _Call:
         pointers = dict(order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             self.common, **lists, **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()}, n_long=n_long,
-            n_rest=n_rest, n_programs=programs, units=units, key_rows=self.key.shape[2], HEAD_GROUP=_group(units, tile.heads),
-            ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
+            n_rest=max(n_rest, 1) if self.steps is None else n_rest, n_programs=programs, units=units, key_rows=self.key.shape[2],
+            HEAD_GROUP=_group(units, tile.heads), ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages,
+            GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
@@ -180,7 +181,8 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
         CONTINUE=initial is not None, WIDE=wide, **_strides("o", out), **_strides("i", initial_out), **arguments)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed, placement, deterministic):
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
+             deterministic=False):
     """Writes the three gradients. Unless deterministic, dQ may be added up in fp32 in whatever order its parts come."""
     call = _Call(query, key, value, layout, packed, placement)
     one_pass = call.tiles.backward.one_pass and not deterministic
@@ -203,7 +205,8 @@ def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value,
 
 def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
     """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
-    _launch_dq(_Call(query, key, value, layout, packed, placement, initial), _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
+    call = _Call(query, key, value, layout, packed, placement, initial)
+    _launch_dq(call, _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
 
 
 def _loadable_gradient(grad_out):
@@ -228,7 +231,8 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
 
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
     grid, arguments = call.query_tiles(call.tiles.grad_query)
-    boxes = [_descriptor(call.query, call.block_dim), _descriptor(call.key, 64), _descriptor(call.value, 64), _descriptor(grad_out, call.block_dim)]
+    boxes = [_descriptor(call.query, call.block_dim), _descriptor(call.key, 64), _descriptor(call.value, 64)]
+    boxes.append(_descriptor(grad_out, call.block_dim))
     wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
     s2_hopper_grad_query_kernel[grid](

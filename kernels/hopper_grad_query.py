@@ -95,8 +95,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, wor
                                     free_steps, marks, PACK, BLOCK_D)
             for step in range(steps):
                 block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
-                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK, 0,
-                          count + step, LISTED, BLOCK_D, STAGES)
+                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK,
+                          0, count + step, LISTED, BLOCK_D, STAGES)
         count += steps
     mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
     send_plan(plan, 0, 0, 0, 0, 0, 0, 0, -1, 0)
@@ -235,7 +235,8 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
                                 N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr,
                                 PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr,
                                 WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
-    """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta [batch * heads * rows]."""
+    """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta [batch * heads * rows].
+    """
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64

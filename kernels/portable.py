@@ -83,15 +83,14 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
 
 
-def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None, counter=None):
-    """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous, when it is given,
-    and into counter, int32 [1]."""
+def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
+    """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous, when it is given."""
     batch, heads, rows, head_dim = out.shape
     log_grad = lse if grad_lse is None else grad_lse
     s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
-        out, grad_out, log_grad, lse, delta, delta if clear is None else clear, delta if counter is None else counter, rows, heads,
+        out, grad_out, log_grad, lse, delta, delta if clear is None else clear, rows, heads,
         *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=64, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, COUNTER=counter is not None)
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):

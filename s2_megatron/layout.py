@@ -17,6 +17,7 @@ import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
+from s2_megatron.step_lists import StepLists
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
@@ -38,6 +39,38 @@ class PackedSequence(NamedTuple):
     @property
     def starts(self) -> torch.Tensor:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+
+class DeviceSteps:
+    """The step lists of a pattern (step_lists.py) as int32 tensors on a device, made when a kernel first asks for them.
+
+    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
+    """
+
+    def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
+        self._lists, self._device, self._tensors = StepLists(pattern, query_blocks, key_slot, n_blocks, n_slots), device, {}
+
+    def _on_device(self, *arrays) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
+
+    def query(self, pack: bool) -> list[torch.Tensor]:
+        """[rows, tiles, steps] of QueryLists."""
+        if pack not in self._tensors:
+            self._tensors[pack] = self._on_device(*self._lists.query(pack))
+        return self._tensors[pack]
+
+    def key(self) -> list:
+        """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many, which is not used."""
+        if "key" not in self._tensors:
+            lists = self._lists.key
+            tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
+            self._tensors["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
+        return self._tensors["key"]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether all query heads have about the same number of steps."""
+        return self._lists.balanced
 
 
 class KeyRuns(NamedTuple):
@@ -90,6 +123,7 @@ class Placement:
     n_slots: int  # slots that the key and value must have at least
     tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
     runs: KeyRuns | None = None  # of key_slot, for the pattern that the placement was made for
+    steps: DeviceSteps | None = None  # likewise
 
     @classmethod
     def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None) -> Placement:
@@ -107,23 +141,25 @@ class Placement:
                 break
             tile_blocks *= 2
         rank = np.searchsorted(ids, np.arange(n_blocks + 1))
-        n_slots, runs = n_blocks, None
+        n_slots, runs, steps, slots = n_blocks, None, None, None
         if key_slot is not None:
+            slots = np.asarray(key_slot, dtype=np.int32)
+            if slots.ndim != 2 or slots.shape[1] != n_blocks:
+                raise ValueError(f"key_slot has shape {list(slots.shape)}; expected [KV heads, n_blocks={n_blocks}]")
+            n_slots = int(slots.max()) + 1
             if isinstance(pattern, RangePattern):
-                runs = KeyRuns.make(pattern, np.asarray(key_slot), device)
-            key_slot = torch.as_tensor(np.asarray(key_slot), dtype=torch.int32)
-            if key_slot.ndim != 2 or key_slot.shape[1] != n_blocks:
-                raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks={n_blocks}]")
-            n_slots = int(key_slot.max()) + 1
-            key_slot = key_slot.contiguous().to(device)
+                runs = KeyRuns.make(pattern, slots, device)
+        if pattern is not None:
+            steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
         return cls(
             torch.as_tensor(ids, dtype=torch.int32, device=device),
             torch.as_tensor(rank, dtype=torch.int32, device=device),
-            key_slot,
+            None if slots is None else torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             n_blocks,
             n_slots,
             tile_blocks,
             runs,
+            steps,
         )
 
 
@@ -139,6 +175,7 @@ class Layout:
     def __post_init__(self):
         object.__setattr__(self, "handle", next(_handles))
         object.__setattr__(self, "_copies", {})
+        object.__setattr__(self, "_steps", {})
         _alive[self.handle] = self
 
     def __reduce__(self):  # a pickled or copied layout gets a handle of its own
@@ -158,6 +195,17 @@ class Layout:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def steps(self, n_blocks: int) -> DeviceSteps:
+        """The step lists of a sequence of n_blocks blocks, kept for every length."""
+        if n_blocks not in self._steps:
+            self._steps[n_blocks] = DeviceSteps(self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device)
+        return self._steps[n_blocks]
+
+    @property
+    def heads_pair(self) -> bool:
+        """Whether the query heads 2i and 2i + 1 share their KV head and their pattern."""
         raise NotImplementedError
 
     @property
@@ -228,7 +276,6 @@ class RangeLayout(Layout):
 
     @cached_property
     def heads_pair(self) -> bool:
-        """Whether the query heads 2i and 2i + 1 share their KV head and their pattern."""
         heads = self.pattern.heads
         return self.num_heads // self.num_kv_heads % 2 == 0 and all(heads[i] == heads[i + 1] for i in range(0, len(heads), 2))
 
@@ -275,6 +322,11 @@ class TableLayout(Layout):
     column_starts: torch.Tensor  # int64 [P, n + 1]: where the list of a key block begins in query_blocks
     query_blocks: torch.Tensor  # int32 [nonzeros], ascending in each column
     tile_blocks: int = 1
+
+    @property
+    def heads_pair(self) -> bool:
+        ratio = self.num_heads // self.num_kv_heads
+        return ratio % 2 == 0 and len(self.pattern.tables) <= self.num_kv_heads
 
     @property
     def tensors(self):

@@ -265,7 +265,7 @@ def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backen
         flat = [buffer.view(-1, 1, 1, dim).expand(-1, 1, 2, dim) for buffer in buffers]
         remote = call._replace(placement=Placement.make(blocks, n_blocks, remote_slot, device, listed))
         out, lse = attention_forward(q, *flat, remote, initial=(out, lse))
-        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=3e-6)
+        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=1e-5)
         assert torch.allclose(lse, whole.lse[:, :, rows], rtol=0, atol=3e-6)
         part = (do, grad_lse[:, :, rows], q)
         local_grads = attention_backward(*part, k, v, out, lse, call)

@@ -5,11 +5,21 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.cases import as_table
 from s2_megatron import printing
-from s2_megatron.attention import s2_attention
-from s2_megatron.layout import PackedSequence, build_layout
+from s2_megatron.attention import (
+    AttentionCall,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    s2_attention,
+)
+from s2_megatron.cp_exchange import slot_views
+from s2_megatron.cp_plan import make_plan
+from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
-from tests.oracle import check_against_eager, make_inputs, run_op, token_mask
+from tests.oracle import check_against_eager, eager, make_inputs, run_op, token_mask
 from tests.test_attention import packed_case, pattern_of, random_mask
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -90,6 +100,88 @@ def test_lengths(length, tiles):
     check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), length=length, batch=2)
 
 
+@pytest.mark.parametrize("length", [64, 1341, 1536])
+@pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 2), (8, 2, 8), (6, 2, 1)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_block_masks(dim, heads, length, tiles):
+    """Arbitrary lists, also of rows that do not attend their own block: heads, KV heads, tables."""
+    check(random_mask(64, *heads, 24), dim, length=length, batch=2)
+
+
+@pytest.mark.parametrize("kind", ["paper", "window", "several", "dense"])
+def test_lists_of_a_pattern(kind, tiles):
+    """A pattern given as a block mask."""
+    check(as_table(pattern_of(RANGES[kind], 64, 8, 4), 1500), length=1500)
+
+
+def test_strides_that_do_not_divide_each_other():
+    check(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 4, 2), length=1500, batch=2)
+
+
+def test_more_ranges_than_a_plan_holds():
+    check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), length=1500)
+
+
+def placed_results(inputs, pattern, size, n_blocks, rank):
+    """One rank of context parallelism by hand: its own keys, then the others' from slots of one KV head each. Returns what it adds:
+    (rows, out, LSE, dQ), and dK, dV of all blocks."""
+    query, key, value, grad = inputs
+    plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, "cuda"), 0.2
+    own = torch.tensor(plan.query_blocks, device="cuda")
+    rows = (own[:, None] * 64 + torch.arange(64, device="cuda")).reshape(-1)
+    local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, "cuda", pattern) for slot in (plan.local_slot, plan.remote_slot))
+    calls = [AttentionCall(layout, scale, "sbhd", None, placement, "gluon", True) for placement in (local, remote)]
+    where = [(group, block, slot) for group, row in enumerate(plan.remote_slot) for block, slot in enumerate(row) if slot >= 0]
+    buffer = torch.full((len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device="cuda", dtype=key.dtype)
+    for group, block, slot in where:
+        for part, tensor in enumerate((key, value)):
+            buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
+    q, do, *kv = (tensor[rows] for tensor in (query, grad, key, value))
+    slots, returned = slot_views(buffer, key.shape[2]), torch.full_like(buffer, float("nan"))
+    part = attention_forward(q, *kv, calls[0], out_dtype=torch.float32)
+    out, lse = attention_forward(q, *slots, calls[1], initial=part)
+    sums = attention_delta(do, out, lse, calls[0])
+    dq = attention_backward_dq(do, q, *kv, lse, sums, calls[0], dtype=torch.float32)
+    dq = attention_backward_dq(do, q, *slots, lse, sums, calls[1], initial=dq)
+    attention_backward_dkdv(do, q, *slots, lse, sums, *slot_views(returned, key.shape[2]), calls[1])
+    grads = [torch.zeros(tensor.shape, device="cuda") for tensor in (key, value)]
+    wide = [torch.full(tensor.shape, float("nan"), device="cuda") for tensor in kv]
+    attention_backward_dkdv(do, q, *kv, lse, sums, *wide, calls[0])
+    for number, grad_part in enumerate(wide):
+        grads[number][rows] += grad_part
+        for group, block, slot in where:
+            grads[number][block * 64 : block * 64 + 64, :, group] += returned[slot, :, number]
+    return rows, out, lse, dq, grads
+
+
+@pytest.mark.parametrize("size, n_blocks", [(2, 24), (3, 30), (4, 8)])
+@pytest.mark.parametrize("kind", ["paper", "query", "several", "uneven", "mask", "dense heads"])
+def test_placed_blocks_and_continued_softmax(kind, size, n_blocks):
+    """Halves of a tile that lie apart (odd chunks), absent keys, slots, a softmax that goes on: no worse than twice the error of one call."""
+    if kind == "mask":
+        pattern = random_mask(64, 4, 2, 2, n_blocks)
+    elif kind == "dense heads":
+        pattern = pattern_of(PAPER, 64, 8, 4, dense_heads=[1])
+    else:
+        pattern = pattern_of({"several": RANGES["several"], "uneven": ((2, 1), (5, 3), (None, 4))}.get(kind, PAPER), 64, 8, 4,
+                             "query" if kind == "query" else "kv")
+    inputs, _ = make_inputs(pattern, n_blocks * 64, 128, BF16, "cuda", 2, form="sbhd")
+    length, nothing = n_blocks * 64, torch.zeros(2, pattern.num_heads, n_blocks * 64, device="cuda")
+    views = [tensor.permute(1, 2, 0, 3) for tensor in inputs]
+    truth = eager(*(tensor.double() for tensor in views[:3]), token_mask(pattern, length, "cuda"), 0.2, views[3].double(), nothing.double())
+    one_call = run_op(inputs, nothing, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
+    mine = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in one_call]
+    for rank in range(size):
+        rows, out, lse, dq, (dk, dv) = placed_results(inputs, pattern, size, n_blocks, rank)
+        for index, tensor in ((0, out.permute(1, 2, 0, 3)), (1, lse), (2, dq.permute(1, 2, 0, 3))):
+            mine[index][:, :, rows] += tensor.double()
+        for index, tensor in ((3, dk), (4, dv)):
+            mine[index] += tensor.permute(1, 2, 0, 3).double()
+    for name, got, whole, expected in zip(one_call._fields, mine, one_call, truth):
+        error, allowed = (got - expected).norm(), 2 * (whole.double() - expected).norm()
+        assert error <= allowed, f"{name}: {error / expected.norm():.2e} > {allowed / expected.norm():.2e}"
+
+
 @pytest.mark.parametrize("ways", list(product(["paper", "window", "several", "dense", "query"], [False, True])), ids=str)
 def test_packed(ways, tiles):
     kind, padded = ways
@@ -152,13 +244,14 @@ def test_a_broadcast_gradient_is_taken():
 
 def test_what_they_do_not_compute_is_said(capfd, monkeypatch):
     monkeypatch.setattr(printing, "_printed", set())  # other tests may have had it said
-    layout = build_layout(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 2, 2), "cuda")
-    tensors = [torch.randn(300, 1, 2, 64, device="cuda", dtype=BF16) for _ in range(3)]
-    with pytest.raises(ValueError, match="strides of the pattern do not divide each other; use backend=auto"):
-        s2_attention(*tensors, layout, backend="gluon")
     mask = build_layout(random_mask(64, 2, 2, 1), "cuda")
-    with pytest.raises(ValueError, match="block mask"):
-        s2_attention(*tensors, mask, backend="gluon")
+    tensors = [torch.randn(300, 1, 2, 64, device="cuda", dtype=BF16) for _ in range(3)]
+    packed = PackedSequence(torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda"), 200)
+    with pytest.raises(ValueError, match=r"documents are packed, and the pattern is a block mask.*use backend=auto"):
+        s2_attention(*(tensor[:, 0] for tensor in tensors), mask, tensor_format="thd", packed=packed, backend="gluon")
+    layout = build_layout(pattern_of(PAPER, 64, 2, 2), "cuda")
+    with pytest.raises(ValueError, match="placed by blocks without their pattern"):
+        s2_attention(*(tensor[:256] for tensor in tensors), layout, placement=Placement.make(range(4), 4, device="cuda"), backend="gluon")
     s2_attention(*[tensor.float() for tensor in tensors], layout)
     assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
 
