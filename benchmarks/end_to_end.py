@@ -2,14 +2,14 @@
 
     python benchmarks/end_to_end.py --gpus 4 --rows 1p3b-128k-cp4 --json e2e.json      # a group of rows; --list prints the groups
     python benchmarks/end_to_end.py --gpus 1 --rows 1p3b-32k,memory                    # several; --gpus: the ranks of every run
-    python benchmarks/end_to_end.py --gpus 4 --rows 7b-8layers-1m-cp4-full-keep-fusedloss-s2,7b-8layers-1m-cp4-full-fusedloss-dense
+    python benchmarks/end_to_end.py --gpus 4 --rows 7b-8layers-1m-cp4-full-keep-s2,7b-8layers-1m-cp4-full-dense
     python benchmarks/end_to_end.py --gpus 1 --rows tiny                               # a minute on a CPU (gloo, fp32)
 
     row                           step ms  tokens/s  peak GiB  GiB/1K  beside weights  TFLOP/s   util.   dense      loss  grad norm
     1p3b-128k-cp4-full-keep-s2    ...
-    1p3b-32k-none-dense           out of memory: CUDA out of memory. Tried to allocate 64.00 GiB. ... (4 s; runs/end_to_end/1p3b-32k-none-dense.log)
+    1p3b-32k-none-dense           out of memory: CUDA out of memory. Tried to allocate 64.00 GiB. ... (49 s; 1p3b-32k-none-dense.log)
 
-A row is named SHAPE-LENGTH-SETTINGS-ATTENTION, and any mix of these parts is one:
+A row is named by its shape, length, settings and attention; any mix of these parts is one, the shape first and the attention last:
 
 1p3b, 7b           the models of examples/pretrain_1p3b.sh and pretrain_7b.sh; `8layers`: with fewer layers, for fewer GPUs. tiny: for a CPU
 32k, 128k, 1m      tokens of a sequence; one sequence a step and data-parallel rank (--micro-batches: more)
@@ -18,13 +18,12 @@ none, selective, full     recomputation (selective: the core attention)
 keep, received     --s2-keep-attention-output, --s2-cp-keep-received
 offload            Megatron's fine-grained activation offloading of every module of a layer; not with full
 offload12          its older one, of whole layers; not with recomputation or pp. Both need Transformer Engine
-fusedloss          the cross entropy in one kernel, in place: at 1M tokens the fp32 logits are larger than the layers
 p2p, a2a, allgather, sparse     what context-parallel ranks exchange: --cp-comm-type of a dense row, --s2-cp-comm-type of the others
 s2, hybrid, dense  all layers S2, configs/*_hybrid.yaml, Megatron's own dense model; densekernels: dense layers computed by S2's kernels
 
 Every row is a run of its own on Megatron's mock data, with bf16, the distributed optimizer, Transformer Engine where it can be imported and
-its local implementation elsewhere; nothing is saved. A row that fails, runs out of memory or out of --time-limit is reported with its last error
-line (with its numbers, if it had got to the third step), and the others go on. Columns:
+its local implementation elsewhere; nothing is saved. A row that fails or runs out of memory is reported with its last error line, one that runs
+out of --time-limit with the numbers that it had by then, and the others go on. Columns:
 
 step ms         median of Megatron's iteration times after the second
 tokens/s        of all GPUs together
@@ -52,10 +51,10 @@ import time
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.end_to_end_rows import GROUPS, Machine, Row, chosen_rows, row_environment, row_flags, sequences
 
+ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 2  # the first compiles, and the time of the second in Megatron's log is the mean of both
 # Dense bf16 TFLOP/s of the data sheets, by a part of the card's name.
 PEAK_TFLOPS = {"H200": 989.5, "H100 80GB HBM3": 989.5, "GH200": 989.5, "A100": 312.0, "B200": 2250.0}
@@ -69,7 +68,7 @@ MEMORY = re.compile(
     r" \| reserved: [\d.]+ \| max reserved: ([\d.]+)"
 )
 KERNELS = re.compile(r"^S2 attention (?:backend|kernels): (\w+)", re.MULTILINE)
-TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode|ChildFailedError")
+TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*(?:closing signal|failed \(exitcode)|ChildFailedError")
 ERROR = re.compile(r"(?:^|[\s\]:])((?:[\w.]*(?:Error|Exception)|[\w.]+: error): .*)")
 
 # In a process of its own: this one must not hold memory of the GPUs that it measures.
@@ -77,17 +76,23 @@ PROBE = """
 import importlib, json, platform
 from s2_megatron.env_report import report
 lines = {name: text for name, text in report().items() if name not in ("python", "platform")}
-try:
-    importlib.import_module("transformer_engine.pytorch")
-    engine = lines["gpu" if "gpu" in lines else "gpu 0"] != "none"
-except (ImportError, OSError) as problem:
-    engine = False
-print(json.dumps({"versions": {"python": platform.python_version(), **lines}, "transformer_engine": engine}))
+
+def imports(module):
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError):
+        return False
+    return "gpu 0" in lines
+
+found = {"versions": {"python": platform.python_version(), **lines}}
+found["transformer_engine"] = imports("transformer_engine.pytorch")
+found["fused_gradients"] = imports("fused_weight_gradient_mlp_cuda")
+print(json.dumps(found))
 """
 
 
 def probe() -> dict:
-    """{"versions": {name: text}, GPUs among them; "transformer_engine": whether it can be used}"""
+    """{"versions": {name: text}, GPUs among them; "transformer_engine" and "fused_gradients": whether Machine has them}"""
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise SystemExit(f"the versions could not be asked: {done.stderr[-2000:]}")
@@ -100,8 +105,8 @@ def _last_number(pattern: str, text: str) -> float | None:
 
 
 def read_log(output: str) -> dict:
-    """What Megatron printed: {} before the third step, else step_ms (median) and steps_ms, tflops and dense_equivalent_tflops per GPU (medians),
-    loss and grad_norm of the last step, peak_gib, resident_gib and reserved_gib of the fullest rank, kernels of S2."""
+    """What Megatron printed: {} before the third step, else step_ms (median) and steps_ms, tflops and dense_equivalent_tflops per GPU
+    (medians), loss and grad_norm of the last step, peak_gib, resident_gib and reserved_gib of the fullest rank, kernels of S2."""
     steps = {int(number): (float(elapsed), rest) for number, elapsed, rest in STEP.findall(output)}
     measured = {number: step for number, step in steps.items() if number > SKIPPED_STEPS}
     if not measured:
@@ -187,7 +192,8 @@ def run_row(row: Row, machine: Machine, args, peak_tflops: float | None) -> dict
     found = read_log(output) if code in (0, None) else {}
     if code == 0 and not found:
         error = f"ended after fewer than {SKIPPED_STEPS + 1} steps"
-    result = dict(row=row.name, settings=row.settings(), error=error, wall_s=wall, log=log.name, command=shlex.join(["python", *command]), **found)
+    written = shlex.join(["python", *command])
+    result = dict(row=row.name, settings=row.settings(), error=error, wall_s=wall, log=log.name, command=written, **found)
     if found:
         thousands = row.tokens / row.cp / 1024
         result.update(
@@ -267,10 +273,9 @@ def main(argv: list[str] | None = None) -> None:
         rows = chosen_rows(args.rows)
     except ValueError as problem:
         raise SystemExit(str(problem)) from None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended, too
     found = probe()
     card = found["versions"].get("gpu 0")
-    machine = Machine(args.gpus, card is not None, found["transformer_engine"])
+    machine = Machine(args.gpus, card is not None, found["transformer_engine"], found["fused_gradients"])
     peak_tflops = args.peak_tflops or next((rate for name, rate in PEAK_TFLOPS.items() if card and name in card), None)
     implementation = "Transformer Engine" if machine.transformer_engine else "Megatron's local implementation"
     print(f"{args.gpus} ranks, {card or 'CPU'}, torch {found['versions']['torch']}, {implementation}", flush=True)
@@ -287,4 +292,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run in progress is ended, too
     main()

@@ -5,10 +5,8 @@ The shapes are those of examples/pretrain_1p3b.sh and examples/pretrain_7b.sh; r
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
-
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,9 @@ SHAPES = {
     # For a machine without a GPU.
     "tiny": Shape(4, 128, 384, 4, 10000, 500, {"hybrid": "quickstart.yaml", "densekernels": "quickstart_dense.yaml"}, kv_heads=2),
 }
-ATTENTIONS = ("s2", "hybrid", "dense", "densekernels")
 RECOMPUTE = {
     "none": (),
-    "selective": ("--recompute-granularity", "selective"),
+    "selective": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
 }
 EXCHANGES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "sparse": "sparse"}
@@ -53,12 +50,12 @@ GROUPS = {
         "1p3b-32k-none-s2", "1p3b-32k-selective-s2", "1p3b-32k-selective-keep-s2", "1p3b-32k-full-s2", "1p3b-32k-full-keep-s2",
         "1p3b-32k-none-offload-s2", "1p3b-32k-none-offload12-s2",
     ),
-    "7b-8layers-1m-cp4": ("7b-8layers-1m-cp4-full-keep-fusedloss-s2",),
-    "7b-1m-8gpus": ("7b-1m-tp8-full-keep-fusedloss-s2", "7b-1m-tp2-cp4-full-keep-fusedloss-s2"),
+    "7b-8layers-1m-cp4": ("7b-8layers-1m-cp4-full-keep-s2",),
+    "7b-1m-8gpus": ("7b-1m-tp8-full-keep-s2", "7b-1m-tp2-cp4-full-keep-s2"),
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }  # fmt: skip
 
-EXPECTED = "SHAPE-LENGTH[-Nlayers][-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-fusedloss][-EXCHANGE]-ATTENTION"
+EXPECTED = "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,7 @@ class Row:
     keep: bool = False
     received: bool = False
     offload: str | int | None = None
-    fused_loss: bool = False
     exchange: str | None = None
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the run has S2 layers, so that it can be compared with a dense one."""
-        return self.attention in ("s2", "hybrid")
 
     @property
     def stock(self) -> bool:
@@ -92,27 +83,22 @@ class Row:
 
     def setting(self) -> tuple:
         """What a sparse row and the dense row that it is compared with have in common."""
-        return self.shape, self.layers, self.tokens, self.tp, self.cp, self.pp, self.recompute, self.offload, self.fused_loss
+        return self.shape, self.layers, self.tokens, self.tp, self.cp, self.pp, self.recompute, self.offload
 
     def settings(self) -> dict:
-        """Plain values, for the JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, for the JSON; the shape is in the name."""
+        return {name: value for name, value in vars(self).items() if name not in ("name", "shape")}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """processes: ranks of every run. gpu: NCCL and bf16, else gloo and fp32. transformer_engine: whether it can be imported."""
+    """processes: ranks of every run. gpu: NCCL and bf16, else gloo and fp32. transformer_engine, fused_gradients: whether it can be imported,
+    and Apex's extension of that name, without which Megatron's output layer refuses the fusion."""
 
     processes: int
     gpu: bool
     transformer_engine: bool
-
-
-def _length(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([km]?)", text)
-    if not match:
-        raise ValueError(f"{text!r} is no sequence length; expected a number of tokens such as 8192, 128k or 1m")
-    return int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
+    fused_gradients: bool = False
 
 
 def _setting(part: str) -> tuple[str, object]:
@@ -123,11 +109,12 @@ def _setting(part: str) -> tuple[str, object]:
         return "exchange", EXCHANGES[part]
     if part in ("keep", "received"):
         return part, True
-    if part == "fusedloss":
-        return "fused_loss", True
-    for pattern, field in ((r"(\d+)layers", "layers"), (r"tp(\d+)", "tp"), (r"cp(\d+)", "cp"), (r"pp(\d+)", "pp"), (r"offload(\d+)", "offload")):
-        if match := re.fullmatch(pattern, part):
-            return field, int(match[1])
+    if match := re.fullmatch(r"(\d+)layers", part):
+        return "layers", int(match[1])
+    if match := re.fullmatch(r"(tp|cp|pp|offload)(\d+)", part):
+        return match[1], int(match[2])
+    if match := re.fullmatch(r"(\d+)([km]?)", part):
+        return "tokens", int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2]]
     if part == "offload":
         return "offload", "modules"
     raise ValueError(f"{part!r} is not known")
@@ -137,14 +124,14 @@ def parse_row(name: str) -> Row:
     """Raises ValueError, naming the part that is wrong and what was expected."""
     parts = name.split("-")
     try:
-        if len(parts) < 3 or parts[0] not in SHAPES:
-            raise ValueError(f"no shape in front (expected {', '.join(SHAPES)}), or too short")
+        if parts[0] not in SHAPES:
+            raise ValueError(f"no shape in front ({', '.join(SHAPES)})")
         shape, attention = SHAPES[parts[0]], parts[-1]
         if attention != "dense" and attention not in shape.configs:
             raise ValueError(f"{attention!r} at the end; expected an attention: dense, {', '.join(shape.configs)}")
-        settings = dict(layers=shape.layers, tokens=_length(parts[1]))
-        for part in parts[2:-1]:
-            settings.update([_setting(part)])
+        settings = dict(layers=shape.layers) | dict(_setting(part) for part in parts[1:-1])
+        if "tokens" not in settings:
+            raise ValueError("no sequence length, such as 8192, 128k or 1m")
         if attention == "dense" and {"keep", "received"} & settings.keys():
             raise ValueError("keep and received are flags of S2 attention")
     except ValueError as problem:
@@ -177,14 +164,12 @@ def parallel_flags(row: Row) -> list[str]:
     return [*map(str, sizes), *(["--sequence-parallel"] if row.tp > 1 else [])]
 
 
-def memory_flags(row: Row, machine: Machine) -> list[str]:
+def memory_flags(row: Row) -> list[str]:
     flags = list(RECOMPUTE[row.recompute])
     if row.offload == "modules":
         flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED_MODULES]
     elif row.offload is not None:
         flags += ["--cpu-offloading-num-layers", str(row.offload)]
-    if row.fused_loss:
-        flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te" if machine.transformer_engine else "native"]
     return flags
 
 
@@ -206,7 +191,9 @@ def implementation_flags(machine: Machine) -> list[str]:
     if machine.transformer_engine:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
     else:
-        flags += ["--no-persist-layer-norm", "--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion"]
+        flags += ["--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion"]
+    if not machine.fused_gradients:
+        flags += ["--no-gradient-accumulation-fusion"]
     return [*flags, "--bf16"] if machine.gpu else [*flags, "--distributed-backend", "gloo"]
 
 
@@ -229,7 +216,7 @@ def sequences(row: Row, machine: Machine, micro_batches: int) -> int:
 def row_flags(row: Row, machine: Machine, iterations: int, micro_batches: int) -> list[str]:
     """All flags of pretrain_gpt_s2.py."""
     return [
-        *model_flags(row), *parallel_flags(row), *memory_flags(row, machine), *attention_flags(row), *implementation_flags(machine),
+        *model_flags(row), *parallel_flags(row), *memory_flags(row), *attention_flags(row), *implementation_flags(machine),
         *training_flags(row, machine, iterations, micro_batches),
     ]  # fmt: skip
 
