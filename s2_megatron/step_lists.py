@@ -28,7 +28,9 @@ class QueryLists(NamedTuple):
 
     A unit is a query head; with pack two neighbouring ones, 2u and 2u + 1. A tile has two halves: the row blocks 2t and 2t + 1 of a head (of an
     odd number the last one is missing), with pack the row block t of both heads. Masked steps come first, then free ones: both halves attend
-    both key blocks and see all of their tokens. A step is two key blocks, each slot | flags << 24: bits 0, 1 of the flags: half 0, 1 attends
+    both key blocks and see all of their tokens. A tile with entries has a masked step, if need be of two free entries: ptxas 12.8 computes the
+    address of the queries for the loop over masked steps and takes it for known behind the loop, also when the loop was passed by. A step is
+    two key blocks, each slot | flags << 24: bits 0, 1 of the flags: half 0, 1 attends
     it; bits 2, 3: half 0, 1 attends it and it is that half's own block, masked by token.
     """
 
@@ -164,6 +166,8 @@ def _tile_steps(tile, slot, flags, n_tiles: int) -> tuple[np.ndarray, np.ndarray
     free_tile = tile[free_at]
     ends = np.diff(free_tile, append=n_tiles) != 0
     free[free_at[ends & (_ranks(free_tile) % 2 == 0)]] = False  # the one left over of an odd number
+    entries, masked = (np.bincount(of, minlength=n_tiles) for of in (tile, tile[~free]))
+    free &= (masked[tile] > 0) | (_ranks(tile) < entries[tile] - 2)  # a tile begins with a masked step: see QueryLists
     free_tile, free_steps = tile[free][::2], entry[free].reshape(-1, 2)
     masked_tile, masked_steps = _masked_steps(tile[~free], entry[~free], flags[~free])
 

@@ -100,6 +100,8 @@ def expected_tile(halves):
     left_over = [free.pop()] if len(free) % 2 else []
     own = [entry for entry in entries if entry[1] > 3]
     alone = [[entry for entry in entries if entry[1] == flag] for flag in (1, 2)]
+    if free and not (own or left_over or alone[0] or alone[1]):
+        left_over, free = free[-2:], free[:-2]
     masked = in_twos(own + left_over + alone[0] + alone[1])
     halves_of = [(first[1] | second[1]) & 3 for first, second in masked]
     ordered = [step for step, of in zip(masked, halves_of) if of == 3]
