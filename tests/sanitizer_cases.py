@@ -43,7 +43,7 @@ def run_continued(device, backend, block=64, dim=128, n_blocks=4):
     slots = torch.arange(n_blocks).expand(2, n_blocks).clone()
     calls = []
     for half in (slots >= n_blocks // 2, slots < n_blocks // 2):
-        placement = Placement.make(range(n_blocks), n_blocks, torch.where(half, slots, -1), device)
+        placement = Placement.make(range(n_blocks), n_blocks, torch.where(half, slots, -1), device, pattern)
         calls.append(AttentionCall(build_layout(pattern, device), 0.1, "sbhd", None, placement, backend, False))
     first = attention_forward(query, key, value, calls[0])
     out, lse = attention_forward(query, key, value, calls[1], initial=first)
@@ -64,7 +64,7 @@ def main(arguments=None):
         if re.search(chosen.only, name) and computes(chosen.backend, kind, *shape):
             run_case(*case, chosen.device, chosen.backend)
             done += 1
-    if re.search(chosen.only, "continued") and chosen.backend != "gluon":
+    if re.search(chosen.only, "continued"):
         run_continued(chosen.device, chosen.backend)
         done += 1
     if chosen.device == "cuda":
