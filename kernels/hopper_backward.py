@@ -134,21 +134,24 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
             word = receive_word(words, q_stage)
             more = (word & 16) ^ 16
             if (word & (1 << HALF)) != 0:
-                partial = query_block_of(word) >= full_blocks
-                zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
+                own = word & (4 << HALF)
+                partial = False  # rows behind a sequence are zeros, whatever their probabilities; behind a document there is another one
                 if PACKED:
+                    partial = query_block_of(word) >= full_blocks
                     if partial:
                         clear_rows(query, length - full_blocks * BLOCK, BLOCK, BLOCK)
+                zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
                 minus_lse = lse_buffers.index(q_stage).load(columns)[None, :] + zeros
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 dp_token = start_grad_p(value, grad, delta_buffers.index(g_stage), grad_full.index(g_stage), (count // GRAD_STAGES) & 1,
                                         partial, length - full_blocks * BLOCK, PACKED)
                 scores = warpgroup_mma_wait(1, deps=[s_token])
                 p = gl.exp2(scores * scale_log2)
-                own = word & (4 << HALF)
                 if (own != 0) | partial:
-                    seen = query_block_of(word) * BLOCK + query_row < length
-                    p = gl.where(((query_row[None, :] >= key_row[:, None]) | (own == 0)) & seen[None, :], p, 0.0)
+                    keep = (query_row[None, :] >= key_row[:, None]) | (own == 0)
+                    if PACKED:
+                        keep = keep & (query_block_of(word) * BLOCK + query_row < length)[None, :]
+                    p = gl.where(keep, p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), operand)
                 dv_token = warpgroup_mma(p_operand, grad, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp_token])
