@@ -38,11 +38,11 @@ def _share_rows(tensor) -> bool:
 
 def _loadable(tensor) -> bool:
     """Whether the copy engine can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
-    unit = 16 // tensor.element_size()
-    sizes, strides = list(tensor.shape[:3]), tensor.stride()[:3]
-    sizes[1] = 1 if _share_rows(tensor) else sizes[1]
-    return (tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
-            and all(size == 1 or (0 < stride < 2**36 and stride % unit == 0) for size, stride in zip(sizes, strides)))
+    *strides, unit = tensor.stride()
+    whole = 16 // tensor.element_size()  # elements in 16 bytes
+    return (unit == 1 and tensor.data_ptr() % 16 == 0
+            and all((0 < stride < 2**36 and stride % whole == 0) or size == 1 or (dim == 1 and stride == 0)
+                    for dim, (size, stride) in enumerate(zip(tensor.shape, strides))))
 
 
 def _needs_lists(layout, placement, initial) -> bool:
@@ -75,14 +75,18 @@ def refusal(query, key, value, layout, packed, placement, initial) -> str | None
 
 def _descriptor(tensor, columns, layout=_MATRIX):
     """Boxes of 64 rows and `columns` columns; what lies outside reads as 0 and is not written."""
-    shape = list(tensor.shape)
-    shape[1] = 1 if _share_rows(tensor) else shape[1]
-    strides = [stride if size > 1 else BLOCK for size, stride in zip(shape, tensor.stride())]
-    return TensorDescriptor(tensor, shape, [*strides[:3], 1], [1, 1, BLOCK, columns], layout)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    if strides[1] == 0:
+        shape[1] = 1
+    for dim in range(3):
+        if shape[dim] == 1:
+            strides[dim] = BLOCK
+    return TensorDescriptor(tensor, shape, strides, [1, 1, BLOCK, columns], layout)
 
 
 def _strides(letter, tensor):
-    return {f"stride_{letter}{axis}": stride for axis, stride in zip("bhs", tensor.stride())}
+    batch, head, row, _ = tensor.stride()
+    return {f"stride_{letter}b": batch, f"stride_{letter}h": head, f"stride_{letter}s": row}
 
 
 def _documents(packed, rows, per_document, tile):
@@ -100,60 +104,74 @@ def _group(units: int, wanted: int) -> int:
 
 
 class _Call:
-    """What the kernels of one call share."""
+    """What the kernels of one call share. Grids and arguments are kept with the layout, or the step lists, for every shape: a short call would
+    wait for Python otherwise; those of packed documents change from batch to batch."""
 
     def __init__(self, query, key, value, layout, packed, placement=None, initial=None):
         self.query, self.key, self.value = query, key, value
+        self.layout, self.packed = layout, packed
         self.batch, self.heads, self.rows, self.head_dim = query.shape
-        self.kv_heads = key.shape[1]
         self.block_dim = 64 if self.head_dim <= 64 else 128
         self.tiles = hopper_tiles_for(self.block_dim, self.rows)
-        self.layout, self.packed = layout, packed
         self.steps = None
         if _needs_lists(layout, placement, initial):
             self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps
         self.nothing = layout.tensors[0]  # stands for pointers that are not read
-        self.common = dict(ranges_ptr=self.nothing, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
-                           N_RANGES=1 if self.steps is not None else layout.ranges.shape[1], RATIO=self.heads // self.kv_heads,
-                           PACKED=packed is not None, LISTED=self.steps is not None, KV_STEP=0 if _share_rows(key) else 1,
-                           BLOCK_D=self.block_dim, num_warps=4)
-
-    def _lists(self, rows, tiles, steps):
-        return dict(list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps)
 
     def query_tiles(self, tile):
         """Grid and arguments of a kernel with a program per query tile."""
+        return self._kept("query", tile, self._query_tiles)
+
+    def key_tiles(self):
+        """Grid and arguments of the kernel with a program per key tile."""
+        return self._kept("key", self.tiles.backward, self._key_tiles)
+
+    def _kept(self, kind, tile, make):
+        if self.packed is not None:
+            return make(tile)
+        kept = (self.layout if self.steps is None else self.steps).kept
+        entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key))
+        if entry not in kept:
+            kept[entry] = make(tile)
+        return kept[entry]
+
+    def _common(self, lists, **pointers):
+        rows, tiles, steps = lists or (self.nothing,) * 3
+        listed = self.steps is not None
+        return dict(ranges_ptr=self.nothing, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
+                    N_RANGES=1 if listed else self.layout.ranges.shape[1], RATIO=self.heads // self.key.shape[1],
+                    PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if _share_rows(self.key) else 1, BLOCK_D=self.block_dim,
+                    num_warps=4, list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps,
+                    ORDERED=pointers["order_ptr"] is not None,
+                    **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()})
+
+    def _query_tiles(self, tile):
         pack = int(tile.pack and self.layout.heads_pair)
         units = self.batch * self.heads // (1 + pack)
         rows_of_tile = BLOCK if pack else TILE
-        documents = order = None
+        documents = order = lists = None
+        even = True
         if self.packed is None:
             n_tiles = triton.cdiv(self.rows, rows_of_tile)
         else:
             documents, n_tiles = _documents(self.packed, self.rows, 1, rows_of_tile)
         if self.steps is None:
-            order, even = self.layout.head_order(1 + pack), True
-            lists = self._lists(*(self.nothing,) * 3)
+            order = self.layout.head_order(1 + pack)
         else:
-            even, lists = self.steps.balanced, self._lists(*self.steps.query(bool(pack)))
+            even, lists = self.steps.balanced, self.steps.query(bool(pack))
         programs = n_tiles * units
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
-        return (grid,), dict(self.common, **lists, order_ptr=self.nothing if order is None else order,
-                             documents_ptr=self.nothing if documents is None else documents, n_tiles=n_tiles, n_programs=programs, PACK=pack,
-                             HEAD_GROUP=_group(units, tile.heads if persistent else 2), ORDERED=order is not None, STAGES=tile.stages)
+        return (grid,), dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs, PACK=pack,
+                             HEAD_GROUP=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
 
-    def key_tiles(self):
-        """Grid and arguments of the kernel with a program per key tile."""
-        tile = self.tiles.backward
-        units = self.batch * self.kv_heads
-        n_long, n_rest, documents, order, distances = 1, 1, None, None, None
-        lists = self._lists(*(self.nothing,) * 3)
+    def _key_tiles(self, tile):
+        units = self.batch * self.key.shape[1]
+        n_long, n_rest, documents, order, distances, lists = 1, 1, None, None, None, None
         if self.steps is not None:
-            *tensors, n_long, n_rest = self.steps.key()
-            lists = self._lists(*tensors)
+            *lists, n_long, n_rest = self.steps.key()
         else:
-            order, distances = self.layout.head_order(self.heads // self.kv_heads), self.layout.pair_distances
+            order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
         if self.packed is None:
@@ -161,11 +179,10 @@ class _Call:
         else:
             documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
             programs = n_tiles * units
-        pointers = dict(order_ptr=order, documents_ptr=documents, distance_ptr=distances)
+        common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
-            self.common, **lists, **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()}, n_long=n_long,
-            n_rest=max(n_rest, 1) if self.steps is None else n_rest, n_programs=programs, units=units, key_rows=self.key.shape[2],
-            HEAD_GROUP=_group(units, tile.heads), ORDERED=order is not None, MIXED=distances is not None, Q_STAGES=tile.stages,
+            common, n_long=n_long, n_rest=max(n_rest, 1) if self.steps is None else n_rest, n_programs=programs, units=units,
+            key_rows=self.key.shape[2], HEAD_GROUP=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
             GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
 
 

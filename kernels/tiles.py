@@ -1,6 +1,7 @@
 """Tile sizes of the portable kernels: a small table instead of autotuning, so that the first step starts at once."""
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 
@@ -68,6 +69,7 @@ class HopperTiles(NamedTuple):
     backward: HopperColumn
 
 
+@cache
 def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
     """block_dim: 64 or 128. rows: tokens of the sequence, or of all packed documents."""
     query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32, persistent=True, pack=True)

@@ -49,6 +49,7 @@ class DeviceSteps:
 
     def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
         self._lists, self._device, self._tensors = StepLists(pattern, query_blocks, key_slot, n_blocks, n_slots), device, {}
+        self.kept = {}  # for launches
 
     def _on_device(self, *arrays) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device) for array in arrays]
@@ -254,20 +255,21 @@ class RangeLayout(Layout):
         return (self.ranges,)
 
     @cached_property
-    def _kept(self) -> dict:
+    def kept(self) -> dict:
+        """What follows from the layout and is asked for again and again."""
         return {}
 
     def head_order(self, group: int) -> torch.Tensor | None:
         """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the same ranges."""
-        if group not in self._kept:
+        if group not in self.kept:
             heads = self.pattern.heads
             order = None
             if len({head.ranges for head in heads}) > 1:
                 work = {ranges: int(HeadPattern(ranges).key_block_counts(1024).sum()) for ranges in {head.ranges for head in heads}}
                 of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
                 order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
-            self._kept[group] = order
-        return self._kept[group]
+            self.kept[group] = order
+        return self.kept[group]
 
     @cached_property
     def largest_stride(self) -> int:
@@ -301,13 +303,13 @@ class RangeLayout(Layout):
     def key_columns(self, n_blocks: int) -> tuple[int, int]:
         """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all others)."""
         key = ("columns", n_blocks)
-        if key not in self._kept:
+        if key not in self.kept:
             if self._pair_distances is not None:  # not read off the device: a new length must not wait for it
                 rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self._pair_distances]
             else:
                 rows = [_columns_of_classes(head, n_blocks) for head in set(self.pattern.heads)]
-            self._kept[key] = tuple(max(column) for column in zip(*rows))
-        return self._kept[key]
+            self.kept[key] = tuple(max(column) for column in zip(*rows))
+        return self.kept[key]
 
     def _copy(self, device):
         return RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
