@@ -34,3 +34,14 @@ if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".
     [ -n "$missing" ] && echo "the installation failed, perhaps for want of a compiler: apt install $missing" >&2
     exit 1
 fi
+
+# The Hopper kernels are written for the Gluon of one release of Triton. Where torch brings another one, tests compile them with a copy beside it.
+gluon=$(sed -n 's/^GLUON = "\([0-9.]*\)".*/\1/p' "$(dirname "$0")/../kernels/launch.py")
+case $("$venv/bin/python" -m pip show triton 2>/dev/null | sed -n 's/^Version: //p') in
+"" | "$gluon"*) ;;
+*)
+    [ -d "$venv/triton-${gluon}x" ] ||
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$venv/triton-${gluon}x" "triton==${gluon}*" ||
+        echo "note: no Triton ${gluon}x to compile the Hopper kernels with; their tests are left out" >&2
+    ;;
+esac

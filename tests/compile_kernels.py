@@ -4,10 +4,10 @@
     TRITON_INTERPRET=0 python tests/compile_kernels.py --list
     TRITON_INTERPRET=0 python tests/compile_kernels.py --write
 
-The first (--all: of every entry) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread,
-"spills": bytes stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the installed Triton in
-ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the
-same with PYTHONPATH=folder.
+The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block,
+"registers": a thread, "spills": bytes stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the installed
+Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and
+the same with PYTHONPATH=folder.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
+from s2_megatron.kernels.launch import GLUON
 from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.kernels.tiles import tiles_for
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
-GLUON_RELEASES = ("3.6",)  # Gluon changes from one release of Triton to the next; these have what the kernels call
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = ("ranges_ptr", "key_blocks_ptr", "query_blocks_ptr", "starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr")
 INT32 += ("run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
@@ -205,7 +205,7 @@ def hopper_entries() -> dict[str, Entry]:
 @cache
 def entries() -> dict[str, Entry]:
     """Everything that is compiled in tests, by name; the name begins with the architecture."""
-    return portable_entries() | (hopper_entries() if version() in GLUON_RELEASES else {})
+    return portable_entries() | (hopper_entries() if triton.__version__.startswith(GLUON) else {})
 
 
 def measure(names) -> dict[str, dict]:
@@ -231,7 +231,9 @@ def main(arguments):
         )
         COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     else:
-        print(json.dumps({"triton": version(), "found": measure(list(entries()) if arguments == ["--all"] else arguments)}))
+        groups = {"--all": entries, "--gluon": hopper_entries}
+        names = list(groups[arguments[0]]()) if arguments[0] in groups else arguments
+        print(json.dumps({"triton": version(), "found": measure(names)}))
 
 
 if __name__ == "__main__":
