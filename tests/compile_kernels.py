@@ -5,9 +5,9 @@
     TRITON_INTERPRET=0 python tests/compile_kernels.py --write
 
 The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block,
-"registers": a thread, "spills": bytes stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the installed
-Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and
-the same with PYTHONPATH=folder.
+"registers": a thread, "spills": bytes stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the
+installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder
+triton==X.Y.Z`, and the same with PYTHONPATH=folder.
 """
 
 import contextlib
