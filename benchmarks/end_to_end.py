@@ -21,19 +21,19 @@ offload12          its older one, of whole layers; not with recomputation or pp.
 p2p, a2a, allgather, sparse     what context-parallel ranks exchange: --cp-comm-type of a dense row, --s2-cp-comm-type of the others
 s2, hybrid, dense  all layers S2, configs/*_hybrid.yaml, Megatron's own dense model; densekernels: dense layers computed by S2's kernels
 
-Every row is a run of its own on Megatron's mock data, with bf16, the distributed optimizer, Transformer Engine where it can be imported and
-its local implementation elsewhere; nothing is saved. A row that fails or runs out of memory is reported with its last error line, one that runs
-out of --time-limit with the numbers that it had by then, and the others go on. Columns:
+Every row is a run of its own on Megatron's mock data, with bf16 (fp32 without a GPU), the distributed optimizer, Transformer Engine where it
+can be imported and Megatron's local implementation elsewhere; nothing is saved. A row that fails or runs out of memory is reported with its
+last error line, one that runs out of --time-limit with the numbers that it had by then, and the others go on. Columns:
 
 step ms         median of Megatron's iteration times after the second
 tokens/s        of all GPUs together
-peak GiB        torch's largest allocated memory, of the fullest rank
+peak GiB        torch's largest allocated memory, of the fullest rank; Megatron asks one rank of those that are data-parallel to each other
 GiB/1K          that per 1024 tokens of a sequence on one context-parallel rank
 beside weights  the same of what the step needs on top of what stays (weights, gradients, optimizer): activations and temporaries
 TFLOP/s, util.  Megatron's FLOPs of the model per GPU and second, attention counted on attended pairs, recomputation not; share of the card's
                 dense bf16 rate (--peak-tflops for cards that are not in the list)
 dense           tokens/s over those of the fastest `dense` row with the same shape, length, parallel sizes, recomputation and offloading
-loss, grad norm of the last step: rows of one shape start from the same weights
+loss, grad norm of the last step: rows of one shape, tp and pp start from the same weights
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SKIPPED_STEPS = 2  # the first compiles, and the time of the second in Megatron'
 PEAK_TFLOPS = {"H200": 989.5, "H100 80GB HBM3": 989.5, "GH200": 989.5, "A100": 312.0, "B200": 2250.0}
 GRACE_SECONDS = 40.0  # torchrun gives its ranks 30 seconds to end
 
-NUMBER = r"([-+.\deE]+|nan|inf)"
+NUMBER = r"([-+]?(?:[\d.]+(?:[eE][-+]?\d+)?|(?i:nan|inf)))"
 STEP = re.compile(r"iteration +(\d+)/ *\d+ \| consumed samples.*? elapsed time per iteration \(ms\): ([\d.]+) \|(.*)")
 DENSE_EQUIVALENT = re.compile(r"iteration +(\d+) \| dense-equivalent throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)")
 MEMORY = re.compile(
@@ -165,7 +165,9 @@ def stop(process: subprocess.Popen, grace: float = GRACE_SECONDS) -> None:
 
 
 def run_logged(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
-    """Run a command, its output in `log`; its exit code, or None when it was stopped after `limit` seconds. Nothing is left running."""
+    """Run a command, its output in `log`; its exit code, or None when it was stopped after `limit` seconds.
+
+    Its ranks are stopped with it, also when this process is interrupted. A torchrun that something else kills may leave ranks behind."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the run
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -253,7 +255,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=240, help="seconds of a row, start included")
     parser.add_argument("--train-iters", type=int, default=6)
     parser.add_argument("--micro-batches", type=int, default=1, help="of one sequence, a step and data-parallel rank")
-    parser.add_argument("--flags", default="", help="more flags of Megatron for every row, in one argument")
+    parser.add_argument("--flags", default="", help="more flags of Megatron for every row: --flags='--lr 1e-4 --bf16'")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOP/s of a card, for the utilisation")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "end_to_end", help="folder of the runs' output")
     parser.add_argument("--json", type=Path)

@@ -192,7 +192,7 @@ def implementation_flags(machine: Machine) -> list[str]:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
     else:
         flags += ["--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion"]
-    if not machine.fused_gradients:
+    if not (machine.transformer_engine and machine.fused_gradients):
         flags += ["--no-gradient-accumulation-fusion"]
     return [*flags, "--bf16"] if machine.gpu else [*flags, "--distributed-backend", "gloo"]
 

@@ -60,7 +60,13 @@ launch() {
     local layers=(--transformer-impl "$implementation")
     case $implementation in
         transformer_engine)
-            layers+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather) ;;
+            layers+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+            # Megatron's output layer is not Transformer Engine's: it takes this fusion from Apex and raises without it.
+            # The extension is linked against torch's libraries, which have to be there first.
+            if ! "$PYTHON" -c 'import torch, fused_weight_gradient_mlp_cuda' 2>/dev/null; then
+                layers+=(--no-gradient-accumulation-fusion)
+                echo "--no-gradient-accumulation-fusion (Apex's fused_weight_gradient_mlp_cuda cannot be imported)" >&2
+            fi ;;
         local)
             # The fused kernels of these flags come with Transformer Engine or Apex. So does the only distributed
             # optimizer that Megatron can resume.

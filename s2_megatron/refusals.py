@@ -66,7 +66,9 @@ def _a2a_lacks_heads(args: Namespace) -> bool:
 
 
 def _attention_is_recomputed(args: Namespace) -> bool:
-    selected = args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ())
+    # Left out, the modules are still None here: TransformerConfig fills in its default, core_attn, when the model config is made.
+    modules = ["core_attn"] if args.recompute_modules is None else args.recompute_modules
+    selected = args.recompute_granularity == "selective" and "core_attn" in modules
     return (args.recompute_granularity == "full" or selected) and not args.mtp_use_repeated_layer
 
 

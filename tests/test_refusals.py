@@ -131,15 +131,29 @@ ACCEPTED = {
     "recompute_kept": dict(
         flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn", "--s2-keep-attention-output": None}
     ),
+    "recompute_kept_default_modules": dict(flags={"--recompute-granularity": "selective", "--s2-keep-attention-output": None}),
     "recompute": dict(flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}),
     "megatron_prerelease": dict(version="0.20.0rc1"),
     "megatron_next": dict(version="0.20.4+abc"),
 }
 
 
+# Other ways to a refusal of CASES: name: (refusal, what to change).
+ALSO_REFUSED = {
+    "recompute_kept_other_modules": (
+        "s2_keep_attention_output",
+        dict(flags={"--recompute-granularity": "selective", "--recompute-modules": ["layernorm", "mlp"], "--s2-keep-attention-output": None}),
+    ),
+    "recompute_kept_modules_alone": (
+        "s2_keep_attention_output", dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None})
+    ),
+}  # fmt: skip
+
+
 @cache
 def results(config: str) -> dict[str, dict]:
     named = {**{name: case for name, (case, _) in CASES.items()}, **ACCEPTED, "future": dict(version="0.21.0rc0")}
+    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()}
     cases = []
     for case in named.values():
         flags = {**case.get("flags", {}), "--s2-config": config}
@@ -165,6 +179,13 @@ def test_refused_with_the_flag_to_change(name, config_file):
     assert result["error"] == "ValueError", result
     assert CASES[name][1] in result["message"]
     assert "\n" not in result["message"], "the case is refused for more than one reason"
+
+
+@pytest.mark.parametrize("name", ALSO_REFUSED)
+def test_other_ways_to_a_refusal(name, config_file):
+    result = results(config_file)[name]
+    assert result["error"] == "ValueError" and result["refused_by_megatron"] is None, result
+    assert CASES[ALSO_REFUSED[name][0]][1] in result["message"] and "\n" not in result["message"]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

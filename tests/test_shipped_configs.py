@@ -145,6 +145,21 @@ def test_launcher_says_what_is_missing():
     assert data[at + 1 : at + 5] == ["0.3", "/a", "0.7", "/b"]
 
 
+def test_launcher_looks_for_the_fused_gradients_of_apex(tmp_path):
+    """Transformer Engine alone is not enough for Megatron's default. The extension can be imported after torch only."""
+    flag, script = "--no-gradient-accumulation-fusion", str(ROOT / "examples/pretrain_1p3b.sh")
+    settings = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "MOCK_DATA": "1", "PYTHON": sys.executable, "TRANSFORMER_IMPL": "transformer_engine"}
+    for is_there in (False, True):
+        (tmp_path / "torch.py").touch()
+        source = "import sys\nassert 'torch' in sys.modules\n" if is_there else "raise ImportError('built for another torch')\n"
+        (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text(source)
+        environment = {**settings, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)
+        command = done.stdout.splitlines()
+        assert "--use-distributed-optimizer" in command and (flag in command) == (not is_there)
+        assert done.stderr.count("\n") == (not is_there) and done.stderr.startswith("" if is_there else flag)
+
+
 # In a process of its own: it makes torch.cuda land on the CPU, which no other test must see.
 PARSE = """
 import json, os, sys
