@@ -165,7 +165,7 @@ class _Call:
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return (grid,), dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs, PACK=pack,
-                             HEAD_GROUP=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
+                             head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
@@ -185,8 +185,8 @@ class _Call:
             programs = n_tiles * units
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
-            common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units,
-            key_rows=key_rows, HEAD_GROUP=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
+            common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
+            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
             GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
 
 

@@ -70,23 +70,23 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
-def column_of_program(index, n_long, n_rest, units, HEAD_GROUP: gl.constexpr):
+def column_of_program(index, n_long, n_rest, units, head_group):
     """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest: the long columns of all
     heads go first, so that the short ones fill the end."""
     is_long = index < n_long * units
     rest = gl.where(is_long, index, index - n_long * units)
-    per_group = gl.where(is_long, n_long, n_rest) * HEAD_GROUP
+    per_group = gl.where(is_long, n_long, n_rest) * head_group
     group = rest // per_group
     rest -= group * per_group
-    return rest // HEAD_GROUP, group * HEAD_GROUP + rest % HEAD_GROUP, is_long
+    return rest // head_group, group * head_group + rest % head_group, is_long
 
 
 @gluon.jit
-def listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP: gl.constexpr):
+def listed_column(index, n_long, n_rest, units, batches, head_group, lists):
     """(batch, KV head, first slot, second slot, first word) of a program, from the lists of step_lists.py. A slot beyond the keys does not
     exist, nor does a column whose first one is."""
     rows_ptr, columns_ptr, words_ptr = lists
-    column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+    column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
     kv_head = unit // batches
     column += gl.where(is_long, 0, n_long)
     entry = columns_ptr + (gl.load(rows_ptr + kv_head) * (n_long + n_rest) + column) * 3
@@ -94,9 +94,8 @@ def listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP: gl.c
 
 
 @gluon.jit
-def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
-             N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
-             MIXED: gl.constexpr):
+def key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr):
     """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
     exist."""
     token = index * 0
@@ -109,7 +108,7 @@ def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ra
         length = gl.load(documents_ptr + tile * 4 + 1)
         column = gl.load(documents_ptr + tile * 4 + 2)
     else:
-        column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+        column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
         batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
     n_blocks = (length + 63) // 64
     if MIXED:
