@@ -1,4 +1,5 @@
-"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads.
+"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads
+(hopper_backward_loads.py), and says with a word for each step which half attends it.
 
 The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T is exp2 of the first, and
 dS^T is P^T times the second. A warpgroup passes by the query blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a

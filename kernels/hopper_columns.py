@@ -5,6 +5,9 @@ by one run of query blocks, from its own on, as long as the last range that it i
 neighbours in a class make a tile: two blocks of the last stride, which are attended to the end, or two of those between, which only the window
 sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
 class of its last range for every head whose last stride divides it.
+
+LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead (step_lists.py). Either way
+each step comes with a word that says who attends what.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -148,8 +151,8 @@ def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr)
 
 @gluon.jit
 def step_word(query_block, member, first, second, first_end, second_end, last):
-    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is their own
-    query block, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
+    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is that
+    block's own, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
     keep_a = (query_block >= first) & (query_block < first_end)
     keep_b = (query_block >= second) & (query_block < second_end)
     word = gl.where(keep_a, 1, 0) + gl.where(keep_b, 2, 0) + gl.where(last, 16, 0) + (query_block << 5) + (member << 24)
