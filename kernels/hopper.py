@@ -68,6 +68,8 @@ def refusal(query, key, value, layout, packed, placement, initial) -> str | None
         return "keys or queries are placed by blocks without their pattern"
     if max(query.shape[2], 0 if listed else layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
+    if _share_rows(key) != _share_rows(value):
+        return "the heads of only one of key and value share their rows"
     if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value)):
         return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
     return None
@@ -163,13 +165,15 @@ class _Call:
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return (grid,), dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs, PACK=pack,
-                             HEAD_GROUP=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
+                             head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
         n_long, n_rest, documents, order, distances, lists = 1, 1, None, None, None, None
+        key_rows = self.key.shape[2]
         if self.steps is not None:
             *lists, n_long, n_rest = self.steps.key()
+            key_rows = min(key_rows, self.steps.n_slots * BLOCK)  # in the lists slot n_slots is none, whatever lies there
         else:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
@@ -181,8 +185,8 @@ class _Call:
             programs = n_tiles * units
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
-            common, n_long=n_long, n_rest=max(n_rest, 1) if self.steps is None else n_rest, n_programs=programs, units=units,
-            key_rows=self.key.shape[2], HEAD_GROUP=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
+            common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
+            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
             GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
 
 
@@ -237,13 +241,14 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
     """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
     grid, arguments = call.key_tiles()
     query_boxes = [_descriptor(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
-    wide = not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    shared = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
+    wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = query_boxes[1:3] if wide else [_descriptor(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
     counter = torch.zeros(1, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken
     s2_hopper_backward_kernel[grid](
         *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
         scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
-        GRAD_STEP=0 if _share_rows(grad_key) else 1, DQ=sums is not None, **arguments)
+        GRAD_STEP=0 if all(shared) else 1, DQ=sums is not None, **arguments)
 
 
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):

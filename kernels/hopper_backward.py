@@ -1,4 +1,5 @@
-"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads.
+"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads
+(hopper_backward_loads.py), and says with a word for each step which half attends it.
 
 The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T is exp2 of the first, and
 dS^T is P^T times the second. A warpgroup passes by the query blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a
@@ -203,15 +204,14 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs"])  # they differ from batch to batch
+@gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, ranges_ptr,
                               order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, scale, rows,
-                              key_rows, heads, n_long, n_rest, n_programs, units, batches, stride_dkb, stride_dkh, stride_dks, stride_dvb,
-                              stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                              HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr,
-                              KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
-                              Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr,
-                              num_warps: gl.constexpr):
+                              key_rows, heads, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks,
+                              stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                              GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                              GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ / scale, fp32: 64 x 64); LSE
     and delta [batch * heads * rows]. KV_STEP, GRAD_STEP: 0 where KV heads share the rows of K and V, or of their gradients. WIDE: those are of
     another type, and are not written through descriptors."""
@@ -259,7 +259,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
         mbarrier.init(ds_empty.index(stage), count=1)
     fence_async_shared()
     barriers = (kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty)
-    columns = (counter_ptr, n_programs, n_long, n_rest, units, batches, order_ptr, documents_ptr, distance_ptr)
+    columns = (counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], wide)
@@ -272,8 +272,8 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
                        1, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (add_grad_query, (dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, barriers, RATIO, BLOCK_D, DS_STAGES)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
-                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, HEAD_GROUP, ORDERED,
-                       PACKED, MIXED, LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
+                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 4, 1], [208, 72, 24])
     else:
         gl.warp_specialize([
@@ -284,6 +284,6 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
                        ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
                        1, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
-                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, HEAD_GROUP, ORDERED,
-                       PACKED, MIXED, LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
+                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 1], [240, 24])

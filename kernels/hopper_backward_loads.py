@@ -67,16 +67,16 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
             plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr,
-            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
-    counter_ptr, n_programs, n_long, n_rest, units, batches, order_ptr, documents_ptr, distance_ptr = columns
+    counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
     count = 0
     tiles = 0
     index = gl.atomic_add(counter_ptr, 1)
     while index < n_programs:
         if LISTED:
-            batch, kv_head, first, second, entry = listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP)
+            batch, kv_head, first, second, entry = listed_column(index, n_long, n_rest, units, batches, head_group, lists)
             index = gl.atomic_add(counter_ptr, 1)
             if first * BLOCK < key_rows:
                 words_ptr = lists[2] + entry
@@ -93,8 +93,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     more = (word & 16) ^ 16
                     word = following
         else:
-            batch, kv_head, token, length, first, second = key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ranges_ptr,
-                                                                    distance_ptr, rows, N_RANGES, RATIO, HEAD_GROUP, ORDERED, PACKED, MIXED)
+            batch, kv_head, token, length, first, second = key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr,
+                                                                    ranges_ptr, distance_ptr, rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED)
             index = gl.atomic_add(counter_ptr, 1)
             n_blocks = (length + BLOCK - 1) // BLOCK
             members = gl.where(first < n_blocks, RATIO, 0)

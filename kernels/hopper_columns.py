@@ -5,6 +5,9 @@ by one run of query blocks, from its own on, as long as the last range that it i
 neighbours in a class make a tile: two blocks of the last stride, which are attended to the end, or two of those between, which only the window
 sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
 class of its last range for every head whose last stride divides it.
+
+LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead (step_lists.py). Either way
+each step comes with a word that says who attends what.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,23 +73,23 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
-def column_of_program(index, n_long, n_rest, units, HEAD_GROUP: gl.constexpr):
+def column_of_program(index, n_long, n_rest, units, head_group):
     """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest: the long columns of all
     heads go first, so that the short ones fill the end."""
     is_long = index < n_long * units
     rest = gl.where(is_long, index, index - n_long * units)
-    per_group = gl.where(is_long, n_long, n_rest) * HEAD_GROUP
+    per_group = gl.where(is_long, n_long, n_rest) * head_group
     group = rest // per_group
     rest -= group * per_group
-    return rest // HEAD_GROUP, group * HEAD_GROUP + rest % HEAD_GROUP, is_long
+    return rest // head_group, group * head_group + rest % head_group, is_long
 
 
 @gluon.jit
-def listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP: gl.constexpr):
+def listed_column(index, n_long, n_rest, units, batches, head_group, lists):
     """(batch, KV head, first slot, second slot, first word) of a program, from the lists of step_lists.py. A slot beyond the keys does not
     exist, nor does a column whose first one is."""
     rows_ptr, columns_ptr, words_ptr = lists
-    column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+    column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
     kv_head = unit // batches
     column += gl.where(is_long, 0, n_long)
     entry = columns_ptr + (gl.load(rows_ptr + kv_head) * (n_long + n_rest) + column) * 3
@@ -94,9 +97,8 @@ def listed_column(index, n_long, n_rest, units, batches, lists, HEAD_GROUP: gl.c
 
 
 @gluon.jit
-def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
-             N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
-             MIXED: gl.constexpr):
+def key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr):
     """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
     exist."""
     token = index * 0
@@ -109,7 +111,7 @@ def key_tile(index, n_long, n_rest, units, batches, order_ptr, documents_ptr, ra
         length = gl.load(documents_ptr + tile * 4 + 1)
         column = gl.load(documents_ptr + tile * 4 + 2)
     else:
-        column, unit, is_long = column_of_program(index, n_long, n_rest, units, HEAD_GROUP)
+        column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
         batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
     n_blocks = (length + 63) // 64
     if MIXED:
@@ -149,8 +151,8 @@ def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr)
 
 @gluon.jit
 def step_word(query_block, member, first, second, first_end, second_end, last):
-    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is their own
-    query block, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
+    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is that
+    block's own, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
     keep_a = (query_block >= first) & (query_block < first_end)
     keep_b = (query_block >= second) & (query_block < second_end)
     word = gl.where(keep_a, 1, 0) + gl.where(keep_b, 2, 0) + gl.where(last, 16, 0) + (query_block << 5) + (member << 24)

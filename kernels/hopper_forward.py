@@ -72,15 +72,15 @@ def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head,
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists,
-            N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
-            PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr,
+            STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
+    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
     count = 0
     tiles = 0
     for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
+        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
         kv_head = head // RATIO * KV_STEP
         value_a = low
         value_b = low
@@ -316,11 +316,11 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs"])  # they differ from batch to batch
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
 def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, ranges_ptr, order_ptr,
                              documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
-                             stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
-                             RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
+                             head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
+                             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
                              LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
                              STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x BLOCK_D (Q, out).
@@ -333,7 +333,7 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
+    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
@@ -342,6 +342,6 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, HEAD_GROUP, ORDERED,
-                   PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED, PACKED,
+                   PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

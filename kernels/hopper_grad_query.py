@@ -1,4 +1,5 @@
-"""dQ alone on Hopper, for the deterministic backward: the forward's walk over the keys, with a product for dP and one for dQ.
+"""dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys, with a product for dP and
+one for dQ.
 
 Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta, as in the backward.
 """
@@ -67,14 +68,14 @@ def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head,
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
-            RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-            LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+            RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches = work
+    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
     count = 0
     tiles = 0
     for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP, ORDERED, PACKED, PACK)
+        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
         kv_head = head // RATIO * KV_STEP
         if LISTED:
             steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
@@ -228,13 +229,13 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buff
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs"])  # they differ from batch to batch
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
 def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, ranges_ptr, order_ptr,
                                 documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
-                                stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
-                                N_RANGES: gl.constexpr, RATIO: gl.constexpr, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr,
-                                PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr,
-                                WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
+                                head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
+                                N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
+                                LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+                                STAGES: gl.constexpr, num_warps: gl.constexpr):
     """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta [batch * heads * rows].
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -245,7 +246,7 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
     tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches)
+    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
@@ -255,5 +256,5 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
         (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO,
-                   HEAD_GROUP, ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
+                   ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
     ], [4, 1], [240, 24])

@@ -19,12 +19,12 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def tile_of_program(index, n_tiles, HEAD_GROUP: gl.constexpr):
-    """(tile, unit): units (heads of the batch) go through the tiles in groups of HEAD_GROUP, so that what they share stays in L2."""
-    per_group = n_tiles * HEAD_GROUP
+def tile_of_program(index, n_tiles, head_group):
+    """(tile, unit): units (heads of the batch) go through the tiles in groups of head_group, so that what they share stays in L2."""
+    per_group = n_tiles * head_group
     group = index // per_group
     rest = index - group * per_group
-    return rest // HEAD_GROUP, group * HEAD_GROUP + rest % HEAD_GROUP
+    return rest // head_group, group * head_group + rest % head_group
 
 
 @gluon.jit
@@ -38,10 +38,10 @@ def head_of_unit(unit, batches, order_ptr, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def query_tile(index, n_tiles, batches, order_ptr, documents_ptr, rows, HEAD_GROUP: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr,
+def query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED: gl.constexpr, PACKED: gl.constexpr,
                PACK: gl.constexpr):
     """(batch, first head, first token of the sequence, its length, first query block) of a program's tile; the last tiles first."""
-    tile, unit = tile_of_program(index, n_tiles, HEAD_GROUP)
+    tile, unit = tile_of_program(index, n_tiles, head_group)
     batch, head = head_of_unit(unit, batches, order_ptr, ORDERED)
     tile = n_tiles - 1 - tile
     token = tile * 0

@@ -29,9 +29,10 @@ class QueryLists(NamedTuple):
     A unit is a query head; with pack two neighbouring ones, 2u and 2u + 1. A tile has two halves: the row blocks 2t and 2t + 1 of a head (of an
     odd number the last one is missing), with pack the row block t of both heads. Masked steps come first, then free ones: both halves attend
     both key blocks and see all of their tokens. A tile with entries has a masked step, if need be of two free entries: ptxas 12.8 computes the
-    address of the queries for the loop over masked steps and takes it for known behind the loop, also when the loop was passed by. A step is
-    two key blocks, each slot | flags << 24: bits 0, 1 of the flags: half 0, 1 attends
-    it; bits 2, 3: half 0, 1 attends it and it is that half's own block, masked by token.
+    address of the queries for the loop over masked steps and takes it for known behind the loop, also when the loop was passed by.
+
+    A step is two key blocks, each slot | flags << 24. Bits 0, 1 of the flags: half 0, 1 attends it; bits 2, 3: half 0, 1 attends it and it is
+    that half's own block, masked by token.
     """
 
     rows: np.ndarray  # int32 [units]: which list a unit has
@@ -42,10 +43,10 @@ class QueryLists(NamedTuple):
 class KeyLists(NamedTuple):
     """The query row blocks of every column, which is two slots of a KV head.
 
-    Every present slot is in one column, attended or not. A word is one row block of one member (query head of the KV head's group): bits 0, 1:
-    it attends the first, second slot; bits 2, 3: it attends it and it is its own block, masked by token; bit 4: last of the column; bits 5..23:
-    row block; bits 24..30: member. Words of a column: member ascending, then row block descending. Who has no query has one word, with bit 4
-    alone.
+    Every present slot is in one column, attended or not. A word is one row block of one member (query head of the KV head's group), with the
+    bits that hopper_columns.step_word gives it. Bits 0, 1: it attends the first, second slot; bits 2, 3: it attends it and it is its own block,
+    masked by token; bit 4: last of the column; bits 5..23: row block; bits 24..30: member. Words of a column: member ascending, then row block
+    descending. A column without queries has one word, with bit 4 alone.
     """
 
     rows: np.ndarray  # int32 [G]: which list a KV head has

@@ -1,4 +1,4 @@
-"""How many variants of each kernel a run compiles while its batches change: lengths, documents, placements.
+"""How many variants of each kernel a run compiles while its batches change: lengths, documents, placements; also of a block mask, "mask".
 
     TRITON_INTERPRET=0 python tests/kernel_variants.py triton    (or gluon)
 
@@ -13,7 +13,15 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from s2_megatron.attention import AttentionCall, attention_backward, attention_forward
+from benchmarks.cases import as_table
+from s2_megatron.attention import (
+    AttentionCall,
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_forward,
+)
+from s2_megatron.cp_exchange import slot_views
 from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.layout import PackedSequence, Placement, build_layout
@@ -21,12 +29,13 @@ from s2_megatron.patterns import make_range_pattern
 from tests.record_launches import believe_in_hopper, record_launches
 
 KERNELS = {"query": s2_query_kernel, "delta": s2_delta_kernel, "dkdv": s2_backward_dkdv_kernel}
-KINDS = {"triton": ("packed", "placed even", "placed odd", "sbhd", "bhsd"), "gluon": ("packed", "sbhd", "bhsd")}
+KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-BLOCK, HEADS, GROUPS, DIM = 64, 4, 2, 64
+BLOCK, HEADS, GROUPS, DIM = 64, 8, 4, 64
 DOCUMENTS = ([200], [64, 64], [100, 28, 1], [16] * 16, [7] * 33, [300, 20, 500, 63, 65])
 LENGTHS = (1, 16, 63, 64, 65, 100, 1000, 1024)
+PATTERN = make_range_pattern(block_size=BLOCK, num_heads=HEADS, num_kv_heads=GROUPS, ranges=((2, 1), (None, 4)))
 RECORDED = [] if HAS_GPU else record_launches()
 
 
@@ -52,14 +61,19 @@ def batches(kind: str):
         for lengths in DOCUMENTS:
             ends = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
             yield sum(lengths), "thd", dict(packed=PackedSequence(ends, max(lengths)))
-    elif kind.startswith("placed"):  # an even number of blocks may share tiles, an odd one not: two sizes of tiles
-        for n_blocks in (2, 4, 16, 34) if kind == "placed even" else (3, 5, 15, 33):
+    elif kind.endswith(("even", "odd")):  # an even number of blocks may share tiles, an odd one not: two sizes of tiles
+        for n_blocks in (2, 4, 16, 34) if kind.endswith("even") else (3, 5, 15, 33):
             slots = torch.arange(n_blocks).expand(GROUPS, n_blocks).clone()
             slots[:, 0] = -1
-            yield n_blocks * BLOCK, "sbhd", dict(placement=Placement.make(range(n_blocks), n_blocks, slots, DEVICE))
+            options = dict(placement=Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN))
+            if kind.startswith("parts"):  # what is absent comes in slots of one KV head
+                slots = torch.full((GROUPS, n_blocks), -1)
+                slots[:, 0] = torch.arange(GROUPS)
+                options["remote"] = Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN)
+            yield n_blocks * BLOCK, "sbhd", options
     else:
         for length in LENGTHS:
-            yield length, kind, {}
+            yield length, "sbhd" if kind == "mask" else kind, {}
 
 
 def run_batch(layout, backend: str, rows: int, form: str, options: dict):
@@ -70,19 +84,35 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
         query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
     if form == "bhsd":
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value))
+    if "remote" in options:
+        calls = [AttentionCall(layout, 0.1, form, None, options[name], backend, False) for name in ("placement", "remote")]
+        return run_parts(query, key, value, *calls)
     for deterministic in (False, True):
         call = AttentionCall(layout, 0.1, form, options.get("packed"), options.get("placement"), backend, deterministic)
         out, lse = attention_forward(query, key, value, call)
         attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, call)
 
 
+def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall):
+    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; gradients of own keys in fp32."""
+    buffer = torch.randn(GROUPS, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
+    slots, slot_grads = slot_views(buffer, GROUPS), slot_views(torch.empty_like(buffer), GROUPS)
+    out, lse = attention_forward(query, key, value, own, out_dtype=torch.float32)
+    out, lse = attention_forward(query, *slots, remote, initial=(out, lse))
+    grad, sums = torch.ones_like(query), torch.zeros_like(lse)
+    grad_query = attention_backward_dq(grad, query, key, value, lse, sums, own, dtype=torch.float32)
+    attention_backward_dkdv(grad, query, *slots, lse, sums, *slot_grads, remote)
+    attention_backward_dq(grad, query, *slots, lse, sums, remote, initial=grad_query)
+    attention_backward_dkdv(grad, query, key, value, lse, sums, *(tensor.float() for tensor in (key, value)), own)
+
+
 def count(backend: str) -> dict[str, dict[str, list[int]]]:
-    layout = build_layout(make_range_pattern(block_size=BLOCK, num_heads=HEADS, num_kv_heads=GROUPS, ranges=((2, 1), (None, 4))), DEVICE)
+    layouts = {False: build_layout(PATTERN, DEVICE), True: build_layout(as_table(PATTERN, max(LENGTHS)), DEVICE)}
     found = {}
-    for kind in KINDS[backend]:
+    for kind in KINDS:
         before, first = variants(), None
         for batch in batches(kind):
-            run_batch(layout, backend, *batch)
+            run_batch(layouts[kind == "mask"], backend, *batch)
             if first is None:
                 first = variants()
         found[kind] = {name: [first[name] - before[name], now - before[name]] for name, now in variants().items()}

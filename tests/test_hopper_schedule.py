@@ -1,34 +1,54 @@
 """Which blocks the Hopper kernels visit: their own schedule functions, run as plain Python on a machine without a GPU, against the pattern."""
 
 from collections import Counter
+from itertools import count, product
 from random import Random
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from s2_megatron.kernels import hopper_columns, hopper_schedule
-from s2_megatron.layout import build_layout
+from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_forward, hopper_grad_query, hopper_schedule
+from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
+from tests.test_step_lists import PATTERNS, placements
 
-TABLE: list[int] = []  # what gl.load reads: the range table of the layout at hand
-STAND_IN = SimpleNamespace(
-    load=lambda index: TABLE[index],
-    where=lambda condition, yes, no: yes if condition else no,
-    maximum=max,
-    minimum=min,
-    static_range=range,
-)
+TABLE: list[int] = []  # what gl.load reads: the range table of the layout at hand, or all tensors of a launch one behind another
+NO_BARRIER = SimpleNamespace(index=lambda slot: None)
+BARRIERS = (NO_BARRIER,) * 8
 
 
-def plain_functions():
-    """The functions of both modules without their decorator. Integer division stands for the kernels' floating-point quotient."""
-    namespace = {"gl": STAND_IN, "range": range, "quotient": lambda number, divisor: number // divisor}
-    for module in (hopper_schedule, hopper_columns):
+def where(condition, yes, no):
+    return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else yes if condition else no
+
+
+STAND_IN = SimpleNamespace(load=lambda index: TABLE[index], where=where, maximum=max, minimum=min, static_range=range)
+
+
+def plain_functions(*modules, **stand_ins):
+    """The functions of the schedule and of other modules without their decorator, but for stand-ins. Integer division stands for the kernels'
+    floating-point quotient; barriers and shared memory are not there."""
+    namespace = {"gl": STAND_IN, "range": range, "quotient": lambda number, divisor: number // divisor, "BLOCK": 64}
+    namespace.update(mbarrier=SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, count: None), send_plan=lambda *_: None, **stand_ins)
+    for module in (hopper_schedule, hopper_columns, *modules):
         for name, value in vars(module).items():
-            if hasattr(value, "fn") and name != "quotient":
+            if hasattr(value, "fn") and name not in namespace:
                 namespace[name] = FunctionType(value.fn.__code__, namespace, name)
     return SimpleNamespace(**namespace)
+
+
+def on_memory(arguments):
+    """Lays the tensors of a launch into TABLE. Returns take("names of arguments"): their values, or where they begin in it."""
+    TABLE.clear()
+    found = {}
+    for name, value in arguments.items():
+        found[name] = len(TABLE) if isinstance(value, torch.Tensor) else value
+        TABLE.extend(value.flatten().tolist() if isinstance(value, torch.Tensor) else [])
+    found["counter"] = programs = count()
+    STAND_IN.atomic_add = lambda counter, one: next(programs)
+    return lambda names: tuple(found[name] for name in names.split())
 
 
 SCHEDULE = plain_functions()
@@ -87,39 +107,237 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
             assert counts == expected, (head, low, half)
 
 
+@pytest.fixture
+def key_walk(monkeypatch):
+    """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+
+    def walk(pattern, query_rows, key_rows, batch=1, placement=None):
+        query, key = torch.empty(batch, pattern.num_heads, query_rows, 64), torch.empty(batch, pattern.num_kv_heads, key_rows, 64)
+        _, arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles()
+        take = on_memory(arguments)
+        tiles = []
+
+        def load_keys(*given):
+            count, batch, kv_head, token, length, first, second, present, *_ = given[6:]
+            assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present))
+            return count + 1
+
+        def load_queries(word, count, *given):
+            assert given[10:14] == (tiles[-1].batch, tiles[-1].kv_head, 0, query_rows) and count == sum(len(tile.words) for tile in tiles)
+            tiles[-1].words.append(word)
+            return count + 1
+
+        produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
+        columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, 1.0, *flags)
+        return tiles, arguments
+
+    return walk
+
+
+def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
+    """Every present key block of every KV head lies in one tile, whose words name every attended pair once. slot_of_block: [G, blocks]."""
+    ratio, seen, blocks = pattern.num_heads // pattern.num_kv_heads, Counter(), Counter()
+    block_in = [{slot: block for block, slot in enumerate(row) if slot >= 0} for row in slot_of_block]
+    for tile in tiles:
+        present = block_in[tile.kv_head]
+        halves = [present.get(tile.first), present.get(tile.second)]
+        assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.present)
+        blocks.update((tile.batch, tile.kv_head, block) for block in halves if block is not None)
+        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
+        assert all(word & 3 for word in tile.words) or tile.words == [16]
+        for word in tile.words:
+            assert 0 <= word < 2**31
+            row, member = SCHEDULE.query_block_of(word), word >> 24
+            for half, block in enumerate(halves):
+                if word >> half & 1:
+                    seen[tile.batch, tile.kv_head * ratio + member, row, block] += 1
+                assert bool(word >> 2 + half & 1) == (bool(word >> half & 1) and block == query_blocks[row])
+    assert blocks == Counter((batch, head, block) for batch in range(batches) for head, row in enumerate(block_in) for block in row.values())
+    expected = Counter()
+    for head, (row, query_block) in product(range(pattern.num_heads), enumerate(query_blocks)):
+        attended = [block for block in pattern.key_blocks(head, query_block).tolist() if slot_of_block[head // ratio][block] >= 0]
+        expected.update((batch, head, row, block) for batch in range(batches) for block in attended)
+    assert seen == expected
+
+
 @pytest.mark.parametrize("mixed", [False, True])
-def test_key_tiles_cover_every_block_once(mixed):
-    """Each key block lies in one tile, and is visited by the query blocks that attend it."""
+def test_key_tiles_of_ranges(mixed, key_walk):
+    """Also: tiles of the blocks that the last range has, which take long, come first."""
     random = Random(7 + mixed)
-    for _ in range(200):
-        heads = [some_head(random) for _ in range(2 if mixed else 1)]
-        layout, n_ranges = load(heads, 1)
-        n_blocks, distances = random.randint(1, 40), layout.pair_distances
-        assert (distances is not None) == (len(set(heads)) > 1)
-        n_long, n_rest = layout.key_columns(n_blocks)
-        seen = Counter()
-        for column in range(n_long + n_rest):
-            if distances is None:
-                is_long = column < n_long
-                local = column if is_long else column - n_long
-                own_long = SCHEDULE.long_columns(n_blocks, 0, 0, n_ranges)
-                local = (1 << 28 if local >= own_long else local) if is_long else local + own_long
-                pair = SCHEDULE.key_pair(local, n_blocks, 0, 0, n_ranges)
-            else:
-                first = column + column // int(distances[0]) * int(distances[0])
-                pair = first, first + int(distances[0])
-            first, second = (min(block, n_blocks) for block in pair)
-            if first == n_blocks:
-                continue
-            seen.update(block for block in (first, second) if block < n_blocks)
-            for index, head in enumerate(heads):
-                steps, top, gap, first_end, second_end = SCHEDULE.query_run(first, second, n_blocks, 0, index, n_ranges)
-                queries = [top - 1 - step - (gap if top - 1 - step < second else 0) for step in range(steps)]
-                for block, end in ((first, first_end), (second, second_end)):
-                    attending = [query for query in range(n_blocks) if block < n_blocks and block in head.key_blocks(query)]
-                    assert attending == list(range(block, max(end, block))), (head, block)
-                    assert set(attending) <= set(queries)
-        assert seen == Counter(range(n_blocks)), (heads, n_blocks)
+    for _ in range(150):
+        groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
+        heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
+        pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
+        n_blocks = random.randint(1, 40)
+        rows = 64 * n_blocks - random.choice((0, 1, 63))
+        tiles, arguments = key_walk(pattern, rows, rows, batches)
+        assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
+        check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
+        if not arguments["MIXED"]:
+            lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
+            is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
+            assert is_long == sorted(is_long, reverse=True)
+
+
+def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
+    check_words(tiles, pattern, batches, query_blocks, slots)
+    lengths = {}
+    for tile in tiles:
+        lengths.setdefault((tile.batch, tile.kv_head), []).append(len(tile.words))
+        tile.late = len(lengths[tile.batch, tile.kv_head]) > arguments["n_long"]
+    assert [tile.late for tile in tiles] == sorted(tile.late for tile in tiles)
+    assert all(counts == sorted(counts, reverse=True) for counts in lengths.values())
+
+
+@pytest.mark.parametrize("name", [name for name, pattern in PATTERNS.items() if isinstance(pattern, BlockMaskPattern)])
+def test_key_tiles_of_block_masks(name, key_walk):
+    for n_blocks in (1, 2, 15, 32):
+        rows = 64 * n_blocks - 17
+        tiles, arguments = key_walk(PATTERNS[name], rows, rows, 2)
+        check_listed(tiles, arguments, PATTERNS[name], 2, range(n_blocks), np.tile(np.arange(n_blocks), (PATTERNS[name].num_kv_heads, 1)))
+
+
+@pytest.mark.parametrize("more_slots", [0, 3])
+@pytest.mark.parametrize("name", ["paper", "query-slide", "dense-kv-head", "uneven-heads", "mask-kv-heads"])
+def test_key_tiles_of_placed_blocks(name, more_slots, key_walk):
+    """Also with slots behind those that the placement names, which are no keys of it."""
+    pattern = PATTERNS[name]
+    for query_blocks, key_slot, n_blocks, n_slots in placements(pattern).values():
+        if key_slot is None:
+            continue
+        placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
+        tiles, arguments = key_walk(pattern, 64 * len(query_blocks), 64 * (n_slots + more_slots), 2, placement)
+        check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
+
+
+@pytest.fixture(params=[hopper_forward, hopper_grad_query], ids=["forward", "dq"])
+def query_walk(request, monkeypatch):
+    """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as its loading warp goes
+    through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot, second slot, word)."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+
+    def walk(pattern, pack, query_rows, key_rows, placement=None):
+        query, key = torch.empty(2, pattern.num_heads, query_rows, 64), torch.empty(2, pattern.num_kv_heads, key_rows, 64)
+        call = hopper._Call(query, key, key, build_layout(pattern), None, placement)
+        (programs,), arguments = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
+        assert arguments["LISTED"] and arguments["PACK"] == pack
+        take = on_memory(arguments)
+        tiles, values = [], []
+
+        def load_halves(*given):
+            batch, head, token, length, low, masked, free, *_ = given[-10:]
+            assert (token, length) == (0, query_rows)
+            tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, steps=[]))
+            return given[-11] + 1
+
+        def load_keys_then_values(*given):
+            batch, kv_head, token, *blocks, word, count, step, steps = given[6:17]
+            check_head(batch, kv_head, token)
+            if step < steps:
+                assert count == sum(len(tile.steps) for tile in own)
+                tiles[-1].steps.append((*blocks[:2], word))
+            if step > 0:
+                values.append(tuple(blocks[2:]))
+
+        def load_both(*given):
+            batch, kv_head, row_a, row_b, word, count = given[6:12]
+            check_head(batch, kv_head, 0)
+            assert count == sum(len(tile.steps) for tile in own)
+            tiles[-1].steps.append((row_a // 64, row_b // 64, word))
+            values.append((row_a // 64, row_b // 64))
+
+        def check_head(batch, kv_head, token):
+            assert (batch, kv_head, token) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads, 0)
+
+        load_next = load_keys_then_values if request.param is hopper_forward else load_both
+        functions = plain_functions(request.param, load_halves=load_halves, load_next=load_next)
+        work = take("ranges_ptr order_ptr documents_ptr rows n_tiles n_programs batches head_group")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP BLOCK_D STAGES")
+        tensors = 6 if request.param is hopper_forward else 7
+        everything = []
+        for program in range(programs):
+            STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
+            tiles.clear(), values.clear()
+            own = tiles
+            functions.produce(*[None] * (tensors + 2), BARRIERS[:6], work, lists, *flags)
+            assert values == [step[:2] for tile in tiles for step in tile.steps], "values in the order of their keys"
+            everything += tiles
+        return everything
+
+    return walk
+
+
+def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
+    """Every tile once, and what its steps attend, token by token."""
+    ratio, row, column = pattern.num_heads // pattern.num_kv_heads, np.arange(64), np.arange(128)
+    lows = range(0, len(query_blocks), 1 if pack else 2)
+    expected_tiles = product(range(2), range(0, pattern.num_heads, 1 + pack), lows)
+    assert sorted((tile.batch, tile.head, tile.low) for tile in tiles) == sorted(expected_tiles)
+    width = 64 * (1 + max(int(np.max(slot_of_block)), 0))
+    for tile in tiles:
+        assert len(tile.steps) == tile.masked + tile.free
+        for half in range(2):
+            head, at = (tile.head + half, tile.low) if pack else (tile.head, tile.low + half)
+            expected, found = np.zeros((64, width), int), np.zeros((64, width), int)
+            if at < len(query_blocks):
+                for block in pattern.key_blocks(head, query_blocks[at]).tolist():
+                    slot = slot_of_block[head // ratio][block]
+                    if slot >= 0:
+                        expected[:, slot * 64 : slot * 64 + 64] = np.tri(64) if block == query_blocks[at] else 1
+            for number, (first, second, word) in enumerate(tile.steps):
+                mask = SCHEDULE.word_mask(word, row, column, half)
+                assert mask.any() == ((word & 0x11 << half) != 0), "what the computing warpgroups ask"
+                assert number < tile.masked or mask.all()
+                for place, slot in enumerate((first, second)):
+                    found[:, slot * 64 : slot * 64 + 64] += mask[:, place * 64 : place * 64 + 64]
+            assert (found == expected).all(), (tile, half)
+
+
+@pytest.mark.parametrize("name, pack", [*((name, pack) for name in ("mask-shared", "mask-kv-heads", "mask-no-diagonal") for pack in (0, 1)),
+                                        ("mask-heads", 0), ("mask-thin", 0)])  # fmt: skip
+def test_listed_query_tiles_of_block_masks(name, pack, query_walk):
+    pattern = PATTERNS[name]
+    for n_blocks in (1, 5, 12):
+        rows = 64 * n_blocks - 17
+        slots = np.tile(np.arange(n_blocks), (pattern.num_kv_heads, 1))
+        check_masks(query_walk(pattern, pack, rows, rows), pattern, pack, range(n_blocks), slots)
+
+
+@pytest.mark.parametrize("pack", [0, 1])
+@pytest.mark.parametrize("place", ["odd-chunks", "local-1of4", "remote-0of2", "remote-2of4"])
+@pytest.mark.parametrize("name", ["paper", "not-efficient", "mask-kv-heads"])
+def test_listed_query_tiles_of_placed_blocks(name, place, pack, query_walk):
+    pattern = PATTERNS[name]
+    query_blocks, key_slot, n_blocks, n_slots = placements(pattern)[place]
+    placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
+    check_masks(query_walk(pattern, pack, 64 * len(query_blocks), 64 * n_slots, placement), pattern, pack, query_blocks, key_slot)
+
+
+def test_columns_of_programs():
+    """Every column of every unit once; the long ones of all units first."""
+    for n_long, n_rest, head_group, groups in product((1, 2, 5), (0, 1, 7), (1, 2, 4), (1, 3)):
+        units = head_group * groups
+        programs = [SCHEDULE.column_of_program(index, n_long, n_rest, units, head_group) for index in range((n_long + n_rest) * units)]
+        assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
+        columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
+        assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
+
+
+def test_keys_and_values_share_their_rows_together():
+    """The kernels have one answer to whether the heads share them."""
+    layout = build_layout(RangePattern.dense(64, 2, 2))
+    tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    shared = tensor[:, :1].expand(1, 2, 128, 64)
+    for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
+        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
+        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
 
 
 def test_the_quotient_is_exact():
