@@ -148,6 +148,9 @@ def _check(query, key, value, call: AttentionCall):
             raise ValueError(
                 "placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence"
             )
+        steps = call.placement.steps
+        if steps is not None and steps.pattern is not layout.pattern and steps.pattern != layout.pattern:
+            raise ValueError("the placement was made for another pattern than the layout's; make it with pattern=layout.pattern")
         expected = len(call.placement.query_block_ids) * layout.block_size
         if q.shape[2] != expected:
             raise ValueError(

@@ -12,7 +12,6 @@ S sequence, c ranks, B batch, H query heads, G KV heads (of one tensor-parallel 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -178,7 +177,9 @@ class ContextParallel:
                 placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
                 state = _State(layout, self.group, placement, order=sequence_order(tokens, self.size, device))
             else:
-                plan, local, remote = _own_and_received(self.pattern, self.rank, self.size, n_blocks, device)
+                plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
+                slots = (plan.local_slot, plan.remote_slot)
+                local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, device, self.pattern) for slot in slots)
                 exchange = BlockExchange(plan, self.group, device)
                 state = _State(layout, self.group, local, remote if sum(plan.receive_counts) else None, exchange)
             self._prepared[tokens, device] = state
@@ -188,13 +189,6 @@ class ContextParallel:
         whole = _RowsToHeads.apply(query, key, value, order, self.group)
         out = kept_attention(*whole, layout, **options)
         return _HeadsToRows.apply(out, order, self.group)
-
-
-@lru_cache(maxsize=64)
-def _own_and_received(pattern: Pattern, rank: int, size: int, n_blocks: int, device: torch.device):
-    """(plan, placement of a rank's own keys, placement of what it receives), shared by layers of one pattern: their lists are large."""
-    plan = make_plan(pattern, rank, size, n_blocks)
-    return plan, *(Placement.make(plan.query_blocks, n_blocks, slot, device, pattern) for slot in (plan.local_slot, plan.remote_slot))
 
 
 class _State(NamedTuple):

@@ -49,7 +49,7 @@ class DeviceSteps:
 
     def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
         self._lists, self._device, self._tensors = StepLists(pattern, query_blocks, key_slot, n_blocks, n_slots), device, {}
-        self.n_slots = n_slots
+        self.pattern, self.n_slots = pattern, n_slots
         self.kept = {}  # for launches
 
     def _on_device(self, *arrays) -> list[torch.Tensor]:

@@ -400,6 +400,9 @@ def test_placements_that_do_not_fit_are_refused():
         attention_forward(*tensors, call)
     with pytest.raises(ValueError, match="the placement reads 51"):
         attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [[0, 1, 2, 50]] * 2)))
+    other = pattern_of(UNEVEN, 16, 2, 2)
+    with pytest.raises(ValueError, match="made for another pattern"):
+        attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [range(4)] * 2, pattern=other)))
     with pytest.raises(ValueError, match=r"strictly ascending within 0\.\.3"):
         Placement.make([0, 0], 4)
     with pytest.raises(ValueError, match="expected \\[KV heads, n_blocks=4\\]"):

@@ -148,12 +148,12 @@ def wrong(group):
         owner, attribute, replacement = patched
         kept = getattr(owner, attribute)
         setattr(owner, attribute, replacement)
-        context_parallel._own_and_received.cache_clear()
         try:
             results[name] = run_case(case, comm_type, group, truth)
+        except ValueError:  # seen before anything is computed
+            results[name] = dict.fromkeys(NAMES, float("inf"))
         finally:
             setattr(owner, attribute, kept)
-            context_parallel._own_and_received.cache_clear()
 
     both("remote blocks in other slots", "sparse", (context_parallel, "make_plan", mistaken_make))
     contiguous = staticmethod(lambda rank, size, n: cp_plan.np.arange(rank * n // size, (rank + 1) * n // size))
