@@ -160,7 +160,7 @@ class _Call:
         if self.steps is None:
             order = self.layout.head_order(1 + pack)
         else:
-            even, lists = self.steps.balanced, self.steps.query(bool(pack))
+            lists, even = self.steps.query(bool(pack))
         programs = n_tiles * units
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs

@@ -17,7 +17,7 @@ import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
-from s2_megatron.step_lists import StepLists
+from s2_megatron.step_lists import balanced, key_lists, query_lists
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
@@ -48,31 +48,28 @@ class DeviceSteps:
     """
 
     def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
-        self._lists, self._device, self._tensors = StepLists(pattern, query_blocks, key_slot, n_blocks, n_slots), device, {}
         self.pattern, self.n_slots = pattern, n_slots
+        self._place, self._device = (query_blocks, key_slot, n_blocks), device
         self.kept = {}  # for launches
+        self._made = {}
 
     def _on_device(self, *arrays) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device) for array in arrays]
 
-    def query(self, pack: bool) -> list[torch.Tensor]:
-        """[rows, tiles, steps] of QueryLists."""
-        if pack not in self._tensors:
-            self._tensors[pack] = self._on_device(*self._lists.query(pack))
-        return self._tensors[pack]
+    def query(self, pack: bool) -> tuple[list[torch.Tensor], bool]:
+        """([rows, tiles, steps] of QueryLists, whether all heads have about the same number of steps)"""
+        if pack not in self._made:
+            lists = query_lists(self.pattern, *self._place, pack)
+            self._made[pack] = self._on_device(*lists), balanced(lists)
+        return self._made[pack]
 
     def key(self) -> list:
         """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many, which is not used."""
-        if "key" not in self._tensors:
-            lists = self._lists.key
+        if "key" not in self._made:
+            lists = key_lists(self.pattern, *self._place, self.n_slots)
             tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
-            self._tensors["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
-        return self._tensors["key"]
-
-    @property
-    def balanced(self) -> bool:
-        """Whether all query heads have about the same number of steps."""
-        return self._lists.balanced
+            self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
+        return self._made["key"]
 
 
 class KeyRuns(NamedTuple):
@@ -200,7 +197,7 @@ class Layout:
         raise NotImplementedError
 
     def steps(self, n_blocks: int) -> DeviceSteps:
-        """The step lists of a sequence of n_blocks blocks, kept for every length."""
+        """The step lists of a sequence of n_blocks blocks. Kept for every length, for a captured graph reads them as long as it lives."""
         if n_blocks not in self._steps:
             self._steps[n_blocks] = DeviceSteps(self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device)
         return self._steps[n_blocks]

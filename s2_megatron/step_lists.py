@@ -9,7 +9,6 @@ A slot is where a key block lies in the key and value: key_slot[g, k], -1 when a
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -214,6 +213,12 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
     return QueryLists(rows, np.stack(tiles), np.concatenate(steps))
 
 
+def balanced(lists: QueryLists) -> bool:
+    """Whether all lists have the same number of steps, within 10 %."""
+    steps = lists.tiles[:, :, 1:].sum(axis=(1, 2), dtype=np.int64)
+    return bool(10 * steps.max() <= 11 * steps.min())
+
+
 def _column_blocks(pairs: list[tuple[np.ndarray, np.ndarray]], slots: np.ndarray, n_rows: int) -> np.ndarray:
     """The present key blocks of a KV head in the order in which two neighbours make a column. pairs: of the distinct members.
 
@@ -300,27 +305,3 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
     n_long = max(1, *(int((2 * counts >= longest).sum()) for _, _, counts in parts))
     words = np.concatenate([words for _, words, _ in parts]) if base else np.array([LAST], dtype=np.int32)
     return KeyLists(rows, columns, words, n_long)
-
-
-class StepLists:
-    """The lists of one pattern and placement, made when they are asked for and kept; arguments as in key_lists."""
-
-    def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int):
-        self.pattern, self.query_blocks, self.key_slot = pattern, query_blocks, key_slot
-        self.n_blocks, self.n_slots = n_blocks, n_slots
-        self._query: dict[bool, QueryLists] = {}
-
-    def query(self, pack: bool) -> QueryLists:
-        if pack not in self._query:
-            self._query[pack] = query_lists(self.pattern, self.query_blocks, self.key_slot, self.n_blocks, pack)
-        return self._query[pack]
-
-    @cached_property
-    def key(self) -> KeyLists:
-        return key_lists(self.pattern, self.query_blocks, self.key_slot, self.n_blocks, self.n_slots)
-
-    @cached_property
-    def balanced(self) -> bool:
-        """Whether all query heads have the same number of steps, within 10 %."""
-        steps = self.query(False).tiles[:, :, 1:].sum(axis=(1, 2), dtype=np.int64)
-        return bool(10 * steps.max() <= 11 * steps.min())

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from s2_megatron import step_lists
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.cp_plan import make_plan
+from s2_megatron.layout import DeviceSteps, build_layout
 from s2_megatron.patterns import DENSE, HeadPattern, RangePattern, make_range_pattern
-from s2_megatron.step_lists import StepLists, key_lists, query_lists
+from s2_megatron.step_lists import balanced, key_lists, query_lists
 
 PAPER, SEVERAL, UNEVEN, WINDOW = ((4, 1), (None, 8)), ((2, 1), (5, 2), (None, 4)), ((2, 1), (5, 3), (None, 4)), ((3, 1),)
 N = 32  # blocks of a sequence; a multiple of 2 * CP
@@ -180,12 +181,12 @@ def check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, lists):
 
 
 def check(pattern, query_blocks, key_slot, n_blocks, n_slots):
-    lists = StepLists(pattern, query_blocks, key_slot, n_blocks, n_slots)
-    check_query(pattern, query_blocks, key_slot, lists.query(False), False)
+    place = pattern, query_blocks, key_slot, n_blocks
+    check_query(pattern, query_blocks, key_slot, query_lists(*place, False), False)
     heads = pattern.heads if isinstance(pattern, RangePattern) else [pattern.table_of(head) for head in range(pattern.num_heads)]
     if pattern.num_heads // pattern.num_kv_heads % 2 == 0 and heads[::2] == heads[1::2]:
-        check_query(pattern, query_blocks, key_slot, lists.query(True), True)
-    check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, lists.key)
+        check_query(pattern, query_blocks, key_slot, query_lists(*place, True), True)
+    check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, key_lists(*place, n_slots))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -257,18 +258,25 @@ def test_equal_lists_are_shared():
 
 def test_nothing_is_present():
     absent = np.full((2, N), -1)
-    lists = StepLists(PATTERNS["paper"], np.arange(N), absent, N, 0)
-    assert not lists.query(False).tiles.any() and not lists.query(True).tiles.any() and len(lists.query(True).steps) == 1
-    assert not lists.key.columns.any() and lists.key.words.tolist() == [16] and lists.key.n_long == 1
+    place = PATTERNS["paper"], np.arange(N), absent, N
+    apart, packed, key = query_lists(*place, False), query_lists(*place, True), key_lists(*place, 0)
+    assert not apart.tiles.any() and not packed.tiles.any() and len(packed.steps) == 1
+    assert not key.columns.any() and key.words.tolist() == [16] and key.n_long == 1
 
 
 def test_lists_are_kept_and_say_whether_heads_are_equal():
-    lists = StepLists(PATTERNS["paper"], np.arange(N), None, N, N)
-    assert lists.query(True) is lists.query(True) is not lists.query(False) and lists.key is lists.key
-    assert StepLists(ranges_of(((16, 1), (None, 16)), 4, 4), np.arange(256), None, 256, 256).balanced
-    for wide, balanced in ((42, True), (50, False)):
+    steps = DeviceSteps(PATTERNS["paper"], np.arange(N), None, N, N, "cpu")
+    assert steps.query(True) is steps.query(True) is not steps.query(False) and steps.key() is steps.key()
+    assert balanced(query_lists(ranges_of(((16, 1), (None, 16)), 4, 4), np.arange(256), None, 256, False))
+    for wide, even in ((42, True), (50, False)):
         windows = RangePattern(64, 2, (HeadPattern(((40, 1),)), HeadPattern(((wide, 1),))))
-        assert StepLists(windows, np.arange(256), None, 256, 256).balanced == balanced
+        assert balanced(query_lists(windows, np.arange(256), None, 256, False)) == even
+
+
+def test_a_layout_keeps_the_lists_of_every_length():
+    layout = build_layout(PATTERNS["paper"])
+    first = layout.steps(2)
+    assert layout.steps(3) is not first and layout.steps(2) is first
 
 
 def test_what_does_not_fit(monkeypatch):
