@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -12,6 +11,7 @@ from functools import cache
 import pytest
 
 from tests.megatron_arguments import CONFIG, ROOT, arguments, parse_cases
+from tests.ports import free_port
 
 OTHER = CONFIG.replace("stride: 4", "stride: 8")
 DENSE = "layers: D\n"
@@ -46,12 +46,6 @@ for name, (changes, iteration) in json.loads(sys.argv[2]).items():
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def run(command, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
     done = subprocess.run([sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -75,7 +69,8 @@ def results(folder) -> dict[str, dict]:
     trained, empty = folder / "trained", folder / "empty"
     empty.mkdir()
     flags = {**SMALL, "--s2-config": yaml["config"], "--save": str(trained), "--save-interval": "2"}
-    run(["pretrain_gpt_s2.py", *arguments(flags)], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    run(["pretrain_gpt_s2.py", *arguments(flags)], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()))
     legacy = {
         "legacy": ({}, "iter_0000002"),
         "was_dense": ({"s2_sparsity": None}, "iter_0000002"),

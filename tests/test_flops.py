@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -17,6 +16,7 @@ from s2_megatron.config import load_config
 from s2_megatron.flops import PairTable
 from s2_megatron.patterns import RangePattern, make_range_pattern
 from tests.megatron_arguments import ROOT, arguments
+from tests.ports import free_port
 
 BLOCK = 16
 CONFIG = "block_size: 16\nlayers: DSSS\nmtp_layers: S\nspecs:\n  S: {local_blocks: 2, stride: 4}\n"
@@ -68,9 +68,7 @@ def test_pair_table_refuses_longer_documents_than_it_knows():
 
 def megatron(requests: list[dict], ranks: int = 1) -> list:
     """The results of flops_in_megatron.py on some ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(ranks):
         variables = dict(

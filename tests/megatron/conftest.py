@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.loss_log import read_loss_log
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt_s2.py"
@@ -52,12 +52,6 @@ class Run:
     output: str
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_processes(
     command: list[str], processes: int, timeout: float, environment: dict | None = None, python_path: Path | None = None
 ) -> tuple[int, str]:
@@ -66,7 +60,7 @@ def run_processes(
     paths = [str(path) for path in (python_path, ROOT, os.environ.get("PYTHONPATH")) if path]
     common = {
         **inherited, "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {}),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
