@@ -20,7 +20,7 @@ from s2_megatron.attention import (
     s2_attention,
 )
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.layout import PackedSequence, Placement, build_layout
+from s2_megatron.layout import PackedSequence, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern, make_range_pattern
 from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
 
@@ -218,91 +218,6 @@ def test_shorter_query_is_the_end_of_the_sequence(prefix, backend, device):
         assert torch.allclose(end, whole[prefix : prefix + count], rtol=0, atol=2e-6)
 
 
-def chunks_of(rank, size, n_blocks):
-    """Query blocks of a context-parallel rank in zigzag order."""
-    half = n_blocks // (2 * size)
-    first, last = rank * half, (2 * size - 1 - rank) * half
-    return [*range(first, first + half), *range(last, last + half)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "kind, block, n_blocks, runs",
-    [("ranges", 16, 12, False), ("ranges", 16, 16, True), ("uneven", 16, 16, True), ("ranges", 64, 8, True), ("mask", 16, 12, True)],
-)
-def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backend, device):
-    """Two ranks of context parallelism by hand: local keys, then the others from a flat buffer of slots; both directions."""
-    dim, scale = 32, 0.4
-    pattern = random_mask(block, 4, 2, 2, n_blocks) if kind == "mask" else pattern_of(PAPER if kind == "ranges" else UNEVEN, block, 4, 2)
-    listed = pattern if runs else None
-    length = block * n_blocks
-    inputs, grad_lse = make_inputs(pattern, length, dim, F32, device, form="sbhd")
-    whole = run_op(inputs, grad_lse, pattern, "sbhd", scale, backend="reference")
-    query, key, value, grad_out = inputs
-    layout = build_layout(pattern, device)
-    total = {"key": torch.zeros_like(whole.grad_key), "value": torch.zeros_like(whole.grad_value)}
-    inside = torch.arange(block, device=device)
-    for rank in range(2):
-        blocks = chunks_of(rank, 2, n_blocks)
-        rows = (torch.tensor(blocks, device=device)[:, None] * block + inside).reshape(-1)
-        local_slot = torch.full((2, n_blocks), -1)
-        local_slot[:, blocks] = torch.arange(len(blocks))
-        call = AttentionCall(
-            layout, scale, "sbhd", None, Placement.make(blocks, n_blocks, local_slot, device, listed), backend, False
-        )
-        q, k, v, do = (tensor[rows] for tensor in (query, key, value, grad_out))
-        out, lse = attention_forward(q, k, v, call)
-        # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody reads
-        others = [number for number in range(n_blocks) if number not in blocks]
-        remote_slot = torch.full((2, n_blocks), -1)
-        buffers = [torch.full((2 * len(others) + 1, block, dim), float("nan"), device=device) for _ in range(2)]
-        for group, order in enumerate((others, others[::-1])):
-            for position, number in enumerate(order):
-                slot = 1 + group * len(others) + position
-                remote_slot[group, number] = slot
-                for buffer, tensor in zip(buffers, (key, value)):
-                    buffer[slot] = tensor[number * block : (number + 1) * block, 0, group]
-        flat = [buffer.view(-1, 1, 1, dim).expand(-1, 1, 2, dim) for buffer in buffers]
-        remote = call._replace(placement=Placement.make(blocks, n_blocks, remote_slot, device, listed))
-        out, lse = attention_forward(q, *flat, remote, initial=(out, lse))
-        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=1e-5)
-        assert torch.allclose(lse, whole.lse[:, :, rows], rtol=0, atol=3e-6)
-        part = (do, grad_lse[:, :, rows], q)
-        local_grads = attention_backward(*part, k, v, out, lse, call)
-        remote_grads = attention_backward(*part, *flat, out, lse, remote)
-        assert torch.allclose(
-            (local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=2e-5
-        )
-        for name, mine, theirs in zip(total, local_grads[1:], remote_grads[1:]):
-            total[name][:, :, rows] += mine.permute(1, 2, 0, 3)
-            for group in range(2):
-                for number in others:
-                    slot = remote_slot[group, number].item()
-                    span = slice(number * block, (number + 1) * block)
-                    total[name][0, group, span] += theirs[slot * block : (slot + 1) * block, 0, group]
-    assert torch.allclose(total["key"], whole.grad_key, rtol=0, atol=2e-5)
-    assert torch.allclose(total["value"], whole.grad_value, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_query_without_a_key_gives_zero(backend, device):
-    pattern = pattern_of(PAPER, 16, 2, 1)
-    (query, key, value, grad_out), grad_lse = make_inputs(pattern, 64, 32, F32, device, form="sbhd")
-    slots = torch.full((1, 4), -1)
-    slots[0, 1] = 0
-    placement = Placement.make(range(4), 4, slots, device)
-    layout = build_layout(pattern, device)
-    call = AttentionCall(layout, 0.2, "sbhd", None, placement, backend, False)
-    out, lse = attention_forward(query, key, value, call)
-    blind = [row for row in range(64) if 1 not in pattern.key_blocks(0, row // 16)]
-    assert blind, "the case must have query blocks that do not attend block 1"
-    assert not out[blind].any() and torch.isneginf(lse[:, :, blind]).all()
-    grads = attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
-    assert not grads[0][blind].any()
-    assert all(torch.isfinite(grad).all() for grad in grads)
-    assert not grads[1][16:].any(), "absent keys have no gradient"
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_blocks_on_is_causal_attention(backend, device):
     pattern = RangePattern.dense(32, 4, 2)
@@ -390,23 +305,6 @@ def test_mask_too_short_is_refused():
     tensors = [torch.zeros(GOOD[name]) for name in GOOD]
     with pytest.raises(ValueError, match="seq_length=64 has 4 blocks of 16, the block mask only 2"):
         s2_attention(*tensors, build_layout(random_mask(16, 4, 2, 1, 2)), backend="reference")
-
-
-def test_placements_that_do_not_fit_are_refused():
-    layout = build_layout(pattern_of(PAPER, 16, 4, 2))
-    tensors = [torch.zeros(GOOD[name]) for name in GOOD]
-    call = AttentionCall(layout, 0.2, "sbhd", None, Placement.make(range(4), 6), "reference", False)
-    with pytest.raises(ValueError, match="key has 64 rows, 4 blocks of 16; the placement reads 6"):
-        attention_forward(*tensors, call)
-    with pytest.raises(ValueError, match="the placement reads 51"):
-        attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [[0, 1, 2, 50]] * 2)))
-    other = pattern_of(UNEVEN, 16, 2, 2)
-    with pytest.raises(ValueError, match="made for another pattern"):
-        attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [range(4)] * 2, pattern=other)))
-    with pytest.raises(ValueError, match=r"strictly ascending within 0\.\.3"):
-        Placement.make([0, 0], 4)
-    with pytest.raises(ValueError, match="expected \\[KV heads, n_blocks=4\\]"):
-        Placement.make([0], 4, [[0]])
 
 
 def test_blocks_too_small_for_the_kernels_are_refused():
