@@ -30,10 +30,12 @@ def chunks_of(rank, size, n_blocks):
 def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backend, device):
     """Two ranks of context parallelism by hand: local keys, then the others from a flat buffer of slots; both directions."""
     dim, scale = 32, 0.4
+    dtype, close = (torch.float64, 1e-12) if backend == "reference" else (F32, 3e-6)
     pattern = random_mask(block, 4, 2, 2, n_blocks) if kind == "mask" else pattern_of(PAPER if kind == "ranges" else UNEVEN, block, 4, 2)
     listed = pattern if runs else None
     length = block * n_blocks
-    inputs, grad_lse = make_inputs(pattern, length, dim, F32, device, form="sbhd")
+    inputs, grad_lse = make_inputs(pattern, length, dim, dtype, device, form="sbhd")
+    grad_lse = grad_lse.to(dtype)
     whole = run_op(inputs, grad_lse, pattern, "sbhd", scale, backend="reference")
     query, key, value, grad_out = inputs
     layout = build_layout(pattern, device)
@@ -52,7 +54,7 @@ def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backen
         # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody reads
         others = [number for number in range(n_blocks) if number not in blocks]
         remote_slot = torch.full((2, n_blocks), -1)
-        buffers = [torch.full((2 * len(others) + 1, block, dim), float("nan"), device=device) for _ in range(2)]
+        buffers = [torch.full((2 * len(others) + 1, block, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)]
         for group, order in enumerate((others, others[::-1])):
             for position, number in enumerate(order):
                 slot = 1 + group * len(others) + position
@@ -62,13 +64,13 @@ def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backen
         flat = [buffer.view(-1, 1, 1, dim).expand(-1, 1, 2, dim) for buffer in buffers]
         remote = call._replace(placement=Placement.make(blocks, n_blocks, remote_slot, device, listed))
         out, lse = attention_forward(q, *flat, remote, initial=(out, lse))
-        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=1e-5)
-        assert torch.allclose(lse, whole.lse[:, :, rows], rtol=0, atol=3e-6)
+        assert torch.allclose(out, whole.out.permute(2, 0, 1, 3)[rows], rtol=0, atol=close)
+        assert torch.allclose(lse, whole.lse[:, :, rows], rtol=0, atol=close)
         part = (do, grad_lse[:, :, rows], q)
         local_grads = attention_backward(*part, k, v, out, lse, call)
         remote_grads = attention_backward(*part, *flat, out, lse, remote)
         assert torch.allclose(
-            (local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=2e-5
+            (local_grads[0] + remote_grads[0]), whole.grad_query.permute(2, 0, 1, 3)[rows], rtol=0, atol=7 * close
         )
         for name, mine, theirs in zip(total, local_grads[1:], remote_grads[1:]):
             total[name][:, :, rows] += mine.permute(1, 2, 0, 3)
@@ -77,8 +79,8 @@ def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backen
                     slot = remote_slot[group, number].item()
                     span = slice(number * block, (number + 1) * block)
                     total[name][0, group, span] += theirs[slot * block : (slot + 1) * block, 0, group]
-    assert torch.allclose(total["key"], whole.grad_key, rtol=0, atol=2e-5)
-    assert torch.allclose(total["value"], whole.grad_value, rtol=0, atol=2e-5)
+    assert torch.allclose(total["key"], whole.grad_key, rtol=0, atol=7 * close)
+    assert torch.allclose(total["value"], whole.grad_value, rtol=0, atol=7 * close)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

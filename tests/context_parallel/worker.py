@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from s2_megatron import context_parallel, cp_plan
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
 from s2_megatron.cp_exchange import count_traffic, cut_order
-from s2_megatron.layout import PackedSequence, build_layout
+from s2_megatron.layout import PackedSequence, Placement, build_layout
 from tests.context_parallel.cases import CASES, Case, ranges
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -144,16 +146,11 @@ def wrong(group):
         swapped[swapped >= 0] = slots[::-1]
         return type(plan)(**{**vars(plan), "remote_slot": swapped})
 
-    def both(name, comm_type, patched):
-        owner, attribute, replacement = patched
-        kept = getattr(owner, attribute)
-        setattr(owner, attribute, replacement)
-        try:
+    def both(name, comm_type, *patches):
+        with ExitStack() as stack:
+            for owner, attribute, replacement in patches:
+                stack.enter_context(patch.object(owner, attribute, replacement))
             results[name] = run_case(case, comm_type, group, truth)
-        except ValueError:  # seen before anything is computed
-            results[name] = dict.fromkeys(NAMES, float("inf"))
-        finally:
-            setattr(owner, attribute, kept)
 
     both("remote blocks in other slots", "sparse", (context_parallel, "make_plan", mistaken_make))
     contiguous = staticmethod(lambda rank, size, n: cp_plan.np.arange(rank * n // size, (rank + 1) * n // size))
@@ -161,8 +158,11 @@ def wrong(group):
     if case.pattern.num_kv_heads % group.size() == 0:
         local = lambda self, rank, size: plain_slice(self, 0, size)  # noqa: E731
         both("head offsets of rank 0", "a2a", (type(case.pattern), "tensor_parallel_slice", local))
-    build = context_parallel.build_layout
-    both("another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3))))
+    # Of the layout and of the lists made for it: that they differ would be refused.
+    build, make = context_parallel.build_layout, Placement.make
+    moved_placement = staticmethod(lambda *place: make(*place[:-1], moved(place[-1], 3)))
+    both("another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3))),
+         (Placement, "make", moved_placement))
     return results
 
 
