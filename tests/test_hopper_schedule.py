@@ -134,7 +134,7 @@ def key_walk(monkeypatch):
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
         flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
-        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, 1.0, *flags)
+        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
         return tiles, arguments
 
     return walk
@@ -232,8 +232,8 @@ def query_walk(request, monkeypatch):
         tiles, loads = [], []
 
         def load_halves(*given):
-            batch, head, token, length, low, masked, free, *_ = given[6:]
-            assert (token, length) == (0, query_rows) and given[5] == len(tiles)
+            batch, head, token, length, low, masked, free, *_ = given[7:]
+            assert (token, length) == (0, query_rows) and given[6] == len(tiles)
             tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
             return len(tiles)
 
@@ -253,7 +253,7 @@ def query_walk(request, monkeypatch):
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
             tiles.clear(), loads.clear()
-            functions.produce("Q", "K", "V", "G", *[None] * 5, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            functions.produce("Q", "K", "V", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
             check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
         for tile in everything:
