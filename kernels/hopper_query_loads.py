@@ -8,7 +8,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from s2_megatron.kernels.hopper_memory import load_pair, send_plan, send_word
-from s2_megatron.kernels.hopper_schedule import BLOCK, count_steps, listed_step, listed_tile, marks_of, plan_query_tile, query_tile, step_blocks
+from s2_megatron.kernels.hopper_schedule import (
+    BLOCK,
+    count_steps,
+    listed_step,
+    listed_tile,
+    marks_of,
+    plan_query_tile,
+    query_tile,
+    shared_out,
+    step_blocks,
+)
 
 
 @gluon.jit
@@ -103,7 +113,10 @@ def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sum
     ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
     count = 0
     tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+    backwards = 0
+    for position in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+        index = shared_out(position, gl.program_id(0), gl.num_programs(0), n_programs, backwards)
+        backwards ^= 1
         batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
         kv_head = head // RATIO * KV_STEP
         before_a = low
