@@ -51,6 +51,12 @@ def _packed(args: Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
+def _graphs_with_attention(args: Namespace) -> bool:
+    """Whether CUDA graphs hold the attention: always with Megatron's own graphs, with Transformer Engine's unless the modules leave it out."""
+    names = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+    return args.cuda_graph_impl == "local" or (args.cuda_graph_impl == "transformer_engine" and (not names or "attn" in names))
+
+
 def _local_kv_heads(args: Namespace) -> int:
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return max(1, groups // args.tensor_model_parallel_size)
@@ -69,7 +75,8 @@ def _attention_is_recomputed(args: Namespace) -> bool:
     # Left out, the modules are still None here: TransformerConfig fills in its default, core_attn, when the model config is made.
     modules = ["core_attn"] if args.recompute_modules is None else args.recompute_modules
     selected = args.recompute_granularity == "selective" and "core_attn" in modules
-    return (args.recompute_granularity == "full" or selected) and not args.mtp_use_repeated_layer
+    repeated = args.mtp_use_repeated_layer or _graphs_with_attention(args)
+    return (args.recompute_granularity == "full" or selected) and not repeated
 
 
 def _resumes_optimizer(args: Namespace) -> bool:
@@ -202,8 +209,8 @@ REFUSALS: tuple[Refusal, ...] = (
             "shifts the labels by documents, and the row was cut as one sequence",
             "use --context-parallel-size 1, or remove --mtp-num-layers"),
     Refusal("s2_keep_attention_output", lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
-            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention "
-            "or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
+            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention, holds it in "
+            "CUDA graphs, or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
             "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Refusal("hierarchical_context_parallel_sizes", _is_set("hierarchical_context_parallel_sizes"),
             "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
@@ -215,9 +222,21 @@ REFUSALS: tuple[Refusal, ...] = (
             "--use-megatron-fsdp is not tested with S2 attention", "use --use-distributed-optimizer instead"),
     Refusal("use_torch_fsdp2", _is_set("use_torch_fsdp2"),
             "--use-torch-fsdp2 is not tested with S2 attention", "use --use-distributed-optimizer instead"),
-    Refusal("cuda_graph_impl", lambda args: args.cuda_graph_impl != "none",
-            "--cuda-graph-impl {args.cuda_graph_impl}: CUDA graphs are not tested with S2 attention",
-            "use --cuda-graph-impl none (and neither --enable-cuda-graph nor --external-cuda-graph)"),
+    Refusal("cuda_graph_impl",
+            lambda args: args.cuda_graph_impl == "full_iteration" or (_graphs_with_attention(args) and args.context_parallel_size > 1),
+            "--cuda-graph-impl {args.cuda_graph_impl} with --context-parallel-size {args.context_parallel_size}: tested are the graphs of "
+            "layers (local, transformer_engine) without context parallelism",
+            "use --cuda-graph-impl none, or local with --context-parallel-size 1"),
+    Refusal("cuda_graph_packed", lambda args: _graphs_with_attention(args) and _packed(args),
+            "--cuda-graph-impl {args.cuda_graph_impl} with packed documents (--sft, --dataloader-inter-document-masking): a graph repeats the "
+            "number of documents that it was captured with, and every batch has another one",
+            "use --cuda-graph-impl none"),
+    Refusal("cuda_graph_attention_mask",
+            lambda args: args.cuda_graph_impl == "transformer_engine" and _graphs_with_attention(args)
+            and args.seq_length > ATTENTION_MASK_SEQ_LENGTH,
+            "--cuda-graph-impl transformer_engine: its graphs hold a [{args.micro_batch_size}, 1, {args.seq_length}, {args.seq_length}] mask "
+            "for every layer, which causal attention does not need",
+            "use --cuda-graph-impl local"),
     Refusal("overlap_moe_expert_parallel_comm", _is_set("overlap_moe_expert_parallel_comm"),
             "--overlap-moe-expert-parallel-comm: overlapped MoE schedules are not tested with S2 attention",
             "remove --overlap-moe-expert-parallel-comm"),
@@ -293,6 +312,7 @@ HONOURED: dict[str, str] = {
     "ep_overlap_early_attn_memory_release": "no effect without --overlap-moe-expert-parallel-comm, which is refused",
     "moe_shared_expert_overlap": "inside the MoE layer",
     "deterministic_mode": "selects the deterministic backward",
+    "cuda_graph_modules": "graphs without the attention are none of ours; with it, see the refusals of cuda_graph_impl",
     "optimizer_cuda_graph": "captures the optimizer's step only",
     "context_parallel_size": "S2 layers exchange what --s2-cp-comm-type says",
     "cp_comm_type": "read by Megatron's own dense layers; S2 layers follow --s2-cp-comm-type",

@@ -87,7 +87,18 @@ CASES = {
     ),
     "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
-    "cuda_graph_impl": (dict(flags={"--cuda-graph-impl": "local"}), "--cuda-graph-impl none"),
+    "cuda_graph_impl": (
+        dict(flags={"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}),
+        "use --cuda-graph-impl none, or local",
+    ),
+    "cuda_graph_packed": (
+        dict(flags={"--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
+        "use --cuda-graph-impl none",
+    ),
+    "cuda_graph_attention_mask": (
+        dict(flags={"--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
+        "use --cuda-graph-impl local",
+    ),
     "overlap_moe_expert_parallel_comm": (dict(flags={"--overlap-moe-expert-parallel-comm": None}), "remove --overlap-moe-expert-parallel-comm"),
     "overlap_dispatch_backward_with_experts_wgrad": (
         dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}),
@@ -127,6 +138,12 @@ ACCEPTED = {
     "moe": dict(flags={"--num-experts": "4"}),
     "mtp": dict(flags={"--mtp-num-layers": "2"}),
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
+    "cuda_graphs": dict(flags={"--cuda-graph-impl": "local"}),
+    "cuda_graphs_long": dict(flags={"--cuda-graph-impl": "local", "--seq-length": "131072"}),
+    "cuda_graphs_of_transformer_engine": dict(flags={"--cuda-graph-impl": "transformer_engine"}),
+    "cuda_graphs_of_mlps": dict(
+        flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "mlp", "--dataloader-inter-document-masking": None}
+    ),
     "deterministic": dict(flags={"--deterministic-mode": None}),
     "recompute_kept": dict(
         flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn", "--s2-keep-attention-output": None}
@@ -237,7 +254,7 @@ ATTENTION = re.compile(
 )
 NOT_ATTENTION = re.compile(
     r"^(apply_wd_to_qk_layernorm|qk_clip_(alpha|threshold)|qk_head_dim|qk_pos_emb_head_dim|kitchen_attention_backend|loss_scale_window"
-    r"|moe_.*|rl_.*|relative_attention_.*|dsa_.*|linear_attention_.*|cuda_graph_(modules|warmup_steps|scope_deprecated)|enable_cuda_graph"
+    r"|moe_.*|rl_.*|relative_attention_.*|dsa_.*|linear_attention_.*|cuda_graph_(warmup_steps|scope_deprecated)|enable_cuda_graph"
     r"|external_cuda_graph|inference_.*cuda_graph.*|decode_only_cuda_graphs|recompute_(method|num_layers|activations)|distribute_saved_activations"
     r"|optimizer_(cpu_offload|offload_fraction)|use_torch_optimizer_for_cpu_offload|cpu_offloading_retain_pinned_cpu_buffers"
     r"|fine_grained_offloading_max_inflight_offloads|min_offloaded_tensor_size|delay_offload_until_cuda_graph|biencoder_shared_query_context_model"
