@@ -72,6 +72,7 @@ class HopperTiles(NamedTuple):
 @cache
 def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
     """block_dim: 64 or 128. rows: tokens of the sequence, or of all packed documents."""
-    query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32, persistent=True, pack=True)
+    # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for even work.
+    query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32 if rows <= 16384 else 2, persistent=True, pack=True)
     column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
     return HopperTiles(query_tile, query_tile, column)
