@@ -1,4 +1,4 @@
-"""The forward on Hopper: a warp that loads through TMA feeds two warpgroups that compute, each the 64 rows of one half of a query tile.
+"""The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups that compute, each the 64 rows of one half of a query tile.
 
 Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other. Programs
 are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
@@ -7,113 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import (
-    clear_rows,
-    load_pair,
-    load_rows,
-    receive_plan,
-    receive_word,
-    send_plan,
-    send_word,
-    store_rows,
-    tile_memory,
-)
-from s2_megatron.kernels.hopper_schedule import (
-    BLOCK,
-    LN2,
-    LOG2E,
-    count_steps,
-    listed_step,
-    listed_tile,
-    marks_of,
-    plan_query_tile,
-    query_tile,
-    step_blocks,
-    word_mask,
-)
-
-
-@gluon.jit
-def load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks, PACK: gl.constexpr,
-                BLOCK_D: gl.constexpr):
-    """The queries of a tile, and its plan. Returns the count of tiles after it."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    parity = tiles % 2
-    mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
-    mbarrier.expect(q_full.index(parity), 2 * BLOCK * BLOCK_D * 2)
-    for half in gl.static_range(2):
-        row = token + (low + half * (1 - PACK)) * BLOCK
-        tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(parity), q_tiles.index(parity * 2 + half))
-    send_plan(plan, parity, batch, head, token, length, low, masked_steps, free_steps, marks)
-    mbarrier.arrive(q_full.index(parity), count=1)
-    return tiles + 1
-
-
-@gluon.jit
-def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, word, count, step,
-              steps, LISTED: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """K of a step, then V of the step before: the order of use. count: of steps before this one."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    if step < steps:
-        stage = count % STAGES
-        barrier = k_full.index(stage)
-        mbarrier.wait(k_empty.index(stage), ((count // STAGES) & 1) ^ 1)
-        if LISTED:
-            send_word(words, stage, word)
-            mbarrier.arrive(barrier, count=1)
-        mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
-        load_pair(k_desc, batch, kv_head, token + key_a * BLOCK, token + key_b * BLOCK, k_tiles, stage, barrier, BLOCK_D)
-    if step > 0:
-        stage = (count - 1) % STAGES
-        barrier = v_full.index(stage)
-        mbarrier.wait(v_empty.index(stage), (((count - 1) // STAGES) & 1) ^ 1)
-        mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
-        load_pair(v_desc, batch, kv_head, token + value_a * BLOCK, token + value_b * BLOCK, v_tiles, stage, barrier, BLOCK_D)
-
-
-@gluon.jit
-def produce(q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr,
-            STAGES: gl.constexpr):
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
-    count = 0
-    tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
-        kv_head = head // RATIO * KV_STEP
-        value_a = low
-        value_b = low
-        if LISTED:
-            steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
-            steps = masked_steps + free_steps
-            tiles = load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, 0, PACK,
-                                BLOCK_D)
-            for step in range(steps + gl.where(steps > 0, 1, 0)):
-                key_a, key_b, word = listed_step(steps_ptr, gl.minimum(step, steps - 1))
-                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, word,
-                          count + step, step, steps, LISTED, BLOCK_D, STAGES)
-                value_a = key_a
-                value_b = key_b
-        else:
-            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-            steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
-            if steps > 0:
-                marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                tiles = load_halves(q_desc, q_tiles, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
-                                    PACK, BLOCK_D)
-            for step in range(steps + gl.where(steps > 0, 1, 0)):
-                key_a, key_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
-                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token, key_a, key_b, value_a, value_b, 0,
-                          count + step, step, steps, LISTED, BLOCK_D, STAGES)
-                value_a = key_a
-                value_b = key_b
-        count += steps
-    parity = tiles % 2
-    mbarrier.wait(q_empty.index(parity), ((tiles // 2) & 1) ^ 1)
-    send_plan(plan, parity, 0, 0, 0, 0, 0, 0, -1, 0)
-    mbarrier.arrive(q_full.index(parity), count=2)
+from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_query_loads import produce
+from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, word_mask
 
 
 @gluon.jit
@@ -342,6 +238,6 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED, PACKED,
-                   PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
+                   PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 2, False, False)),
     ], [4, 1], [240, 24])

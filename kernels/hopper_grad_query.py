@@ -7,101 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import (
-    clear_rows,
-    load_pair,
-    load_rows,
-    receive_plan,
-    receive_word,
-    send_plan,
-    send_word,
-    store_rows,
-    tile_memory,
-)
-from s2_megatron.kernels.hopper_schedule import (
-    BLOCK,
-    LOG2E,
-    count_steps,
-    listed_step,
-    listed_tile,
-    marks_of,
-    plan_query_tile,
-    query_tile,
-    step_blocks,
-    word_mask,
-)
-
-
-@gluon.jit
-def load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
-                PACK: gl.constexpr, BLOCK_D: gl.constexpr):
-    """The queries of a tile, the gradients of its output, and its plan. Returns the count of tiles after it."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
-    mbarrier.expect(q_full.index(0), 4 * BLOCK * BLOCK_D * 2)
-    for half in gl.static_range(2):
-        row = token + (low + half * (1 - PACK)) * BLOCK
-        tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(half))
-        tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(0), tile_boxes.index(2 + half))
-    send_plan(plan, 0, batch, head, token, length, low, masked_steps, free_steps, marks)
-    mbarrier.arrive(q_full.index(0), count=1)
-    return tiles + 1
-
-
-@gluon.jit
-def load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, word, count, LISTED: gl.constexpr,
-              BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """V and K of a step."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    stage = count % STAGES
-    phase = ((count // STAGES) & 1) ^ 1
-    mbarrier.wait(v_empty.index(stage), phase)
-    mbarrier.expect(v_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
-    load_pair(v_desc, batch, kv_head, row_a, row_b, v_tiles, stage, v_full.index(stage), BLOCK_D)
-    mbarrier.wait(k_empty.index(stage), phase)
-    if LISTED:
-        send_word(words, stage, word)
-        mbarrier.arrive(k_full.index(stage), count=1)
-    mbarrier.expect(k_full.index(stage), 2 * BLOCK * BLOCK_D * 2)
-    load_pair(k_desc, batch, kv_head, row_a, row_b, k_tiles, stage, k_full.index(stage), BLOCK_D)
-
-
-@gluon.jit
-def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
-            RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-            BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
-    count = 0
-    tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
-        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
-        kv_head = head // RATIO * KV_STEP
-        if LISTED:
-            steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
-            steps = masked_steps + free_steps
-            tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps,
-                                0, PACK, BLOCK_D)
-            for step in range(steps):
-                block_a, block_b, word = listed_step(steps_ptr, step)
-                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK,
-                          word, count + step, LISTED, BLOCK_D, STAGES)
-        else:
-            firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
-            steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
-            if steps > 0:
-                marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
-                                    free_steps, marks, PACK, BLOCK_D)
-            for step in range(steps):
-                block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
-                load_next(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, token + block_a * BLOCK, token + block_b * BLOCK,
-                          0, count + step, LISTED, BLOCK_D, STAGES)
-        count += steps
-    mbarrier.wait(q_empty.index(0), (tiles & 1) ^ 1)
-    send_plan(plan, 0, 0, 0, 0, 0, 0, 0, -1, 0)
-    mbarrier.arrive(q_full.index(0), count=2)
+from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_query_loads import produce
+from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, word_mask
 
 
 @gluon.jit
@@ -256,5 +164,5 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
         (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO,
-                   ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES)),
+                   ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 1, True, False)),
     ], [4, 1], [240, 24])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_forward, hopper_grad_query, hopper_schedule
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_query_loads, hopper_schedule
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
 from tests.test_step_lists import PATTERNS, placements
@@ -216,11 +216,12 @@ def test_key_tiles_of_placed_blocks(name, more_slots, key_walk):
         check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
 
 
-@pytest.fixture(params=[hopper_forward, hopper_grad_query], ids=["forward", "dq"])
+@pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
 def query_walk(request, monkeypatch):
     """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as its loading warp goes
     through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot, second slot, word)."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    grad, single = request.param
 
     def walk(pattern, pack, query_rows, key_rows, placement=None):
         query, key = torch.empty(2, pattern.num_heads, query_rows, 64), torch.empty(2, pattern.num_kv_heads, key_rows, 64)
@@ -228,50 +229,51 @@ def query_walk(request, monkeypatch):
         (programs,), arguments = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
         assert arguments["LISTED"] and arguments["PACK"] == pack
         take = on_memory(arguments)
-        tiles, values = [], []
+        tiles, loads = [], []
 
         def load_halves(*given):
-            batch, head, token, length, low, masked, free, *_ = given[-10:]
-            assert (token, length) == (0, query_rows)
-            tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, steps=[]))
-            return given[-11] + 1
+            batch, head, token, length, low, masked, free, *_ = given[6:]
+            assert (token, length) == (0, query_rows) and given[5] == len(tiles)
+            tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
+            return len(tiles)
 
-        def load_keys_then_values(*given):
-            batch, kv_head, token, *blocks, word, count, step, steps = given[6:17]
-            check_head(batch, kv_head, token)
-            if step < steps:
-                assert count == sum(len(tile.steps) for tile in own)
-                tiles[-1].steps.append((*blocks[:2], word))
-            if step > 0:
-                values.append(tuple(blocks[2:]))
+        def load_blocks(desc, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest):
+            assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
+            assert with_word == (desc == "K") and count == sum(name == desc for name, _ in loads) and rest[-1] == single
+            blocks = (row_a // 64,) if single else (row_a // 64, row_b // 64)
+            loads.append((desc, blocks))
+            if desc == "K":
+                tiles[-1].blocks += [(blocks[0], word)] if single else [(blocks[0], word & 15), (blocks[1], word >> 4)]
 
-        def load_both(*given):
-            batch, kv_head, row_a, row_b, word, count = given[6:12]
-            check_head(batch, kv_head, 0)
-            assert count == sum(len(tile.steps) for tile in own)
-            tiles[-1].steps.append((row_a // 64, row_b // 64, word))
-            values.append((row_a // 64, row_b // 64))
-
-        def check_head(batch, kv_head, token):
-            assert (batch, kv_head, token) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads, 0)
-
-        load_next = load_keys_then_values if request.param is hopper_forward else load_both
-        functions = plain_functions(request.param, load_halves=load_halves, load_next=load_next)
+        functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
         work = take("ranges_ptr order_ptr documents_ptr rows n_tiles n_programs batches head_group")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP BLOCK_D STAGES")
-        tensors = 6 if request.param is hopper_forward else 7
+        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP BLOCK_D STAGES STAGES")
         everything = []
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
-            tiles.clear(), values.clear()
-            own = tiles
-            functions.produce(*[None] * (tensors + 2), BARRIERS[:6], work, lists, *flags)
-            assert values == [step[:2] for tile in tiles for step in tile.steps], "values in the order of their keys"
+            tiles.clear(), loads.clear()
+            functions.produce("Q", "K", "V", "G", *[None] * 5, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
+        for tile in everything:
+            assert len(tile.blocks) % 2 == 0
+            tile.steps = [(*slots, first + (second << 4)) for (*slots, first, second) in (
+                (a[0], b[0], a[1], b[1]) for a, b in zip(tile.blocks[::2], tile.blocks[1::2]))]
         return everything
 
     return walk
+
+
+def check_order(loads, lengths, grad, single):
+    """Values come in the order of their keys; in the forward a stage later than those, and at a tile's end with nothing."""
+    keys, values = ([blocks for name, blocks in loads if name == kind] for kind in "KV")
+    assert values == keys
+    if grad:
+        expected = ("KV" if single else "VK") * len(keys)
+    else:
+        expected = "".join("K" + "KV" * (length - 1) + "V" if length else "" for length in lengths)
+    assert "".join(name for name, _ in loads) == expected
 
 
 def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
