@@ -1,4 +1,5 @@
-"""The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups that compute, each the 64 rows of one half of a query tile.
+"""The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups that compute, each the 64 rows of
+one half of a query tile.
 
 Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other. Programs
 are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
@@ -225,7 +226,7 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, STAGES, 2, LISTED)
+    q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 2, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
