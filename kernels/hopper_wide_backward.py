@@ -1,5 +1,5 @@
-"""dK and dV on Hopper for head dims above 128, where both are too many registers for one warpgroup: one computes dV, the other dK of the same 64
-keys. Both compute S^T, so that there are five products a step instead of four, and nothing is handed over. A warp loads
+"""dK and dV on Hopper for head dims above 128, where both are too many registers for one warpgroup: one computes dV, the other dK of the
+same 64 keys. Both compute S^T, so that there are five products a step instead of four, and nothing is handed over. A warp loads
 (hopper_wide_backward_loads.py); the accumulators of S^T and dP^T start at -LSE / scale and -delta as in hopper_backward.py.
 """
 from triton.experimental import gluon
@@ -24,16 +24,17 @@ def keep_of(word, length, PACKED: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, q_buffers, grad_buffers, key, value, staging, lse_buffers, delta_buffers, words, plan, barriers, scale,
+def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
             stride_b, stride_h, stride_s, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr,
             GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
-    """One warpgroup: dV of each key block, or KEYS: dK. staging: where its result waits for the copy engine; for dK that is `value`."""
+    """One warpgroup: dV of each key block, or KEYS: dK. key_buffers: K, V, dV on its way out; dK goes through that of V."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    dtype: gl.constexpr = key.dtype
+    dtype: gl.constexpr = key_buffers.dtype
+    staging = key_buffers.index(1 if KEYS else 2)
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
     count = 0
@@ -53,6 +54,8 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key, value, staging, lse
             word = receive_word(words, q_stage)
             more = (word & 16) ^ 16
             if (word & 1) != 0:
+                nothing = count >> 30  # see hopper_wide_grad_query.py
+                key = key_buffers.index(nothing)
                 partial = False  # rows behind a sequence are zeros, whatever their probabilities; behind a document there is another one
                 if PACKED:
                     partial = query_block_of(word) >= full_blocks
@@ -64,7 +67,7 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key, value, staging, lse
                 if KEYS:
                     mbarrier.wait(grad_full.index(g_stage), (count // GRAD_STAGES) & 1)
                     minus_delta = delta_buffers.index(g_stage).load(columns)[None, :] + zeros
-                    dp_token = warpgroup_mma(value, grad.permute((1, 0)), minus_delta, is_async=True)
+                    dp_token = warpgroup_mma(key_buffers.index(1 + nothing), grad.permute((1, 0)), minus_delta, is_async=True)
                     scores = warpgroup_mma_wait(1, deps=[s_token])
                     p = gl.exp2(scores * scale_log2)
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -161,14 +164,13 @@ def s2_hopper_wide_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, d
         mbarrier.init(grad_full.index(stage), count=2)
         mbarrier.init(grad_empty.index(stage), count=2)
     fence_async_shared()
-    key, value, staging = key_buffers.index(0), key_buffers.index(1), key_buffers.index(2)
     barriers = (kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty)
     columns = (counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (dv_desc, dv_ptr, q_buffers, grad_buffers, key, value, staging, lse_buffers, delta_buffers, words, plan, barriers, scale,
+        (compute, (dv_desc, dv_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
                    stride_dvb, stride_dvh, stride_dvs, False, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
-        (compute, (dk_desc, dk_ptr, q_buffers, grad_buffers, key, value, value, lse_buffers, delta_buffers, words, plan, barriers, scale,
+        (compute, (dk_desc, dk_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
                    stride_dkb, stride_dkh, stride_dks, True, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, key_tiles, lse_buffers, delta_buffers, words,
                    plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,

@@ -15,12 +15,13 @@ from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, block_word
 
 
 @gluon.jit
-def score_block(query, keys, barriers, count, K_STAGES: gl.constexpr):
+def score_block(queries, keys, barriers, count, HALF: gl.constexpr, K_STAGES: gl.constexpr):
     """The scores of a key block, by themselves."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     stage = count % K_STAGES
     mbarrier.wait(k_full.index(stage), (count // K_STAGES) & 1)
+    query = queries.index(HALF + (count >> 30))  # see hopper_wide_grad_query.py
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
     s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s_token])
@@ -29,7 +30,7 @@ def score_block(query, keys, barriers, count, K_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def attend_masked(out, running_max, running_sum, query, keys, values, words, barriers, count, blocks, marks, first_row, length, scale,
+def attend_masked(out, running_max, running_sum, queries, keys, values, words, barriers, count, blocks, marks, first_row, length, scale,
                   HALF: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, BLOCK_D: gl.constexpr,
                   K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     """The first `blocks` blocks of a tile, as their words say. Returns (out, running_max, running_sum, count)."""
@@ -50,11 +51,11 @@ def attend_masked(out, running_max, running_sum, query, keys, values, words, bar
         else:
             word = block_word(marks, number, PACK)
         if (word & (1 << HALF)) != 0:
-            scores = score_block(query, keys, barriers, count, K_STAGES)
+            scores = score_block(queries, keys, barriers, count, HALF, K_STAGES)
             own = word & (4 << HALF)
             scores = gl.where((row[:, None] >= column[None, :]) | (own == 0), scores, float("-inf"))
             p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-            operand = gl.convert_layout(p.to(query.dtype), p_layout)
+            operand = gl.convert_layout(p.to(queries.dtype), p_layout)
             out = out * gl.convert_layout(rescale, o_rows)[:, None]
             mbarrier.wait(v_full.index(v_stage), v_phase)
             if PACKED:
@@ -72,7 +73,7 @@ def attend_masked(out, running_max, running_sum, query, keys, values, words, bar
 
 
 @gluon.jit
-def attend_free(out, running_max, running_sum, query, keys, values, barriers, count, blocks, scale, BLOCK_D: gl.constexpr,
+def attend_free(out, running_max, running_sum, queries, keys, values, barriers, count, blocks, scale, HALF: gl.constexpr, BLOCK_D: gl.constexpr,
                 K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     """One block that all rows attend, or more. Returns (out, running_max, running_sum, count)."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -80,14 +81,15 @@ def attend_free(out, running_max, running_sum, query, keys, values, barriers, co
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    scores = score_block(query, keys, barriers, count, K_STAGES)
+    scores = score_block(queries, keys, barriers, count, HALF, K_STAGES)
     p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-    operand = gl.convert_layout(p.to(query.dtype), p_layout)
+    operand = gl.convert_layout(p.to(queries.dtype), p_layout)
     out = out * gl.convert_layout(rescale, o_rows)[:, None]
     for number in range(blocks - 1):
         k_stage = (count + 1) % K_STAGES
         v_stage = count % V_STAGES
         mbarrier.wait(k_full.index(k_stage), ((count + 1) // K_STAGES) & 1)
+        query = queries.index(HALF + (count >> 30))
         zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
         s_token = warpgroup_mma(query, keys.index(k_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
@@ -95,7 +97,7 @@ def attend_free(out, running_max, running_sum, query, keys, values, barriers, co
         scores = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-        p_next = gl.convert_layout(p.to(query.dtype), p_layout)
+        p_next = gl.convert_layout(p.to(queries.dtype), p_layout)
         out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         out = out * gl.convert_layout(rescale, o_rows)[:, None]
@@ -143,11 +145,12 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
                             o_layout, HEAD_DIM, BLOCK_D)
         masked_blocks = 2 * masked_steps if LISTED else 2 * masked_steps + 2  # with those of step 0
         out, running_max, running_sum, count = attend_masked(
-            out, running_max, running_sum, query, k_buffers, v_buffers, words, barriers, count, masked_blocks, marks, first_row, length, scale,
+            out, running_max, running_sum, q_buffers, k_buffers, v_buffers, words, barriers, count, masked_blocks, marks, first_row, length, scale,
             HALF, PACKED, PACK, LISTED, BLOCK_D, K_STAGES, V_STAGES)
         if free_steps > 0:
-            out, running_max, running_sum, count = attend_free(out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count,
-                                                               2 * free_steps, scale, BLOCK_D, K_STAGES, V_STAGES)
+            out, running_max, running_sum, count = attend_free(
+                out, running_max, running_sum, q_buffers, k_buffers, v_buffers, barriers, count, 2 * free_steps, scale, HALF, BLOCK_D, K_STAGES,
+                V_STAGES)
         tiles += 1
         lse = (running_max + gl.log2(running_sum)) * LN2
         gl.store(lse_ptr + row_base + first_row + row, lse, mask=first_row + row < length)

@@ -11,8 +11,8 @@ from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, block_word
 
 
 @gluon.jit
-def gradient_block(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, own, present, MASK: gl.constexpr,
-                   PACKED: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
+def gradient_block(dq, minus_lse, minus_delta, halves, keys, values, barriers, count, scale_log2, own, present, HALF: gl.constexpr,
+                   MASK: gl.constexpr, PACKED: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr):
     """dQ += dS K of one key block. minus_lse, minus_delta: what the two accumulators start with. MASK: by token if own is not 0. present: rows
     of a document from the query block's first row on, which may be any number."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -20,6 +20,9 @@ def gradient_block(dq, minus_lse, minus_delta, query, grad, keys, values, barrie
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
+    nothing = count >> 30  # without it ptxas keeps the descriptors of all products with queries and gradients through the loop
+    query = halves.index(HALF + nothing)
+    grad = halves.index(2 + HALF + nothing)
     k_stage = count % K_STAGES
     v_stage = count % V_STAGES
     start_s = zeros + minus_lse[:, None]
@@ -58,7 +61,6 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffer
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     query = halves.index(HALF)
-    grad = halves.index(2 + HALF)
     scale_log2 = scale * LOG2E
     count = 0
     tiles = 0
@@ -86,8 +88,8 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffer
             else:
                 word = block_word(marks, number, PACK)
             if (word & (1 << HALF)) != 0:
-                dq = gradient_block(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
-                                    word & (4 << HALF), length - first_row, True, PACKED, BLOCK_D, K_STAGES, V_STAGES)
+                dq = gradient_block(dq, minus_lse, minus_delta, halves, k_buffers, v_buffers, barriers, count, scale_log2,
+                                    word & (4 << HALF), length - first_row, HALF, True, PACKED, BLOCK_D, K_STAGES, V_STAGES)
             else:
                 mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
                 mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
@@ -95,8 +97,8 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffer
                 mbarrier.arrive(k_empty.index(k_stage), count=1)
             count += 1
         for number in range(2 * free_steps):
-            dq = gradient_block(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, 0, BLOCK, False,
-                                PACKED, BLOCK_D, K_STAGES, V_STAGES)
+            dq = gradient_block(dq, minus_lse, minus_delta, halves, k_buffers, v_buffers, barriers, count, scale_log2, 0, BLOCK, HALF,
+                                False, PACKED, BLOCK_D, K_STAGES, V_STAGES)
             count += 1
         dq = dq * scale
         if CONTINUE:
