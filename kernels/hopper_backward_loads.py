@@ -30,11 +30,11 @@ def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv
 
 
 @gluon.jit
-def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, barriers,
+def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, step_barriers,
                  batch, kv_head, token, length, heads, rows, RATIO: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                  GRAD_STAGES: gl.constexpr):
     """A step: queries, LSE, gradients, delta. Returns the count of steps after it."""
-    kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
+    q_full, q_empty, grad_full, grad_empty = step_barriers
     # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
     lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
     head = kv_head * RATIO + (word >> 24)
@@ -67,6 +67,7 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
             ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
             KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
+    step_barriers = (q_full, q_empty, grad_full, grad_empty)
     counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
     count = 0
     tiles = 0
@@ -86,7 +87,7 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     words_ptr += 1
                     following = gl.load(words_ptr)  # the lists end with a word too many
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
+                                         words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
                     more = (word & 16) ^ 16
                     word = following
         else:
@@ -112,7 +113,7 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     word = step_word(query_block, member, first, second, first_end, second_end,
                                      (member == RATIO - 1) & (step == steps - 1))
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
+                                         words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
                                          GRAD_STAGES)
     slot = tiles % 2
     mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)

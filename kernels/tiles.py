@@ -47,10 +47,11 @@ def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, cap
 class HopperTile(NamedTuple):
     """A kernel with a program per query tile."""
 
-    stages: int  # key tiles on their way
+    stages: int  # key tiles on their way; key blocks for head dims above 128
     heads: int  # heads whose tiles run side by side and share L2
     persistent: bool = False  # a program per multiprocessor instead of one per tile
     pack: bool = False  # two query heads of a KV head in one tile instead of two query blocks
+    value_stages: int = 0  # values on their way, if not as many as keys: for head dims above 128
 
 
 class HopperColumn(NamedTuple):
@@ -71,8 +72,10 @@ class HopperTiles(NamedTuple):
 
 @cache
 def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
-    """block_dim: 64 or 128. rows: tokens of the sequence, or of all packed documents."""
+    """block_dim: 64, 128 or 256. rows: tokens of the sequence, or of all packed documents."""
     # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for even work.
-    query_tile = HopperTile(stages=2 if block_dim == 128 else 4, heads=32 if rows <= 16384 else 2, persistent=True, pack=True)
+    query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32 if rows <= 16384 else 2, persistent=True, pack=True)
     column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
+    if block_dim == 256:
+        return HopperTiles(query_tile._replace(value_stages=2), query_tile._replace(value_stages=1), column)
     return HopperTiles(query_tile, query_tile, column)
