@@ -27,15 +27,21 @@ def on_device(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _no_hopper(device: torch.device) -> str | None:
+    """Why the kernels for Hopper do not run on a device, or None."""
+    if not _is_hopper(device):
+        return f"{device} is not a Hopper GPU (compute capability 9.0)"
+    if not triton.__version__.startswith(GLUON):
+        return f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
+    return None
+
+
 def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
     if backend == "triton":
         return None
-    if not _is_hopper(query.device):
-        reason = f"{query.device} is not a Hopper GPU (compute capability 9.0)"
-    elif not triton.__version__.startswith(GLUON):
-        reason = f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
-    else:
+    reason = _no_hopper(query.device)
+    if reason is None:
         from s2_megatron.kernels import hopper  # Gluon: only where it can run
 
         reason = hopper.refusal(query, key, value, layout, packed, placement, initial)
@@ -46,6 +52,21 @@ def _hopper(backend, query, key, value, layout, packed, placement=None, initial=
         raise ValueError(f"backend=gluon: {reason}; use backend=auto or triton")
     print_once(f"S2 attention kernels: triton (portable), because {reason}")
     return None
+
+
+def prepare(layout, placement, rows, head_dim, dtype, backend):
+    """Makes the step lists that calls with this placement will ask for, when the kernels for Hopper compute them. rows: of the queries."""
+    if backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
+        return
+    from s2_megatron.kernels import hopper
+    from s2_megatron.kernels.tiles import hopper_tiles_for
+
+    query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
+    if hopper.refusal(query, key, key, layout, None, placement, None) is None:
+        tiles = hopper_tiles_for(64 if head_dim <= 64 else 128, rows)
+        for tile in (tiles.forward, tiles.grad_query):
+            placement.steps.query(bool(tile.pack and layout.heads_pair))
+        placement.steps.key()
 
 
 def _fill_between(packed, value, *tensors):

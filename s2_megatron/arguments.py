@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 from argparse import ArgumentParser, Namespace
 
-import torch
-
-from s2_megatron import cuda_on_cpu
 from s2_megatron.attention import BACKENDS, resolve_backend
 from s2_megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.config import load_config
 from s2_megatron.context_parallel import COMM_TYPES
 from s2_megatron.cp_plan import check_block_count
+from s2_megatron.cuda_on_cpu import compute_device
 from s2_megatron.flops import install_flop_accounting
 from s2_megatron.loss_log import install_loss_log
 from s2_megatron.metrics import report_s2_settings
@@ -93,10 +91,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "Works without --s2-config too.",
     )
     return parser
-
-
-def _device_type() -> str:
-    return "cpu" if cuda_on_cpu.is_installed() or not torch.cuda.is_available() else "cuda"
 
 
 def _resolve(args: Namespace) -> ResolvedSparsity:
@@ -194,7 +188,7 @@ def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
     refuse_unsupported(args)
     sparsity = _apply_softmax_scale(args, _resolve(args))
     _check_context_parallel(args, sparsity)
-    resolve_backend(args.s2_backend, _device_type())
+    resolve_backend(args.s2_backend, compute_device().type)
     compare_with_checkpoint(args, sparsity)
     args.s2_sparsity = sparsity.canonical_json()
     args.s2_density = sparsity.density()
