@@ -14,6 +14,7 @@ from s2_megatron.kernels import portable
 from s2_megatron.kernels.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
 
+FILL_ROWS, FILL_HEADS = 1024, 8  # of a program that looks for rows between documents
 GLUON = "3.6."  # Gluon changes from version to version of Triton
 
 
@@ -73,9 +74,10 @@ def _fill_between(packed, value, *tensors):
     """value in the rows between packed documents, which no kernel visits. tensors: [1, heads, rows, D]."""
     for tensor in tensors:
         _, heads, rows, dim = tensor.shape
-        s2_fill_between_kernel[(triton.cdiv(rows, 64), heads)](
-            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, *tensor.stride()[1:], ROWS=64,
-            DIM=dim, BLOCK_D=triton.next_power_of_2(dim))
+        width = triton.next_power_of_2(dim)
+        s2_fill_between_kernel[(triton.cdiv(rows, FILL_ROWS), triton.cdiv(heads, FILL_HEADS))](
+            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, heads, *tensor.stride()[1:],
+            HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
