@@ -132,7 +132,7 @@ class Bench:
         """One row of the table."""
         args, size = self.args, self.group.size()
         cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received)
-        cp.prepare(tokens)
+        cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
         parts, grad = self.tensors(tokens // size)
 
         def function(*qkv):
