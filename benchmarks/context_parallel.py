@@ -37,8 +37,7 @@ from s2_megatron.cp_plan import layer_costs
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import make_range_pattern
 from tests.context_parallel.cases import Case
-from tests.context_parallel.check import FACTOR, check_case
-from tests.context_parallel.worker import NAMES
+from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
 
@@ -60,9 +59,9 @@ class Bench:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.backend = args.backend if device.type == "cuda" else "reference"
         ranges = ((args.local_tokens // args.block, 1), (None, args.stride))
-        dense = {"spread": args.dense_heads} if args.dense_heads else ()
+        self.dense = {"spread": args.dense_heads} if args.dense_heads else ()
         self.pattern = make_range_pattern(
-            block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=ranges, dense_heads=dense
+            block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=ranges, dense_heads=self.dense
         )
 
     def tensors(self, tokens):
@@ -117,16 +116,16 @@ class Bench:
         return None if result.isnan().any() else result.tolist()
 
     def check(self, comm_type) -> None:
-        heads, kv_heads = self.args.heads, self.args.kv_heads
-        case = Case(
-            make_range_pattern(block_size=self.args.block, num_heads=heads, num_kv_heads=kv_heads, ranges=((2, 1), (None, 4)), layer_index=1),
-            2 if self.device.type == "cuda" else 1,
-            self.args.head_dim,
+        """The kernels that are timed, i.e. this backend, on a short sequence; their bits in deterministic mode. SystemExit when they are wrong."""
+        args = self.args
+        pattern = make_range_pattern(
+            block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=((2, 1), (None, 4)), layer_index=1, dense_heads=self.dense
         )
-        backend = "triton" if self.backend == "auto" else self.backend  # the same kernels on one GPU and on several
-        found = check_case(case, comm_type, self.dtype, self.group, self.device, backend)
-        if max(found[name] for name in NAMES) > FACTOR or not found["repeats"] or not found["bytes"]:
-            raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
+        case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
+        for deterministic in (False, True):
+            found = check_case(case, comm_type, self.dtype, self.group, self.device, self.backend, deterministic)
+            if not is_right(found, bits=deterministic):
+                raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
 
     def measure(self, comm_type, tokens, alone) -> dict:
         """One row of the table."""
@@ -188,7 +187,7 @@ def line_of(row: dict) -> str:
     return text + (f"  {row['speed_up']:.2f} x one GPU" if "speed_up" in row else "")
 
 
-def parse():
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seq-lengths", default="32768,131072")
     parser.add_argument("--heads", type=int, default=32)
@@ -200,12 +199,12 @@ def parse():
     parser.add_argument("--dense-heads", type=int, default=0)
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES))
     parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
-    parser.add_argument("--backend", default="auto", help="auto: the fastest kernels for each call, which one GPU may have and several not")
+    parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several; checked and timed alike")
     parser.add_argument("--keep-received", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def main() -> None:
