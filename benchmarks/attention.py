@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 import sys
 import time
 
@@ -59,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--entries", type=lambda text: text.split(","), help="only these, e.g. 'S2,FA-2 dense'")
     parser.add_argument("--plug", action="append", default=[], metavar="FILE.py", help="a file that registers more entries, see entries.py")
     parser.add_argument("--seconds", type=float, default=1.5, help="time of one entry on one case (default 1.5; three rounds at least)")
-    parser.add_argument("--json", metavar="FILE", help="write rows, versions, hardware and the command")
+    parser.add_argument("--json", metavar="FILE", help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
     parser.add_argument("--no-first-call", action="store_true", help="leave out the first call in fresh processes")
     parser.add_argument("--seq-lengths", default="8192,32768,131072", help="tokens of a sequence; with thd the mean of a document")
     parser.add_argument("--batch", type=int, default=1)
@@ -202,8 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("error: no GPU; this measures speed on an NVIDIA GPU")
-    command = shlex.join(["python", "benchmarks/attention.py", *(sys.argv[1:] if arguments is None else arguments)])
-    content = dict(command=command, versions=report.versions(), hardware=report.hardware(), settings=report.settings_of(args))
+    origin = report.provenance("benchmarks/attention.py", sys.argv[1:] if arguments is None else arguments)
+    content = dict(**origin, settings=report.settings_of(args))
     print(f"{content['hardware']['gpu']}, " + ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
     rows: list[dict] = []
 

@@ -34,6 +34,8 @@ def read_rows(paths: list[str]) -> tuple[list[dict], str]:
             content = json.load(file)
         if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("rows"), list):
             raise ValueError(f"{path} has not the form that benchmarks/attention.py --json writes (format 1); measure anew")
+        if any("entry" not in row for row in content["rows"]):
+            raise ValueError(f"{path} is of another benchmark than benchmarks/attention.py")
         rows += content["rows"]
         machines.append(f"{content['hardware']['gpu']}, torch {content['versions']['torch']}, triton {content['versions'].get('triton', '?')}")
     return rows, "; ".join(dict.fromkeys(machines))

@@ -283,13 +283,14 @@ MAIN = ["--seq-lengths", "150,64", "--num-heads", "4", "--num-kv-heads", "2", "-
         "--block-size", "16", "--local-tokens", "32", "--stride", "4", "--no-first-call", "--seconds", "0.05"]  # fmt: skip
 
 
-def test_the_file_of_a_run(cpu_clock, tmp_path, capsys):
+def test_the_file_of_a_run(cpu_clock, tmp_path, capsys, monkeypatch):
     path = tmp_path / "x.json"
+    monkeypatch.setenv("S2_COMMIT", "abc1234")
     benchmark.main([*MAIN, "--json", str(path)])
     content = json.loads(path.read_text())
     assert [row["seq_length"] for row in content["rows"]] == [150, 64] and content["format"] == 1
     assert content["command"].startswith("python benchmarks/attention.py --seq-lengths 150,64")
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == torch.__version__ and content["commit"] == "abc1234"
     assert content["hardware"] == {"gpu": "none"} and content["rows"][0]["matmul_tflops"] > 0
     assert content["verdicts"][0]["met"] and "met    memory limit" in capsys.readouterr().out
 

@@ -180,6 +180,7 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
         return 1
 
     monkeypatch.setattr(end_to_end, "run_logged", run_or_fail)
+    monkeypatch.setenv("S2_COMMIT", "abc1234")
     path = tmp_path / "results" / "x.json"
     names = [refused, "tiny-512-full-keep-hybrid", "tiny-512-full-dense"]
     arguments = ["--rows", ",".join(names), "--train-iters", "4", "--logs", str(tmp_path / "logs"), "--json", str(path)]
@@ -187,6 +188,7 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     content = json.loads(path.read_text())
     assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
     assert content["versions"]["megatron-core"][0].isdigit() and content["versions"]["torch"][0].isdigit() and content["ranks"] == 1
+    assert content["commit"] == "abc1234" and content["hardware"]["gpu"]
     failed, sparse, dense = content["rows"]
     assert [row["row"] for row in content["rows"]] == names
     assert failed["error"].startswith("ValueError: --s2-config: --s2-keep-attention-output") and "step_ms" not in failed
