@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
-    """What the rows say about the aims; those whose rows are missing are left out. Only rows of one group are compared: they were timed in turns."""
+    """What the rows say about the aims; those whose rows are missing are left out. Compares within a group: its rows were timed in turns."""
     by_key = {(row["group"], row["case"], row["entry"]): row for row in rows}
     found = []
 

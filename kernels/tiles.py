@@ -12,9 +12,9 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV, by benchmarks/tune.py where they were measured: on an H200 at 32K tokens, the rows of
-# 64, 128 and 256 with 16-bit inputs. That of 256: forward 4.637 ms, which was 6.43 with Tile(128, 32, 8, 2); the whole backward 39.8 ms before,
-# 29.7 with this dQ alone, 37.0 with this dK/dV alone. The other rows (32, and all of 32-bit inputs) are guesses that fit into shared memory.
+# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured by benchmarks/tune.py, on an H200 at 32K tokens: the rows of 64, 128 and
+# 256 with 16-bit inputs. That of 256: forward 4.637 ms, which was 6.43 with Tile(128, 32, 8, 2); the whole backward 39.8 ms before, 29.7 with
+# this dQ alone, 37.0 with this dK/dV alone. The other rows (32, and all of 32-bit inputs) are guesses that fit into shared memory.
 _TABLE = {
     (32, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     (64, False): (Tile(64, 64, 4, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),

@@ -51,8 +51,9 @@ def relative_errors(mine, truth, group, exact_rows):
 
 
 def check_case(case: Case, comm_type: str, dtype, group, device, backend: str, deterministic: bool = True) -> dict:
-    """{name: error over one GPU's own}, whether a second run repeats every bit, and whether the sent bytes are the plan's. backend, deterministic:
-    of s2_attention, for one GPU and for several."""
+    """{name: error over one GPU's own}, whether a second run repeats every bit, and whether the sent bytes are the plan's.
+
+    backend, deterministic: of s2_attention, on one GPU and on several."""
     rank, size = group.rank(), group.size()
     whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
     layout = build_layout(case.pattern, device)
