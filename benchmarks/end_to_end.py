@@ -2,10 +2,11 @@
 
     python benchmarks/end_to_end.py --gpus 4 --rows 1p3b-128k-cp4 --json e2e.json      # a group of rows; --list prints the groups
     python benchmarks/end_to_end.py --gpus 1 --rows 1p3b-32k,memory                    # several; --gpus: the ranks of every run
+    python benchmarks/end_to_end.py --gpus 2 --rows 1p3b-128k-cp2                      # a row needs tp * cp * pp GPUs, or a multiple
     python benchmarks/end_to_end.py --gpus 4 --rows 7b-8layers-1m-cp4-full-keep-s2,7b-8layers-1m-cp4-full-dense
     python benchmarks/end_to_end.py --gpus 1 --rows tiny                               # a minute on a CPU (gloo, fp32)
 
-    row                           step ms  tokens/s  peak GiB  GiB/1K  beside weights  TFLOP/s   util.   dense      loss  grad norm
+    row                           step ms  tokens/s  peak GiB  MiB/token  beside weights  TFLOP/s   util.   dense      loss  grad norm
     1p3b-128k-cp4-full-keep-s2    ...
     1p3b-32k-none-dense           out of memory: CUDA out of memory. Tried to allocate 64.00 GiB. ... (49 s; 1p3b-32k-none-dense.log)
 
@@ -28,8 +29,8 @@ last error line, one that runs out of --time-limit with the numbers that it had 
 step ms         median of Megatron's iteration times after the second
 tokens/s        of all GPUs together
 peak GiB        torch's largest allocated memory, of the fullest rank; Megatron asks one rank of those that are data-parallel to each other
-GiB/1K          that per 1024 tokens of a sequence on one context-parallel rank
-beside weights  the same of what the step needs on top of what stays (weights, gradients, optimizer): activations and temporaries
+MiB/token       that per token of a sequence on one context-parallel rank (1 MiB a token is 1 GiB per 1024 of them)
+beside weights  MiB per token of what the step needs on top of what stays (weights, gradients, optimizer): activations and temporaries
 TFLOP/s, util.  Megatron's FLOPs of the model per GPU and second, attention counted on attended pairs, recomputation not; share of the card's
                 dense bf16 rate (--peak-tflops for cards that are not in the list)
 dense           tokens/s over those of the fastest `dense` row with the same shape, length, parallel sizes, recomputation and offloading
@@ -217,7 +218,7 @@ def add_ratios(rows: list[Row], results: list[dict]) -> None:
         result["over_dense"] = result["tokens_per_s"] / max(dense) if dense else None
 
 
-HEADS = ("step ms", "tokens/s", "peak GiB", "GiB/1K", "beside weights", "TFLOP/s", "util.", "dense", "loss", "grad norm")
+HEADS = ("step ms", "tokens/s", "peak GiB", "MiB/token", "beside weights", "TFLOP/s", "util.", "dense", "loss", "grad norm")
 FIELDS = (
     ("step_ms", "{:.1f}"), ("tokens_per_s", "{:,.0f}"), ("peak_gib", "{:.2f}"), ("gib_per_1k", "{:.3f}"), ("activation_gib_per_1k", "{:.3f}"),
     ("tflops", "{:.1f}"), ("utilisation", "{:.1%}"), ("over_dense", "{:.2f} x"), ("loss", "{:.4f}"), ("grad_norm", "{:.3f}"),
