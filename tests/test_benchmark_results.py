@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import plots, report
 from benchmarks.suites import verdicts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,3 +88,40 @@ def test_provenance(monkeypatch):
     assert found["command"] == "torchrun --nproc-per-node 4 benchmarks/x.py --entries 'S2,FA-2 dense'"
     assert {"python", "torch", "cudnn", "triton", "megatron-core"} <= found["versions"].keys()
     assert found["environment"]["NCCL_NVLS_ENABLE"] == "0" and "TRITON_CACHE_DIR" not in found["environment"]
+
+
+def run_of(group: str, length: int, **milliseconds) -> list[dict]:
+    """Rows of S2 ("S2") and of peers on one length, as a file has them."""
+    kind = dict(heads=32, kv_heads=32, head_dim=128, dtype="bfloat16", tensor_format="sbhd", pattern="x", documents=None, batch=1)
+    times = {"FA-2 dense" if name == "FA2" else "FA-4 dense" if name == "FA4" else name: time for name, time in milliseconds.items()}
+    return [
+        dict(**kind, group=group, case=group, entry=entry, seq_length=length, total_ms={"median": time}, attended_share=0.5, forward_tflops=1.0,
+             backward_tflops=1.0, speed_over={other: times[other] / time for other in times if other != entry})
+        for entry, time in times.items()
+    ]  # fmt: skip
+
+
+def test_plots_of_several_files(tmp_path, monkeypatch, capsys):
+    """Short lengths from one file, long ones from the other; one length that both have from the later one alone, all peers in one run."""
+    files = {
+        "crossover": [
+            *run_of("1K", 1024, S2=2.0, FA2=1.0), *run_of("2K", 2048, S2=2.0, FA2=3.0), *run_of("8K", 8192, S2=2.0, FA2=8.0, FA4=4.0),
+        ],
+        "main": [*run_of("8K", 8192, S2=1.0, FA2=6.0), *run_of("128K", 131072, S2=1.0, FA2=20.0)],
+    }  # fmt: skip
+    for name, rows in files.items():
+        content = dict(versions={"torch": "2", "triton": "3"}, hardware={"gpu": name}, rows=rows)
+        report.write_json(tmp_path / f"{name}.json", content)
+    drawn = {}
+    monkeypatch.setattr(plots, "draw_speedup", lambda lengths, machine, path: drawn.update(lengths=lengths, machine=machine))
+    monkeypatch.setattr(plots, "draw_rates", lambda *arguments: None)
+    plots.main([*(str(tmp_path / f"{name}.json") for name in files), "--out", str(tmp_path)])
+    assert plots.speedups(drawn["lengths"], "S2") == [(1024, 0.5), (2048, 1.5), (8192, 6.0), (131072, 20.0)]
+    assert set(drawn["lengths"][8192]) == {"S2", "FA-2 dense"} and "crossover" in drawn["machine"] and "main" in drawn["machine"]
+    assert "S2 is faster than FA-2 dense from 1" in capsys.readouterr().out  # between 1K and 2K
+
+
+def test_plots_refuse_the_file_of_another_benchmark(tmp_path):
+    report.write_json(tmp_path / "x.json", dict(rows=[{"exchange": "sparse"}]))
+    with pytest.raises(SystemExit, match="another benchmark"):
+        plots.main([str(tmp_path / "x.json")])
