@@ -125,3 +125,19 @@ def test_plots_refuse_the_file_of_another_benchmark(tmp_path):
     report.write_json(tmp_path / "x.json", dict(rows=[{"exchange": "sparse"}]))
     with pytest.raises(SystemExit, match="another benchmark"):
         plots.main([str(tmp_path / "x.json")])
+
+
+def test_quoted_commands_are_those_of_the_results():
+    """Whoever links a file of results quotes the command that made it, all of it."""
+    pages = {path: path.read_text().replace(" \\\n    ", " ") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    linked = {(name, path) for name in RESULTS for path, text in pages.items() if f"results/{name})" in text}
+    assert {name for name, _ in linked} == set(RESULTS)
+    for name, path in linked:
+        # Files of before `command` was written for all benchmarks have none.
+        if "command" in RESULTS[name]:
+            assert f"\n{RESULTS[name]['command']}\n" in pages[path], f"{path.name} links {name}, whose command is: {RESULTS[name]['command']}"
+
+
+def test_pictures_are_shown():
+    text = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    assert [path.name for path in (ROOT / "docs").glob("*.png") if f"{path.name})" not in text] == []
