@@ -13,6 +13,9 @@ from s2_megatron.kernels.hopper_backward import s2_hopper_backward_kernel
 from s2_megatron.kernels.hopper_forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper_grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper_rows import s2_scale_kernel
+from s2_megatron.kernels.hopper_wide_backward import s2_hopper_wide_backward_kernel
+from s2_megatron.kernels.hopper_wide_forward import s2_hopper_wide_forward_kernel
+from s2_megatron.kernels.hopper_wide_grad_query import s2_hopper_wide_grad_query_kernel
 from s2_megatron.kernels.packed_rows import s2_document_tiles_kernel
 from s2_megatron.kernels.tiles import hopper_tiles_for
 from s2_megatron.printing import print_once
@@ -55,8 +58,8 @@ def refusal(query, key, value, layout, packed, placement, initial) -> str | None
     """Why these kernels do not compute a call on a Hopper GPU, or None."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} is not a 16-bit type"
-    if query.shape[3] > 128 or query.shape[3] % 8:
-        return f"head dim {query.shape[3]} is not a multiple of 8 up to 128"
+    if query.shape[3] > 256 or query.shape[3] % 8:
+        return f"head dim {query.shape[3]} is not a multiple of 8 up to 256"
     if layout.block_size != BLOCK:
         return f"block_size={layout.block_size} is not {BLOCK}"
     if query.shape[1] // key.shape[1] > MOST_MEMBERS:
@@ -113,7 +116,8 @@ class _Call:
         self.query, self.key, self.value = query, key, value
         self.layout, self.packed = layout, packed
         self.batch, self.heads, self.rows, self.head_dim = query.shape
-        self.block_dim = 64 if self.head_dim <= 64 else 128
+        self.block_dim = 64 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 256
+        self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
         self.tiles = hopper_tiles_for(self.block_dim, self.rows)
         self.steps = None
         if _needs_lists(layout, placement, initial):
@@ -165,11 +169,12 @@ class _Call:
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return (grid,), dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs, PACK=pack,
-                             head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages)
+                             head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages,
+                             **(dict(V_STAGES=tile.value_stages) if self.single else {}))
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
-        n_long, n_rest, documents, order, distances, lists = 1, 1, None, None, None, None
+        n_long, n_rest, documents, order, distances, lists, fold = 1, 1, None, None, None, None, False
         key_rows = self.key.shape[2]
         if self.steps is not None:
             *lists, n_long, n_rest = self.steps.key()
@@ -178,6 +183,9 @@ class _Call:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
+                # Several query heads, or one block of the two after the other, would not pass by the same queries at the same time anyway.
+                fold = self.heads == self.key.shape[1] and not self.single
+                n_long = triton.cdiv(n_long, 2) if fold else n_long
         if self.packed is None:
             programs = (n_long + n_rest) * units
         else:
@@ -186,8 +194,12 @@ class _Call:
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
-            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages,
-            GRAD_STAGES=tile.grad_stages, DS_STAGES=tile.ds_stages)
+            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
+            **({} if self.single else dict(FOLD=fold)))
+
+    def key_box(self, tensor):
+        """Keys or values in the boxes that the kernels with a program per query tile load."""
+        return _descriptor(tensor, self.block_dim if self.single else 64)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
@@ -196,8 +208,9 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     grid, arguments = call.query_tiles(call.tiles.forward)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     wide = out.dtype != query.dtype or not _loadable(out)
-    boxes = [_descriptor(query, call.block_dim), _descriptor(key, 64), _descriptor(value, 64)]
-    s2_hopper_forward_kernel[grid](
+    boxes = [_descriptor(query, call.block_dim), call.key_box(key), call.key_box(value)]
+    kernel = s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel
+    kernel[grid](
         *boxes, boxes[0] if wide else _descriptor(out, call.block_dim), out, lse, initial_out, initial_lse.contiguous(), scale=scale,
         CONTINUE=initial is not None, WIDE=wide, **_strides("o", out), **_strides("i", initial_out), **arguments)
 
@@ -245,18 +258,23 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
     wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = query_boxes[1:3] if wide else [_descriptor(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
     counter = torch.zeros(1, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken
-    s2_hopper_backward_kernel[grid](
-        *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
-        scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
-        GRAD_STEP=0 if all(shared) else 1, DQ=sums is not None, **arguments)
+    arguments = dict(arguments, scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
+                     GRAD_STEP=0 if all(shared) else 1)
+    if call.single:
+        s2_hopper_wide_backward_kernel[grid](*query_boxes, lse, delta, *grad_boxes, grad_key, grad_value, **arguments)
+    else:
+        s2_hopper_backward_kernel[grid](
+            *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
+            DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages, **arguments)
 
 
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
     grid, arguments = call.query_tiles(call.tiles.grad_query)
-    boxes = [_descriptor(call.query, call.block_dim), _descriptor(call.key, 64), _descriptor(call.value, 64)]
+    boxes = [_descriptor(call.query, call.block_dim), call.key_box(call.key), call.key_box(call.value)]
     boxes.append(_descriptor(grad_out, call.block_dim))
     wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
-    s2_hopper_grad_query_kernel[grid](
+    kernel = s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel
+    kernel[grid](
         *boxes, boxes[0] if wide else _descriptor(grad_query, call.block_dim), grad_query, lse, delta, start, scale=scale,
         CONTINUE=initial is not None, WIDE=wide, **_strides("o", grad_query), **_strides("i", start), **arguments)

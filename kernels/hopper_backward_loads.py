@@ -30,11 +30,11 @@ def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv
 
 
 @gluon.jit
-def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, barriers,
+def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, step_barriers,
                  batch, kv_head, token, length, heads, rows, RATIO: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                  GRAD_STAGES: gl.constexpr):
     """A step: queries, LSE, gradients, delta. Returns the count of steps after it."""
-    kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
+    q_full, q_empty, grad_full, grad_empty = step_barriers
     # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
     lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
     head = kv_head * RATIO + (word >> 24)
@@ -64,12 +64,14 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
             plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
+            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
+    step_barriers = (q_full, q_empty, grad_full, grad_empty)
     counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
     count = 0
     tiles = 0
+    upward = 0
     index = gl.atomic_add(counter_ptr, 1)
     while index < n_programs:
         if LISTED:
@@ -85,13 +87,19 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     words_ptr += 1
                     following = gl.load(words_ptr)  # the lists end with a word too many
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
+                                         words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
                     more = (word & 16) ^ 16
                     word = following
         else:
-            batch, kv_head, token, length, first, second = key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr,
-                                                                    ranges_ptr, distance_ptr, rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED)
-            index = gl.atomic_add(counter_ptr, 1)
+            batch, kv_head, token, length, first, second = key_tile(
+                index, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES,
+                RATIO, ORDERED, PACKED, MIXED, FOLD)
+            direction = upward
+            if FOLD and (index < n_long * units) & (upward == 0):
+                upward = 1
+            else:
+                index = gl.atomic_add(counter_ptr, 1)
+                upward = 0
             n_blocks = (length + BLOCK - 1) // BLOCK
             members = gl.where(first < n_blocks, RATIO, 0)
             if members > 0:
@@ -100,12 +108,12 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
             for member in range(members):
                 steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + member, N_RANGES)
                 for step in range(steps):
-                    query_block = top - 1 - step
+                    query_block = top - 1 - gl.where(direction != 0, steps - 1 - step, step)
                     query_block -= gl.where(query_block < second, gap, 0)
                     word = step_word(query_block, member, first, second, first_end, second_end,
                                      (member == RATIO - 1) & (step == steps - 1))
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
+                                         words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
                                          GRAD_STAGES)
     slot = tiles % 2
     mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)

@@ -225,7 +225,7 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, STAGES, 2, LISTED)
+    q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 2, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)

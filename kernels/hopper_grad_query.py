@@ -149,7 +149,8 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    halves, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, STAGES, 1, LISTED)  # of queries, then of gradients
+    # Halves of queries, then of gradients.
+    halves, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 1, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
     out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
     tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)

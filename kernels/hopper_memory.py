@@ -85,28 +85,30 @@ def store_rows(pointer, values, row, stride_row, last_row, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
-def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, LISTED: gl.constexpr):
-    """(four buffers for halves of query tiles, key stages, value stages, plans, words of steps, barriers); TILES: how many tiles the first ones
-    hold. LISTED: every stage of keys comes with a word."""
+def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, K_STAGES: gl.constexpr,
+                V_STAGES: gl.constexpr, ROWS: gl.constexpr, LISTED: gl.constexpr):
+    """(buffers for halves of query tiles, key stages, value stages, plans, words of steps, barriers); TILES: how many tiles the first ones
+    hold. ROWS: keys of a stage. LISTED: every stage of keys comes with a word."""
     matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    halves = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK_D], matrix)
-    keys = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
-    values = gl.allocate_shared_memory(dtype, [STAGES, 128, BLOCK_D], matrix)
+    halves = gl.allocate_shared_memory(dtype, [HALVES, BLOCK, BLOCK_D], matrix)
+    keys = gl.allocate_shared_memory(dtype, [K_STAGES, ROWS, BLOCK_D], matrix)
+    values = gl.allocate_shared_memory(dtype, [V_STAGES, ROWS, BLOCK_D], matrix)
     plan = gl.allocate_shared_memory(gl.int32, [TILES * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [K_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], barrier)
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
     for tile in gl.static_range(TILES):
         mbarrier.init(q_full.index(tile), count=2)  # the copy engine's bytes, the plan
         mbarrier.init(q_empty.index(tile), count=2)
-    for stage in gl.static_range(STAGES):
+    for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=2 if LISTED else 1)
         mbarrier.init(k_empty.index(stage), count=2)
+    for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()

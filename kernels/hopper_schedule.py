@@ -191,6 +191,16 @@ def step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, b
 
 
 @gluon.jit
+def block_word(marks, number, PACK: gl.constexpr):
+    """The word of a masked key block of a tile, counted from step 0 on with two blocks a step, as listed_step has it for its first slot."""
+    if PACK:
+        own = gl.where(number == 0, 15, 3 * ((marks >> 1) & 1))
+    else:
+        own = gl.where(number == 0, 5 + 2 * (marks & 1), 10)
+    return gl.where(number < 2, own, (marks >> gl.maximum(2 * number - 2, 0)) & 3)
+
+
+@gluon.jit
 def listed_tile(lists, unit, tile, n_tiles):
     """(where its list begins, masked steps, free steps) of a tile of a head, or with PACK of a pair of heads."""
     rows_ptr, tiles_ptr, steps_ptr = lists

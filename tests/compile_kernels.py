@@ -168,7 +168,7 @@ def hopper_entries() -> dict[str, Entry]:
                 found.setdefault(launch.variant, (name, launch))  # the deterministic mode shares what it can
         launches.clear()
 
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
         query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
         for word, layout, documents in (("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)):

@@ -44,6 +44,8 @@ def take_hopper_kernels():
     from s2_megatron.kernels import hopper
 
     KERNELS.update(forward=hopper.s2_hopper_forward_kernel, backward=hopper.s2_hopper_backward_kernel, scale=hopper.s2_scale_kernel)
+    KERNELS.update(wide_forward=hopper.s2_hopper_wide_forward_kernel, wide_backward=hopper.s2_hopper_wide_backward_kernel)
+    KERNELS.update(wide_grad_query=hopper.s2_hopper_wide_grad_query_kernel)
     KERNELS.update(grad_query=hopper.s2_hopper_grad_query_kernel, documents=hopper.s2_document_tiles_kernel)
     if not HAS_GPU:
         believe_in_hopper()

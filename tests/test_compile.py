@@ -95,5 +95,5 @@ def test_gluon_kernels_compile(gluon):
     _, found = gluon
     for kernel in ("forward", "backward", "grad-query"):
         for variant in ("", "-packed", "-mask", "-own", "-slots"):
-            assert f"sm90-hopper-{kernel}-128-bf16{variant}" in found
+            assert f"sm90-hopper-{kernel}-128-bf16{variant}" in found and f"sm90-hopper-wide-{kernel}-256-bf16{variant}" in found
     assert {name: needs["shared"] for name, needs in found.items() if needs["shared"] > LIMITS[90]} == {}

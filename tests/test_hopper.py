@@ -19,8 +19,8 @@ from s2_megatron.cp_exchange import slot_views
 from s2_megatron.cp_plan import make_plan
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
-from tests.oracle import check_against_eager, eager, make_inputs, run_op, token_mask
-from tests.test_attention import packed_case, pattern_of, random_mask
+from tests.oracle import check_against_eager, eager, make_inputs, random_mask, run_op, token_mask
+from tests.test_attention import packed_case, pattern_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [
@@ -69,70 +69,79 @@ def check(pattern, dim=128, dtype=BF16, length=1028, form="sbhd", batch=1, **opt
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 128, 136, 192, 256])
 def test_head_dims(dim, dtype):
     check(pattern_of(PAPER, 64, 4, 2), dim, dtype, batch=2)
 
 
+@pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize("groups", [(4, 4), (4, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("kind", RANGES)
-def test_patterns(kind, groups, tiles):
-    check(pattern_of(RANGES[kind], 64, *groups), length=1341)
+def test_patterns(kind, groups, dim, tiles):
+    check(pattern_of(RANGES[kind], 64, *groups), dim, length=1341)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("kind", RANGES)
-def test_heads_of_a_group_that_differ(kind):
-    check(pattern_of(RANGES[kind], 64, 8, 2, "query"), length=1341)
+def test_heads_of_a_group_that_differ(kind, dim):
+    check(pattern_of(RANGES[kind], 64, 8, 2, "query"), dim, length=1341)
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "bhsd"])
 @pytest.mark.parametrize("dense", [0, 1, 2])
-def test_formats_and_dense_heads(form, dense, tiles):
-    check(pattern_of(((4, 1), (None, 8)), 64, 8, 4, dense_heads={"last": dense}), 64, length=1500, form=form, batch=3)
+@pytest.mark.parametrize("dim", [64, 192])
+def test_formats_and_dense_heads(dim, form, dense, tiles):
+    check(pattern_of(((4, 1), (None, 8)), 64, 8, 4, dense_heads={"last": dense}), dim, length=1500, form=form, batch=3)
 
 
-def test_ranges_of_different_number():
-    check(MIX, length=1600, batch=2)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_ranges_of_different_number(dim):
+    check(MIX, dim, length=1600, batch=2)
 
 
 @pytest.mark.parametrize("length", [1, 15, 63, 64, 65, 127, 128, 129, 191, 192, 1028, 4099])
-def test_lengths(length, tiles):
-    check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), length=length, batch=2)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_lengths(dim, length, tiles):
+    check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), dim, length=length, batch=2)
 
 
 @pytest.mark.parametrize("length", [64, 1341, 1536])
 @pytest.mark.parametrize("heads", [(4, 4, 4), (4, 2, 2), (8, 2, 8), (6, 2, 1)], ids=str)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_block_masks(dim, heads, length, tiles):
     """Arbitrary lists, also of rows that do not attend their own block: heads, KV heads, tables."""
-    check(random_mask(64, *heads, 24, diagonal=dim == 64), dim, length=length, batch=2)
+    check(random_mask(64, *heads, 24, diagonal=dim in (64, 192)), dim, length=length, batch=2)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("kind", ["paper", "window", "several", "dense"])
-def test_lists_of_a_pattern(kind, tiles):
+def test_lists_of_a_pattern(kind, dim, tiles):
     """A pattern given as a block mask."""
-    check(as_table(pattern_of(RANGES[kind], 64, 8, 4), 1500), length=1500)
+    check(as_table(pattern_of(RANGES[kind], 64, 8, 4), 1500), dim, length=1500)
 
 
-def test_strides_that_do_not_divide_each_other():
-    check(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 4, 2), length=1500, batch=2)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_strides_that_do_not_divide_each_other(dim):
+    check(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 4, 2), dim, length=1500, batch=2)
 
 
-def test_more_ranges_than_a_plan_holds():
-    check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), length=1500)
+@pytest.mark.parametrize("dim", [128, 256])
+def test_more_ranges_than_a_plan_holds(dim):
+    check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), dim, length=1500)
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):
     """One rank of context parallelism by hand: its own keys, then the others' from slots of one KV head each. Returns what it adds:
     (rows, out, LSE, dQ), and dK, dV of all blocks."""
     query, key, value, grad = inputs
-    plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, "cuda"), 0.2
-    own = torch.tensor(plan.query_blocks, device="cuda")
-    rows = (own[:, None] * 64 + torch.arange(64, device="cuda")).reshape(-1)
-    local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, "cuda", pattern) for slot in (plan.local_slot, plan.remote_slot))
+    device = query.device
+    plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, device), 0.2
+    own = torch.tensor(plan.query_blocks, device=device)
+    rows = (own[:, None] * 64 + torch.arange(64, device=device)).reshape(-1)
+    local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, device, pattern) for slot in (plan.local_slot, plan.remote_slot))
     calls = [AttentionCall(layout, scale, "sbhd", None, placement, "gluon", True) for placement in (local, remote)]
     where = [(group, block, slot) for group, row in enumerate(plan.remote_slot) for block, slot in enumerate(row) if slot >= 0]
-    buffer = torch.full((len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device="cuda", dtype=key.dtype)
+    buffer = torch.full((len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype)
     for group, block, slot in where:
         for part, tensor in enumerate((key, value)):
             buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
@@ -144,8 +153,8 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     dq = attention_backward_dq(do, q, *kv, lse, sums, calls[0], dtype=torch.float32)
     dq = attention_backward_dq(do, q, *slots, lse, sums, calls[1], initial=dq)
     attention_backward_dkdv(do, q, *slots, lse, sums, *slot_views(returned, key.shape[2]), calls[1])
-    grads = [torch.zeros(tensor.shape, device="cuda") for tensor in (key, value)]
-    wide = [torch.full(tensor.shape, float("nan"), device="cuda") for tensor in kv]
+    grads = [torch.zeros(tensor.shape, device=device) for tensor in (key, value)]
+    wide = [torch.full(tensor.shape, float("nan"), device=device) for tensor in kv]
     attention_backward_dkdv(do, q, *kv, lse, sums, *wide, calls[0])
     for number, grad_part in enumerate(wide):
         grads[number][rows] += grad_part
@@ -156,7 +165,12 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
 
 @pytest.mark.parametrize("size, n_blocks", [(2, 24), (3, 30), (4, 8)])
 @pytest.mark.parametrize("kind", ["paper", "query", "several", "uneven", "mask", "dense heads"])
-def test_placed_blocks_and_continued_softmax(kind, size, n_blocks):
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_placed_blocks_and_continued_softmax(dim, kind, size, n_blocks):
+    check_placed_blocks(dim, kind, size, n_blocks, "cuda", BF16)
+
+
+def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
     """Halves of a tile that lie apart (odd chunks), absent keys, slots, a softmax that goes on: no worse than twice the error of one call."""
     if kind == "mask":
         pattern = random_mask(64, 4, 2, 2, n_blocks)
@@ -165,10 +179,10 @@ def test_placed_blocks_and_continued_softmax(kind, size, n_blocks):
     else:
         pattern = pattern_of({"several": RANGES["several"], "uneven": ((2, 1), (5, 3), (None, 4))}.get(kind, PAPER), 64, 8, 4,
                              "query" if kind == "query" else "kv")
-    inputs, _ = make_inputs(pattern, n_blocks * 64, 128, BF16, "cuda", 2, form="sbhd")
-    length, nothing = n_blocks * 64, torch.zeros(2, pattern.num_heads, n_blocks * 64, device="cuda")
+    inputs, _ = make_inputs(pattern, n_blocks * 64, dim, dtype, device, 2, form="sbhd")
+    length, nothing = n_blocks * 64, torch.zeros(2, pattern.num_heads, n_blocks * 64, device=device)
     views = [tensor.permute(1, 2, 0, 3) for tensor in inputs]
-    truth = eager(*(tensor.double() for tensor in views[:3]), token_mask(pattern, length, "cuda"), 0.2, views[3].double(), nothing.double())
+    truth = eager(*(tensor.double() for tensor in views[:3]), token_mask(pattern, length, device), 0.2, views[3].double(), nothing.double())
     one_call = run_op(inputs, nothing, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
     mine = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in one_call]
     for rank in range(size):
@@ -183,29 +197,34 @@ def test_placed_blocks_and_continued_softmax(kind, size, n_blocks):
 
 
 @pytest.mark.parametrize("ways", list(product(["paper", "window", "several", "dense", "query"], [False, True])), ids=str)
-def test_packed(ways, tiles):
+@pytest.mark.parametrize("dim", [128, 256])
+def test_packed(dim, ways, tiles):
     kind, padded = ways
     pattern = pattern_of(RANGES.get(kind, PAPER), 64, 4, 2, "query" if kind == "query" else "kv")
     lengths = [700, 1, 64, 63, 900, 15, 128, 129]
     slots = [(length + 99) // 64 * 64 for length in lengths] if padded else None
-    inputs, grad_lse, packed, mask = packed_case(pattern, lengths, slots, 128, BF16, "cuda", extra=7)
+    inputs, grad_lse, packed, mask = packed_case(pattern, lengths, slots, dim, BF16, "cuda", extra=7)
     for deterministic in (False, True):
         check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("kind", ["paper", "window"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_documents_do_not_see_what_lies_between(deterministic, dim, kind, tiles):
+    check_documents(deterministic, dim, kind, "cuda", BF16)
+
+
+def check_documents(deterministic, dim, kind, device, dtype):
     """NaN in the rows between documents, and in a neighbour, stays there."""
     pattern = pattern_of(((8, 1),) if kind == "window" else PAPER, 64, 4, 2)
     starts, lengths = [0, 192, 448, 1024], [130, 250, 522]
-    tensors = [torch.randn(1024, heads, dim, device="cuda").to(BF16) for heads in (4, 2, 2, 4)]
-    inside = torch.zeros(1024, dtype=torch.bool, device="cuda")
+    tensors = [torch.randn(1024, heads, dim, device=device).to(dtype) for heads in (4, 2, 2, 4)]
+    inside = torch.zeros(1024, dtype=torch.bool, device=device)
     for start, length in zip(starts, lengths):
         inside[start : start + length] = True
     packed = PackedSequence(
-        torch.tensor([0, 130, 380, 902], dtype=torch.int32, device="cuda"), 522, torch.tensor(starts, dtype=torch.int32, device="cuda")
+        torch.tensor([0, 130, 380, 902], dtype=torch.int32, device=device), 522, torch.tensor(starts, dtype=torch.int32, device=device)
     )
     results = []
     for filler in (0.0, float("nan")):
@@ -213,7 +232,7 @@ def test_documents_do_not_see_what_lies_between(deterministic, dim, kind, tiles)
         for tensor in (query, key, value, grad):
             tensor[~inside] = filler
         query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
-        out = s2_attention(query, key, value, build_layout(pattern, "cuda"), tensor_format="thd", packed=packed, backend="gluon",
+        out = s2_attention(query, key, value, build_layout(pattern, device), tensor_format="thd", packed=packed, backend="gluon",
                            deterministic=deterministic)
         results.append([tensor[inside] for tensor in (out.detach(), *torch.autograd.grad(out, (query, key, value), grad))])
     for clean, poisoned in zip(*results):
@@ -221,7 +240,7 @@ def test_documents_do_not_see_what_lies_between(deterministic, dim, kind, tiles)
         assert (clean.double() - poisoned.double()).norm() <= 1e-2 * clean.double().norm()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
 def test_agrees_with_the_portable_kernels_at_length(dim):
     pattern = pattern_of(((16, 1), (None, 16)), 64, 8, 4, dense_heads=[1])
     inputs, grad_lse = make_inputs(pattern, 70001, dim, BF16, "cuda", form="sbhd")
@@ -256,9 +275,10 @@ def test_what_they_do_not_compute_is_said(capfd, monkeypatch):
     assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
 
 
-def test_deterministic_repeats_are_equal_bit_for_bit():
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_deterministic_repeats_are_equal_bit_for_bit(dim):
     pattern = pattern_of(((8, 1), (None, 8)), 64, 8, 2)
-    inputs, grad_lse = make_inputs(pattern, 4096, 128, BF16, "cuda", form="sbhd")
+    inputs, grad_lse = make_inputs(pattern, 4096, dim, BF16, "cuda", form="sbhd")
     first = run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
     for _ in range(20):
         for name, one, two in zip(first._fields, first, run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)):

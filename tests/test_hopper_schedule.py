@@ -133,7 +133,7 @@ def key_walk(monkeypatch):
         produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED FOLD KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
         return tiles, arguments
 
@@ -183,6 +183,24 @@ def test_key_tiles_of_ranges(mixed, key_walk):
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
             is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
             assert is_long == sorted(is_long, reverse=True)
+
+
+@pytest.mark.parametrize("n_blocks", [64, 67, 80])
+def test_long_columns_pass_by_the_same_queries_together(n_blocks, key_walk):
+    """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
+    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3)))
+    tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
+    assert arguments["FOLD"] and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
+    for head in range(3):
+        own = [tile for tile in tiles if tile.kv_head == head]
+        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in own]
+        members = sum((block + pattern.heads[head].offset) % 4 == 0 for block in range(n_blocks))
+        long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
+        assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
+        assert all(visits[-1] == n_blocks - 1 and visits == sorted(visits) for visits in long[1::2])
+        assert all(len(visits) <= 8 for visits in rest) and min(map(len, long)) <= 8
+        together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
+        assert len(long) < 4 or max(together) - min(together) <= 4, "one pair of blocks may lack its second"
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):

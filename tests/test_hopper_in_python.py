@@ -1,0 +1,80 @@
+"""The Hopper kernels as plain Python (gluon_in_python.py), launched as on a GPU: what they compute, and how loading and computing partitions
+wait for each other, in an order of events that chance decides."""
+
+import pytest
+import torch
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from s2_megatron import attention
+from s2_megatron.kernels import hopper, launch
+from tests.conftest import HAS_GPU
+from tests.gluon_in_python import Machine
+from tests.oracle import check_against_eager, make_inputs, token_mask
+from tests.test_attention import packed_case, pattern_of, random_mask
+from tests.test_hopper import (
+    MIX,
+    PAPER,
+    check_documents,
+    check_placed_blocks,
+    tiles,  # noqa: F401 (a fixture)
+)
+
+F16 = torch.float16
+pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch", "in_python"),
+              pytest.mark.skipif(HAS_GPU, reason="where there is a GPU the kernels run on it")]
+SEVERAL = ((2, 1), (4, 2), (None, 4))
+
+
+@pytest.fixture(params=[0])
+def in_python(request, monkeypatch):
+    machine = Machine(request.param)
+    monkeypatch.setattr(GluonJITFunction, "run", lambda kernel, *arguments, **options: machine.run(kernel, *arguments, **options))
+    monkeypatch.setattr(attention, "resolve_backend", lambda name, device_type: name)
+    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+
+
+def check(pattern, dim, length, deterministic=True, **options):
+    inputs, grad_lse = make_inputs(pattern, length, dim, F16, "cpu", form="sbhd")
+    check_against_eager(inputs, grad_lse, pattern, "sbhd", token_mask(pattern, length), 2 * dim**-0.5, backend="gluon",
+                        deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 136, 256])
+def test_head_dims(dim, deterministic):
+    """Two query heads of a KV group in a tile."""
+    check(pattern_of(((2, 1), (None, 2)), 64, 2, 1), dim, 410, deterministic)
+
+
+@pytest.mark.parametrize("dim", [128, 192])
+@pytest.mark.parametrize("length", [1, 64, 65, 640])
+def test_two_query_blocks_in_a_tile(length, dim):
+    check(pattern_of(SEVERAL, 64, 2, 2), dim, length)
+
+
+@pytest.mark.parametrize("pattern", [pattern_of(PAPER, 64, 4, 2, "query"), MIX], ids=["query", "mix"])
+def test_heads_that_differ(pattern):
+    check(pattern, 192, 450)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 2, 2), (2, 1, 2)], ids=str)
+def test_block_masks(heads, diagonal):
+    check(random_mask(64, *heads, 8, diagonal=diagonal), 256, 500)
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_packed(ratio):
+    pattern = pattern_of(((2, 1), (None, 2)), 64, 2, 2 // ratio)
+    inputs, grad_lse, packed, mask = packed_case(pattern, [200, 1, 64, 150], [256, 64, 64, 192], 192, F16, "cpu", extra=7)
+    check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=True)
+
+
+def test_documents_do_not_see_nan(tiles):  # noqa: F811
+    check_documents(True, 192, "paper", "cpu", F16)
+
+
+@pytest.mark.parametrize("kind", ["paper", "mask"])
+def test_placed_blocks_and_continued(kind):
+    check_placed_blocks(192, kind, 2, 8, "cpu", F16)
