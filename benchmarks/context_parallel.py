@@ -124,8 +124,8 @@ class Bench:
             self.args.head_dim,
         )
         backend = "triton" if self.backend == "auto" else self.backend  # the same kernels on one GPU and on several
-        found = check_case(case, comm_type, self.dtype, self.group, self.device, backend)
-        if max(found[name] for name in NAMES) > FACTOR or not found["repeats"] or not found["bytes"]:
+        found = check_case(case, (comm_type,), self.dtype, self.group, self.device, backend)[comm_type]
+        if max(found[name] for name in NAMES) > FACTOR or not found["repeats"] or not found["bytes"] or found["waited"]:
             raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
 
     def measure(self, comm_type, tokens, alone) -> dict:
