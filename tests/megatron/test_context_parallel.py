@@ -56,9 +56,9 @@ def test_a_mistake_would_show(resumed, baseline, same_training, scripts):
 
 def test_deterministic_mode_repeats_every_bit(resumed):
     """Two runs over all three exchanges with Megatron's flag, under which torch refuses what it knows to be unrepeatable."""
-    flags = f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --deterministic-mode --exit-interval 12"
+    flags = f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --deterministic-mode"
     first, second = (resumed(f"deterministic_{number}", 2, flags) for number in range(2))
-    assert sorted(first.losses) == [11, 12]
+    assert sorted(first.losses) == list(range(11, 21))  # a difference of a bit in one gradient shows after some steps only
     assert first.losses == second.losses
     assert first.grad_norms == second.grad_norms
 
