@@ -1,7 +1,7 @@
 """How far every mix of TP, SP, PP, VPP, CP, DP and EP is from one process, in the loss, over 10 iterations from one checkpoint.
 
     python tests/megatron/parallel_table.py --processes 2 --precisions fp32 --json table.json   # two GPUs; then bf16; --processes 4, 8
-    python tests/megatron/parallel_table.py --processes 2 --only cp2 tp2_sp                         # without a GPU: gloo, fp32, a smaller model
+    python tests/megatron/parallel_table.py --processes 2 --only cp2 tp2_sp     # without a GPU: gloo, fp32, a smaller model
 
     | layout | processes | backend | precision | largest difference | relative | stock dense | bound | verdict |
     |---|---|---|---|---|---|---|---|---|
@@ -10,8 +10,8 @@
     ...
 
 fp32, without TF32 and with Megatron's local layers: at most 1e-5. bf16: at most twice the difference that Megatron's own dense model shows
-between the same two layouts. Where that one cannot run (CP and SP take Transformer Engine, and CP no packed rows) the bound is twice the largest
-of the other layouts' in the table, in brackets; without any the row is not judged, which is no success.
+between the same two layouts. Where that one cannot run (CP and SP take Transformer Engine, and CP no packed rows) the bound is twice the
+largest of the other layouts' in the table, in brackets; without any the row is not judged, which is no success.
 """
 
 from __future__ import annotations
