@@ -131,9 +131,9 @@ def key_walk(monkeypatch):
             return count + 1
 
         produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
-        columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        columns = take("counter n_programs fold n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED FOLD KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
         return tiles, arguments
 
@@ -167,10 +167,12 @@ def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_key_tiles_of_ranges(mixed, key_walk):
+def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
     """Also: tiles of the blocks that the last range has, which take long, come first."""
     random = Random(7 + mixed)
     for _ in range(150):
+        processors = random.choice((1, 132))
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device, processors=processors: processors)
         groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
         heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
         pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
@@ -185,22 +187,30 @@ def test_key_tiles_of_ranges(mixed, key_walk):
             assert is_long == sorted(is_long, reverse=True)
 
 
+@pytest.mark.parametrize("ratio", [1, 3])
 @pytest.mark.parametrize("n_blocks", [64, 67, 80])
-def test_long_columns_pass_by_the_same_queries_together(n_blocks, key_walk):
+def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_walk, monkeypatch):
     """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
-    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3)))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio)))
     tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
-    assert arguments["FOLD"] and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
+    assert arguments["fold"] == 1 and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
     for head in range(3):
-        own = [tile for tile in tiles if tile.kv_head == head]
-        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in own]
-        members = sum((block + pattern.heads[head].offset) % 4 == 0 for block in range(n_blocks))
+        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in tiles if tile.kv_head == head]
+        members = sum((block + pattern.heads[head * ratio].offset) % 4 == 0 for block in range(n_blocks))
         long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
         assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
         assert all(visits[-1] == n_blocks - 1 and visits == sorted(visits) for visits in long[1::2])
-        assert all(len(visits) <= 8 for visits in rest) and min(map(len, long)) <= 8
+        assert all(len(visits) <= 8 * ratio for visits in rest) and min(map(len, long)) <= 8 * ratio
         together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
-        assert len(long) < 4 or max(together) - min(together) <= 4, "one pair of blocks may lack its second"
+        assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
+
+
+def test_few_long_columns_are_not_joined(key_walk):
+    """Where one program with two of them would work longer than all others."""
+    pattern = RangePattern(64, 1, (HeadPattern(((4, 1), (None, 4))),) * 3)
+    tiles, arguments = key_walk(pattern, 64 * 64, 64 * 64)
+    assert arguments["fold"] == 0 and len(tiles) == arguments["n_programs"]
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):

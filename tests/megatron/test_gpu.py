@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -106,6 +108,20 @@ def test_packed_documents(trained, flags):
     name = "packed2" if "micro" in flags else "packed"
     exact = run(f"{name}_fp32", f"--s2-backend reference --s2-dense-core s2 {flags}")
     assert distance(run(name, f"--s2-backend triton --s2-dense-core s2 {flags}"), exact) <= 1e-4
+
+
+def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, scripts, tmp_path):
+    """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool says who is missing."""
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    flags = f"--train-iters 20 --context-parallel-size 2 --distributed-timeout-seconds-after-init 20 --flight-recorder-dump-path {tmp_path}"
+    options = dict(model=MODEL, spec=SPECS["local"], script=scripts / "dying_pretrain.py", environment={"AT_EXCHANGE": "80", "HANGS": "1"})
+    start = time.monotonic()
+    gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
+    assert time.monotonic() - start < 200
+    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks", str(tmp_path)]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert re.search(r"missing ranks: {1}", done.stdout + done.stderr), f"{done.stdout}\n{done.stderr}"
 
 
 @pytest.fixture
