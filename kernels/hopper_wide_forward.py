@@ -145,8 +145,8 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
                             o_layout, HEAD_DIM, BLOCK_D)
         masked_blocks = 2 * masked_steps if LISTED else 2 * masked_steps + 2  # with those of step 0
         out, running_max, running_sum, count = attend_masked(
-            out, running_max, running_sum, q_buffers, k_buffers, v_buffers, words, barriers, count, masked_blocks, marks, first_row, length, scale,
-            HALF, PACKED, PACK, LISTED, BLOCK_D, K_STAGES, V_STAGES)
+            out, running_max, running_sum, q_buffers, k_buffers, v_buffers, words, barriers, count, masked_blocks, marks, first_row, length,
+            scale, HALF, PACKED, PACK, LISTED, BLOCK_D, K_STAGES, V_STAGES)
         if free_steps > 0:
             out, running_max, running_sum, count = attend_free(
                 out, running_max, running_sum, q_buffers, k_buffers, v_buffers, barriers, count, 2 * free_steps, scale, HALF, BLOCK_D, K_STAGES,
