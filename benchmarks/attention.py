@@ -6,7 +6,7 @@
     python benchmarks/attention.py --seq-lengths 8192,131072 --num-kv-heads 8             # a shape and pattern of your own
     python benchmarks/attention.py --config configs/s2_7b_hybrid.yaml --layer 1 --seq-lengths 32768
     python benchmarks/attention.py --tensor-format thd --documents 64 --seq-lengths 2048 --length-spread log-normal
-    python benchmarks/plots.py benchmarks/results/h200.json benchmarks/results/h200_crossover.json --out docs
+    python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
     python benchmarks/attention.py --list                                                 # suites, groups and entries
 
 1. Before anything is timed, every case is compared with fp64 on 2065 tokens: out, LSE and gradients may err twice as much as plain attention
@@ -24,7 +24,7 @@ Sample of the output, shortened (NVIDIA H200):
 
     -- 128K: matmul 778 TF/s
     128K 32/32 D128  S2    7.7 %  forward    18.34 ms (18.24-18.57)  588 TF/s  backward    60.61 ms (59.74-61.48)  445 TF/s  ...  19.23 x FA-2
-      MISSED 128K 32/32 D128: times FlashAttention-2: 18.71 (must 20, goal 24.9)
+      MISSED 128K 32/32 D128: times FlashAttention-2: 19.23 (must 20, goal 24.9)
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 import sys
 import time
 
@@ -59,7 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--entries", type=lambda text: text.split(","), help="only these, e.g. 'S2,FA-2 dense'")
     parser.add_argument("--plug", action="append", default=[], metavar="FILE.py", help="a file that registers more entries, see entries.py")
     parser.add_argument("--seconds", type=float, default=1.5, help="time of one entry on one case (default 1.5; three rounds at least)")
-    parser.add_argument("--json", metavar="FILE", help="write rows, versions, hardware and the command")
+    parser.add_argument("--json", metavar="FILE", help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
     parser.add_argument("--no-first-call", action="store_true", help="leave out the first call in fresh processes")
     parser.add_argument("--seq-lengths", default="8192,32768,131072", help="tokens of a sequence; with thd the mean of a document")
     parser.add_argument("--batch", type=int, default=1)
@@ -202,8 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("error: no GPU; this measures speed on an NVIDIA GPU")
-    command = shlex.join(["python", "benchmarks/attention.py", *(sys.argv[1:] if arguments is None else arguments)])
-    content = dict(command=command, versions=report.versions(), hardware=report.hardware(), settings=report.settings_of(args))
+    origin = report.provenance("benchmarks/attention.py", sys.argv[1:] if arguments is None else arguments)
+    content = dict(**origin, settings=report.settings_of(args))
     print(f"{content['hardware']['gpu']}, " + ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
     rows: list[dict] = []
 

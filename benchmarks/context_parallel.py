@@ -1,6 +1,7 @@
 """Times one attention layer whose sequence lies on several GPUs, for every exchange, beside one GPU; counts what is sent.
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/context_parallel.py --seq-lengths 32768,131072 --json cp4.json
+    python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp4.json      # no GPU needed
 
 First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not timed. Then, per length:
 
@@ -10,6 +11,9 @@ step       median over repeats of the slowest rank, forward alone and forward + 
 exposed    the median step minus that of the same step whose collectives do nothing: communication that nothing hid, in ms and % of the step
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence over this step
+
+--predict N adds the row of `sparse` on N ranks that follows from the measured ones (predict.py says how), marked "predicted" in the table and
+the JSON; with --from FILE nothing is measured, and the rows of a JSON are the measured ones.
 
 `te:p2p` and the like are Transformer Engine's dense attention with that cp_comm_type, where it is installed. On a machine without GPUs the
 script runs over gloo with the reference backend, for its own test.
@@ -30,6 +34,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import report
+from benchmarks.predict import Layer, explained, predict
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel, check_comm_type
 from s2_megatron.cp_exchange import count_traffic
@@ -37,8 +43,7 @@ from s2_megatron.cp_plan import layer_costs
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import make_range_pattern
 from tests.context_parallel.cases import Case
-from tests.context_parallel.check import FACTOR, check_case
-from tests.context_parallel.worker import NAMES
+from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
 
@@ -54,16 +59,24 @@ def silent_collectives():
         dist.all_to_all_single, dist.all_gather_into_tensor = kept
 
 
+def pattern_of(args):
+    """Of the layer that is timed. args: of parse(), or the settings of a JSON."""
+    ranges = ((args.local_tokens // args.block, 1), (None, args.stride))
+    return make_range_pattern(
+        block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=ranges, dense_heads=dense_heads(args)
+    )
+
+
+def dense_heads(args):
+    return {"spread": args.dense_heads} if args.dense_heads else ()
+
+
 class Bench:
     def __init__(self, args, group, device):
         self.args, self.group, self.device = args, group, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.backend = args.backend if device.type == "cuda" else "reference"
-        ranges = ((args.local_tokens // args.block, 1), (None, args.stride))
-        dense = {"spread": args.dense_heads} if args.dense_heads else ()
-        self.pattern = make_range_pattern(
-            block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=ranges, dense_heads=dense
-        )
+        self.pattern = pattern_of(args)
 
     def tensors(self, tokens):
         """[query, key, value] as strided pieces of one projection, and the gradient of out."""
@@ -117,22 +130,23 @@ class Bench:
         return None if result.isnan().any() else result.tolist()
 
     def check(self, comm_type) -> None:
-        heads, kv_heads = self.args.heads, self.args.kv_heads
-        case = Case(
-            make_range_pattern(block_size=self.args.block, num_heads=heads, num_kv_heads=kv_heads, ranges=((2, 1), (None, 4)), layer_index=1),
-            2 if self.device.type == "cuda" else 1,
-            self.args.head_dim,
-        )
-        backend = "triton" if self.backend == "auto" else self.backend  # the same kernels on one GPU and on several
-        found = check_case(case, comm_type, self.dtype, self.group, self.device, backend)
-        if max(found[name] for name in NAMES) > FACTOR or not found["repeats"] or not found["bytes"]:
-            raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
+        """Of the backend that is timed, on a short sequence; bits in deterministic mode. Raises SystemExit when something is wrong."""
+        args = self.args
+        pattern = make_range_pattern(
+            block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=((2, 1), (None, 4)), layer_index=1,
+            dense_heads=dense_heads(args),
+        )  # fmt: skip
+        case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
+        for deterministic in (False, True):
+            found = check_case(case, comm_type, self.dtype, self.group, self.device, self.backend, deterministic)
+            if not is_right(found, bits=deterministic):
+                raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
 
     def measure(self, comm_type, tokens, alone) -> dict:
         """One row of the table."""
         args, size = self.args, self.group.size()
         cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received)
-        cp.prepare(tokens)
+        cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
         parts, grad = self.tensors(tokens // size)
 
         def function(*qkv):
@@ -185,10 +199,33 @@ def line_of(row: dict) -> str:
     if "silent_step_ms" in row:
         exposed = row["step_ms"] - row["silent_step_ms"]
         text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})  work {row['work']:.3f}"
-    return text + (f"  {row['speed_up']:.2f} x one GPU" if "speed_up" in row else "")
+    text += f"  {row['speed_up']:.2f} x one GPU" if "speed_up" in row else ""
+    return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
 
 
-def parse():
+def predictions(args, rows: list[dict], itemsize: int, ranks: int) -> list[dict]:
+    """The predicted row of every length of the rows, printed. Raises ValueError where what it takes was not measured."""
+    found = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        found.append(predict(rows, Layer(pattern_of(args), tokens, args.head_dim, itemsize, args.keep_received), ranks))
+        print(f"{line_of(found[-1])}\n{explained(found[-1])}", flush=True)
+    return found
+
+
+def predict_from(args) -> None:
+    """The predictions from the rows of a JSON; with --json all of them in another one."""
+    content = json.loads(args.source.read_text())
+    settings = argparse.Namespace(**content["settings"])
+    card = content["hardware"]["gpu"] if "hardware" in content else content["device"]
+    print(f"from {args.source}: {card}, commit {content['commit']}")
+    itemsize = getattr(torch, content.get("dtype", "bfloat16")).itemsize
+    rows = [row for row in content["rows"] if not row.get("predicted")]
+    found = predictions(settings, rows, itemsize, args.predict)
+    if args.json:
+        report.write_json(args.json, {**content, "rows": [*rows, *found]})
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seq-lengths", default="32768,131072")
     parser.add_argument("--heads", type=int, default=32)
@@ -200,16 +237,35 @@ def parse():
     parser.add_argument("--dense-heads", type=int, default=0)
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES))
     parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
-    parser.add_argument("--backend", default="auto", help="auto: the fastest kernels for each call, which one GPU may have and several not")
+    parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several; checked and timed alike")
     parser.add_argument("--keep-received", action="store_true")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
+    parser.add_argument("--predict", type=int, metavar="RANKS", help="also predict the time of sparse on so many ranks")
+    parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="with --predict: measure nothing, take the rows of a JSON")
+    args = parser.parse_args(arguments)
+    if args.source and not args.predict:
+        parser.error("--from is for --predict, which says for how many ranks")
+    return args
+
+
+def origin(args, dtype) -> dict:
+    """All of a JSON but its rows."""
+    launcher = f"torchrun --nproc-per-node {dist.get_world_size()}"
+    if (connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) is not None:
+        launcher = f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {launcher}"
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "predict", "source")}
+    return dict(**report.provenance("benchmarks/context_parallel.py", sys.argv[1:], launcher), dtype=str(dtype)[6:], settings=settings)
 
 
 def main() -> None:
     args = parse()
+    if args.source:
+        try:
+            return predict_from(args)
+        except (OSError, ValueError, KeyError) as problem:
+            raise SystemExit(f"error: --from {args.source}: {problem}") from problem
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -217,9 +273,10 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     bench = Bench(args, dist.group.WORLD, device)
     first = dist.get_rank() == 0
-    rows = []
+    rows: list[dict] = []
     if first:
         card = torch.cuda.get_device_name() if on_gpu else "CPU"
+        content = origin(args, bench.dtype)
         print(f"{dist.get_world_size()} ranks, {card}, torch {torch.__version__}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, "
               f"{bench.pattern.describe()}, blocks of {args.block}, {str(bench.dtype)[6:]}", flush=True)
     exchanges = []
@@ -243,9 +300,15 @@ def main() -> None:
             rows.append(bench.transformer_engine(comm_type, tokens))
             if first:
                 print(line_of(rows[-1]), flush=True)
-    if first and args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
-        args.json.write_text(json.dumps(dict(device=card, torch=torch.__version__, settings=settings, rows=rows), indent=1) + "\n")
+        if first and args.json:
+            report.write_json(args.json, {**content, "rows": rows})
+    if first and args.predict:
+        try:
+            rows += predictions(args, rows, bench.dtype.itemsize, args.predict)
+        except ValueError as problem:
+            print(f"not predicted: {problem}", flush=True)
+        if args.json:
+            report.write_json(args.json, {**content, "rows": rows})
     dist.destroy_process_group()
 
 

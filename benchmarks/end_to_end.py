@@ -2,10 +2,11 @@
 
     python benchmarks/end_to_end.py --gpus 4 --rows 1p3b-128k-cp4 --json e2e.json      # a group of rows; --list prints the groups
     python benchmarks/end_to_end.py --gpus 1 --rows 1p3b-32k,memory                    # several; --gpus: the ranks of every run
+    python benchmarks/end_to_end.py --gpus 2 --rows 1p3b-128k-cp2                      # a row needs tp * cp * pp GPUs, or a multiple
     python benchmarks/end_to_end.py --gpus 4 --rows 7b-8layers-1m-cp4-full-keep-s2,7b-8layers-1m-cp4-full-dense
     python benchmarks/end_to_end.py --gpus 1 --rows tiny                               # a minute on a CPU (gloo, fp32)
 
-    row                           step ms  tokens/s  peak GiB  GiB/1K  beside weights  TFLOP/s   util.   dense      loss  grad norm
+    row                           step ms  tokens/s  peak GiB  MiB/token  beside weights  TFLOP/s   util.   dense      loss  grad norm
     1p3b-128k-cp4-full-keep-s2    ...
     1p3b-32k-none-dense           out of memory: CUDA out of memory. Tried to allocate 64.00 GiB. ... (49 s; 1p3b-32k-none-dense.log)
 
@@ -28,8 +29,8 @@ last error line, one that runs out of --time-limit with the numbers that it had 
 step ms         median of Megatron's iteration times after the second
 tokens/s        of all GPUs together
 peak GiB        torch's largest allocated memory, of the fullest rank; Megatron asks one rank of those that are data-parallel to each other
-GiB/1K          that per 1024 tokens of a sequence on one context-parallel rank
-beside weights  the same of what the step needs on top of what stays (weights, gradients, optimizer): activations and temporaries
+MiB/token       that per token of a sequence on one context-parallel rank (1 MiB a token is 1 GiB per 1024 of them)
+beside weights  MiB per token of what the step needs on top of what stays (weights, gradients, optimizer): activations and temporaries
 TFLOP/s, util.  Megatron's FLOPs of the model per GPU and second, attention counted on attended pairs, recomputation not; share of the card's
                 dense bf16 rate (--peak-tflops for cards that are not in the list)
 dense           tokens/s over those of the fastest `dense` row with the same shape, length, parallel sizes, recomputation and offloading
@@ -53,6 +54,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.end_to_end_rows import GROUPS, Machine, Row, chosen_rows, row_environment, row_flags, sequences
+from benchmarks.report import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIPPED_STEPS = 2  # the first compiles, and the time of the second in Megatron's log is the mean of both
@@ -73,27 +75,27 @@ ERROR = re.compile(r"(?:^|[\s\]:])((?:[\w.]*(?:Error|Exception)|[\w.]+: error): 
 
 # In a process of its own: this one must not hold memory of the GPUs that it measures.
 PROBE = """
-import importlib, json, platform
-from s2_megatron.env_report import report
-lines = {name: text for name, text in report().items() if name not in ("python", "platform")}
+import importlib, json, sys
+import torch
+from benchmarks.report import provenance
 
 def imports(module):
     try:
         importlib.import_module(module)
     except (ImportError, OSError):
         return False
-    return "gpu 0" in lines
+    return torch.cuda.is_available()
 
-found = {"versions": {"python": platform.python_version(), **lines}}
+found = {"origin": provenance("benchmarks/end_to_end.py", sys.argv[1:])}
 found["transformer_engine"] = imports("transformer_engine.pytorch")
 found["fused_gradients"] = imports("fused_weight_gradient_mlp_cuda")
 print(json.dumps(found))
 """
 
 
-def probe() -> dict:
-    """{"versions": {name: text}, GPUs among them; "transformer_engine" and "fused_gradients": whether Machine has them}"""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+def probe(arguments: list[str]) -> dict:
+    """{"origin": report.provenance() of a run with these arguments; "transformer_engine" and "fused_gradients": whether Machine has them}"""
+    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         raise SystemExit(f"the versions could not be asked: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -216,7 +218,7 @@ def add_ratios(rows: list[Row], results: list[dict]) -> None:
         result["over_dense"] = result["tokens_per_s"] / max(dense) if dense else None
 
 
-HEADS = ("step ms", "tokens/s", "peak GiB", "GiB/1K", "beside weights", "TFLOP/s", "util.", "dense", "loss", "grad norm")
+HEADS = ("step ms", "tokens/s", "peak GiB", "MiB/token", "beside weights", "TFLOP/s", "util.", "dense", "loss", "grad norm")
 FIELDS = (
     ("step_ms", "{:.1f}"), ("tokens_per_s", "{:,.0f}"), ("peak_gib", "{:.2f}"), ("gib_per_1k", "{:.3f}"), ("activation_gib_per_1k", "{:.3f}"),
     ("tflops", "{:.1f}"), ("utilisation", "{:.1%}"), ("over_dense", "{:.2f} x"), ("loss", "{:.4f}"), ("grad_norm", "{:.3f}"),
@@ -239,14 +241,6 @@ def table(results: list[dict]) -> list[str]:
     return lines
 
 
-def write_json(path: Path, content: dict) -> None:
-    """In one step, after every row: a run that is cut off leaves the rows that it had."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="The names of rows are explained at the top of this file.")
     parser.add_argument("--rows", default="tiny", help="comma-separated names of rows and groups")
@@ -258,7 +252,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="more flags of Megatron for every row: --flags='--lr 1e-4 --bf16'")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOP/s of a card, for the utilisation")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "end_to_end", help="folder of the runs' output")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
     args = parser.parse_args(argv)
     if args.train_iters <= SKIPPED_STEPS:
         parser.error(f"--train-iters {args.train_iters}: expected more than {SKIPPED_STEPS}, which are not measured")
@@ -275,21 +269,21 @@ def main(argv: list[str] | None = None) -> None:
         rows = chosen_rows(args.rows)
     except ValueError as problem:
         raise SystemExit(str(problem)) from None
-    found = probe()
-    card = found["versions"].get("gpu 0")
+    found = probe(sys.argv[1:] if argv is None else argv)
+    origin = found["origin"]
+    card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
     machine = Machine(args.gpus, card is not None, found["transformer_engine"], found["fused_gradients"])
     peak_tflops = args.peak_tflops or next((rate for name, rate in PEAK_TFLOPS.items() if card and name in card), None)
     implementation = "Transformer Engine" if machine.transformer_engine else "Megatron's local implementation"
-    print(f"{args.gpus} ranks, {card or 'CPU'}, torch {found['versions']['torch']}, {implementation}", flush=True)
-    command = shlex.join(["python", "benchmarks/end_to_end.py", *(sys.argv[1:] if argv is None else argv)])
+    print(f"{args.gpus} ranks, {card or 'CPU'}, torch {origin['versions']['torch']}, {implementation}", flush=True)
     results: list[dict] = []
     for row in rows:
         results.append(run_row(row, machine, args, peak_tflops))
         print(table(results[-1:])[-1], flush=True)
         add_ratios(rows, results)
         if args.json:
-            content = dict(command=command, versions=found["versions"], device=card or "CPU", ranks=args.gpus, peak_tflops=peak_tflops)
-            write_json(args.json, {**content, "transformer_engine": machine.transformer_engine, "rows": results})
+            content = dict(**origin, ranks=args.gpus, peak_tflops=peak_tflops, transformer_engine=machine.transformer_engine)
+            write_json(args.json, {**content, "rows": results})
     print("\n" + "\n".join(table(results)))
 
 

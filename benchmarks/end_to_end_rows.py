@@ -43,7 +43,11 @@ EXCHANGES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "sparse": "s
 OFFLOADED_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 
 GROUPS = {
-    "1p3b-128k-cp4": ("1p3b-128k-cp4-full-keep-s2", "1p3b-128k-cp4-full-s2", "1p3b-128k-cp4-full-p2p-dense"),
+    "1p3b-128k-cp2": ("1p3b-128k-cp2-full-keep-s2", "1p3b-128k-cp2-full-s2", "1p3b-128k-cp2-full-p2p-dense", "1p3b-128k-cp2-full-a2a-dense"),
+    "1p3b-128k-cp4": (
+        "1p3b-128k-cp4-full-keep-s2", "1p3b-128k-cp4-full-s2", "1p3b-128k-cp4-full-p2p-dense", "1p3b-128k-cp4-full-a2a-dense",
+        "1p3b-128k-cp4-full-allgather-dense",
+    ),
     "1p3b-128k-cp8": ("1p3b-128k-cp8-full-keep-s2", "1p3b-128k-cp8-full-s2", "1p3b-128k-cp8-full-p2p-dense", "1p3b-128k-cp8-full-a2a-dense"),
     "1p3b-32k": ("1p3b-32k-none-s2", "1p3b-32k-none-dense", "1p3b-32k-selective-s2", "1p3b-32k-selective-dense"),
     "memory": (

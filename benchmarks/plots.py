@@ -1,9 +1,10 @@
 """Draws the results of benchmarks/attention.py.
 
-    python benchmarks/plots.py benchmarks/results/h200.json benchmarks/results/h200_crossover.json --out docs
+    python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
 
-Writes speedup.png (forward + backward, over FlashAttention-2, by sequence length; dense peers and the length where they are overtaken) and
-rates.png (TF/s on attended pairs at the longest length, beside the matmul's) into --out, and prints the crossover lengths:
+Takes the files of several runs; a length that two of them measured is drawn from the later one on the command line, with its own peers. Writes
+speedup.png (forward + backward, over FlashAttention-2, by sequence length; dense peers and the length where they are overtaken) and rates.png
+(TF/s on attended pairs at the longest length, beside the matmul's) into --out, and prints the crossover lengths:
 
     S2 is faster than FA-2 dense from ... tokens on
 """
@@ -27,14 +28,17 @@ ORDER = tuple(COLOURS)
 
 
 def read_rows(paths: list[str]) -> tuple[list[dict], str]:
-    """(rows of all files, a line about the machine). Raises ValueError for a file that attention.py did not write."""
+    """(rows of all files, a line about the machine). A row's group becomes (number of the file, group): groups of one name in two files were
+    not timed in turns. Raises ValueError for a file that attention.py did not write."""
     rows, machines = [], []
-    for path in paths:
+    for number, path in enumerate(paths):
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("rows"), list):
             raise ValueError(f"{path} has not the form that benchmarks/attention.py --json writes (format 1); measure anew")
-        rows += content["rows"]
+        if any("entry" not in row for row in content["rows"]):
+            raise ValueError(f"{path} is of another benchmark than benchmarks/attention.py")
+        rows += [{**row, "group": (number, row["group"])} for row in content["rows"]]
         machines.append(f"{content['hardware']['gpu']}, torch {content['versions']['torch']}, triton {content['versions'].get('triton', '?')}")
     return rows, "; ".join(dict.fromkeys(machines))
 

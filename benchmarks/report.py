@@ -1,4 +1,4 @@
-"""From samples to rows, and rows to text and to a file."""
+"""From samples to rows, and rows to text and to a file; where a file's numbers come from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,54 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from benchmarks.timing import quantile
+from s2_megatron.env_report import ENVIRONMENT_PREFIXES
 
 FORMAT = 1  # of the JSON
-DISTRIBUTIONS = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "dkernel", "numpy")
+ROOT = Path(__file__).resolve().parent.parent
+DISTRIBUTIONS = ("triton", "megatron-core", "transformer-engine", "flash-attn-4", "nvidia-cutlass-dsl", "dkernel", "numpy")
+PLACES = ("_DIR", "_HOME", "_PATH")  # ends of variables that say where something lies, not how fast it runs
 BASELINE = "FA-2 dense"
+
+
+def provenance(script: str, arguments: list[str], launcher: str = "python") -> dict[str, object]:
+    """What every file of results begins with: {"command", "versions", "hardware", "environment", "commit"}. script: its path in the project."""
+    names = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIXES) and not name.endswith(PLACES))
+    environment = {name: os.environ[name] for name in names}
+    command = f"{launcher} {shlex.join([script, *arguments])}"
+    return dict(command=command, versions=versions(), hardware=hardware(), environment=environment, commit=commit())
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" behind it when files other than results differ from it; S2_COMMIT instead where that is set, for
+    machines to which the files were copied without .git. None where neither is there."""
+    if os.environ.get("S2_COMMIT"):
+        return os.environ["S2_COMMIT"]
+
+    def git(*words):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:  # a copy inside of another checkout
+            return None
+        head = git("rev-parse", "--short", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}-dirty" if changed else head
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     for name in DISTRIBUTIONS:
         try:
             found[name] = importlib.metadata.version(name)
@@ -29,9 +63,13 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, object]:
+    """The first GPU, and the names of all that this process sees; {"gpu": "none"} without one."""
+    if not torch.cuda.is_available():
+        return {"gpu": "none", "gpus": []}
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, object] = {
-        "gpu": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1), "sms": properties.multi_processor_count,
+        "gpu": properties.name, "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "memory_gib": round(properties.total_memory / 2**30, 1), "sms": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}",
     }  # fmt: skip
     command = ["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm,driver_version", "--format=csv,noheader"]
@@ -98,8 +136,8 @@ def verdict_text(verdict) -> str:
     return f"  {'met   ' if verdict.met else 'MISSED'} {verdict.text}: {verdict.value:.2f} ({', '.join(aims)})"
 
 
-def write_json(path: str, content: dict) -> None:
-    """Atomically: a reader never sees half a file."""
+def write_json(path: str | Path, content: dict) -> None:
+    """Atomically: a reader never sees half a file, and a run that is cut off leaves what it wrote before."""
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     temporary = f"{path}.tmp"

@@ -1,7 +1,7 @@
 """Measures tile sizes on the present GPU and prints the rows of the table in kernels/tiles.py with the fastest ones.
 
-    python benchmarks/tune.py                                                # head dims 64, 128, 256 in bf16
-    python benchmarks/tune.py --head-dims 256 --dtypes bfloat16,float32      # fp32 takes shorter sequences, see --seq-length
+    python benchmarks/tune.py                                                # every row: head dims 32, 64, 128, 256 in bf16 and fp32
+    python benchmarks/tune.py --head-dims 256 --dtypes bfloat16              # one of them; fp32 takes shorter sequences, see --seq-length
     python benchmarks/tune.py --families forward --head-dims 128 --show 8    # one family, its eight fastest candidates
     python benchmarks/tune.py --together 1,2,4,8                             # also how many heads should share L2
 
@@ -67,8 +67,8 @@ def portable_candidates(role: str, key: Key) -> list[Tile]:
 
 @contextmanager
 def portable_force(role: str, key: Key, tile: Tile):
-    """Puts a tile into the table, of large and small cards alike, for as long as the context lasts."""
-    tables = (tiles._TABLE, tiles._SMALL_TABLE)
+    """Puts a tile into the tables of all cards for as long as the context lasts."""
+    tables = (tiles._TABLE, tiles._AMPERE_TABLE, tiles._SMALL_TABLE)
     before = [table.get(key) for table in tables]
     row = tuple(tile if name == role else other for name, other in zip(PORTABLE, tiles._TABLE[key]))
     try:
@@ -148,25 +148,33 @@ def names_of(flag: str, known) -> Callable[[str], list[str]]:
     return parse
 
 
-def main(arguments: list[str] | None = None) -> None:
+def key_of(dim: int, dtype: str) -> Key:
+    return max(32, triton.next_power_of_2(dim)), dtype == "float32"
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The defaults name every row of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", default=list(FAMILIES), type=names_of("--families", FAMILIES), help=", ".join(FAMILIES))
-    parser.add_argument("--head-dims", default="64,128,256", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--dtypes", default=["bfloat16"], type=names_of("--dtypes", ("bfloat16", "float16", "float32")))
+    parser.add_argument("--head-dims", default="32,64,128,256", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--dtypes", default=["bfloat16", "float32"], type=names_of("--dtypes", ("bfloat16", "float16", "float32")))
     parser.add_argument("--seq-length", type=int, help="default: 32768 tokens, 4096 in fp32")
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--show", type=int, default=4, help="how many of a family's fastest candidates to print")
     parser.add_argument("--together", default="", help="also compare these counts of heads that share L2, e.g. 1,2,4,8")
-    args = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("error: no GPU; tiles are measured on the GPU that they are for")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     rows = []
     for dtype, dim in itertools.product(args.dtypes, args.head_dims):
-        wide = dtype == "float32"
-        key = (max(32, triton.next_power_of_2(dim)), wide)
-        problem = Problem(dim, getattr(torch, dtype), args.seq_length or LENGTHS[wide], args.num_heads)
+        key = key_of(dim, dtype)
+        problem = Problem(dim, getattr(torch, dtype), args.seq_length or LENGTHS[key[1]], args.num_heads)
         chosen = {}
         for name in args.families:
             found = tune(name, key, problem, args.rounds)

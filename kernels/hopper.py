@@ -174,7 +174,7 @@ class _Call:
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
-        n_long, n_rest, documents, order, distances, lists = 1, 1, None, None, None, None
+        n_long, n_rest, documents, order, distances, lists, fold = 1, 1, None, None, None, None, False
         key_rows = self.key.shape[2]
         if self.steps is not None:
             *lists, n_long, n_rest = self.steps.key()
@@ -183,6 +183,9 @@ class _Call:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
+                # Several query heads, or one block of the two after the other, would not pass by the same queries at the same time anyway.
+                fold = self.heads == self.key.shape[1] and not self.single
+                n_long = triton.cdiv(n_long, 2) if fold else n_long
         if self.packed is None:
             programs = (n_long + n_rest) * units
         else:
@@ -191,7 +194,8 @@ class _Call:
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
-            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages)
+            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
+            **({} if self.single else dict(FOLD=fold)))
 
     def key_box(self, tensor):
         """Keys or values in the boxes that the kernels with a program per query tile load."""

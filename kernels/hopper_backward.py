@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from s2_megatron.kernels.hopper_backward_loads import produce
 from s2_megatron.kernels.hopper_columns import query_block_of
-from s2_megatron.kernels.hopper_memory import clear_rows, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, receive_plan, receive_word, store_rows
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E
 
 
@@ -74,7 +74,7 @@ def start_grad_p(value, grad, delta_buffer, full, phase, partial, present, PACKE
     if PACKED:
         if partial:
             clear_rows(grad, present, BLOCK, BLOCK)
-    minus_delta = delta_buffer.load(gl.SliceLayout(0, layout))[None, :] + gl.zeros([BLOCK, BLOCK], gl.float32, layout)
+    minus_delta = gl.zeros([BLOCK, BLOCK], gl.float32, layout) - delta_buffer.load(gl.SliceLayout(0, layout))[None, :]
     return warpgroup_mma(value, grad.permute((1, 0)), minus_delta, is_async=True)
 
 
@@ -94,8 +94,8 @@ def send_ds(ds, word, count, ds_buffers, ds_words, barriers, HALF: gl.constexpr,
 @gluon.jit
 def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words, ds_buffers,
             ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HALF: gl.constexpr,
-            HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr, GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr,
-            Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr):
+            HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, WIDE: gl.constexpr, GRAD_STEP: gl.constexpr,
+            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr):
     """One warpgroup: the keys of half HALF of each tile."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -142,7 +142,7 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                     if partial:
                         clear_rows(query, length - full_blocks * BLOCK, BLOCK, BLOCK)
                 zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
-                minus_lse = lse_buffers.index(q_stage).load(columns)[None, :] + zeros
+                minus_lse = zeros + (known_lse(lse_buffers.index(q_stage).load(columns), LISTED) * (-1.0 / scale))[None, :]
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 dp_token = start_grad_p(value, grad, delta_buffers.index(g_stage), grad_full.index(g_stage), (count // GRAD_STAGES) & 1,
                                         partial, length - full_blocks * BLOCK, PACKED)
@@ -209,8 +209,8 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
                               order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, scale, rows,
                               key_rows, heads, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks,
                               stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-                              GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
+                              KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                               GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ / scale, fp32: 64 x 64); LSE
     and delta [batch * heads * rows]. KV_STEP, GRAD_STEP: 0 where KV heads share the rows of K and V, or of their gradients. WIDE: those are of
@@ -266,24 +266,24 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
                        ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       0, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       0, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
                        ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       1, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       1, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (add_grad_query, (dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, barriers, RATIO, BLOCK_D, DS_STAGES)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
-                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
+                       LISTED, FOLD, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 4, 1], [208, 72, 24])
     else:
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
                        ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       0, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       0, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
                        ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       1, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       1, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
-                       words, plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
+                       LISTED, FOLD, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 1], [240, 24])

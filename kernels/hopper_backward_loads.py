@@ -1,7 +1,7 @@
 """The warp that loads for dK and dV on Hopper: the keys of a tile, then its queries with their gradients, and what each step is."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from s2_megatron.kernels.hopper_columns import key_tile, listed_column, query_block_of, query_run, step_word
 from s2_megatron.kernels.hopper_memory import send_plan, send_word
@@ -31,27 +31,23 @@ def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv
 
 @gluon.jit
 def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, step_barriers,
-                 batch, kv_head, token, length, scale, heads, rows, RATIO: gl.constexpr, LISTED: gl.constexpr, BLOCK_D: gl.constexpr,
-                 Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+                 batch, kv_head, token, length, heads, rows, RATIO: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                 GRAD_STAGES: gl.constexpr):
     """A step: queries, LSE, gradients, delta. Returns the count of steps after it."""
     q_full, q_empty, grad_full, grad_empty = step_barriers
-    # LSE and delta go through registers: the copy engine wants them on 16 bytes, and a document may start anywhere.
-    vector: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    lane = gl.arange(0, BLOCK, layout=vector)
+    # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
+    lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
     head = kv_head * RATIO + (word >> 24)
     row = query_block_of(word) * BLOCK
-    row_base = (batch * heads + head).to(gl.int64) * rows + token
+    sums = (batch * heads + head).to(gl.int64) * rows + token + row
     inside = row + lane < length
-    lse = gl.load(lse_ptr + row_base + row + lane, mask=inside, other=0.0)
-    delta = gl.load(delta_ptr + row_base + row + lane, mask=inside, other=0.0)
-    if LISTED:
-        lse = gl.where(lse == float("-inf"), float("inf"), lse)  # a row without a key: every probability is 0
     stage = count % Q_STAGES
     mbarrier.wait(q_empty.index(stage), ((count // Q_STAGES) & 1) ^ 1)
     barrier = q_full.index(stage)
     mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
     tma.async_copy_global_to_shared(q_desc, [batch, head, token + row, 0], barrier, q_tiles.index(stage))
-    lse_buffers.index(stage).store(lse * (-1.0 / scale))
+    async_copy.async_copy_global_to_shared(lse_buffers.index(stage), lse_ptr + sums + lane, mask=inside)
+    async_copy.mbarrier_arrive(barrier)
     send_word(words, stage, word)
     mbarrier.arrive(barrier, count=1)
     stage = count % GRAD_STAGES
@@ -59,21 +55,23 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
     barrier = grad_full.index(stage)
     mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
     tma.async_copy_global_to_shared(grad_desc, [batch, head, token + row, 0], barrier, grad_tiles.index(stage))
-    delta_buffers.index(stage).store(-delta)
+    async_copy.async_copy_global_to_shared(delta_buffers.index(stage), delta_ptr + sums + lane, mask=inside)
+    async_copy.mbarrier_arrive(barrier)
     mbarrier.arrive(barrier, count=1)
     return count + 1
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
-            plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
+            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     step_barriers = (q_full, q_empty, grad_full, grad_empty)
     counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
     count = 0
     tiles = 0
+    upward = 0
     index = gl.atomic_add(counter_ptr, 1)
     while index < n_programs:
         if LISTED:
@@ -89,14 +87,19 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     words_ptr += 1
                     following = gl.load(words_ptr)  # the lists end with a word too many
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, step_barriers, batch, kv_head, 0, rows, scale, heads, rows, RATIO, LISTED, BLOCK_D,
-                                         Q_STAGES, GRAD_STAGES)
+                                         words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
                     more = (word & 16) ^ 16
                     word = following
         else:
-            batch, kv_head, token, length, first, second = key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr,
-                                                                    ranges_ptr, distance_ptr, rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED)
-            index = gl.atomic_add(counter_ptr, 1)
+            batch, kv_head, token, length, first, second = key_tile(
+                index, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES,
+                RATIO, ORDERED, PACKED, MIXED, FOLD)
+            direction = upward
+            if FOLD and (index < n_long * units) & (upward == 0):
+                upward = 1
+            else:
+                index = gl.atomic_add(counter_ptr, 1)
+                upward = 0
             n_blocks = (length + BLOCK - 1) // BLOCK
             members = gl.where(first < n_blocks, RATIO, 0)
             if members > 0:
@@ -105,13 +108,13 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
             for member in range(members):
                 steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + member, N_RANGES)
                 for step in range(steps):
-                    query_block = top - 1 - step
+                    query_block = top - 1 - gl.where(direction != 0, steps - 1 - step, step)
                     query_block -= gl.where(query_block < second, gap, 0)
                     word = step_word(query_block, member, first, second, first_end, second_end,
                                      (member == RATIO - 1) & (step == steps - 1))
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, step_barriers, batch, kv_head, token, length, scale, heads, rows, RATIO, LISTED, BLOCK_D,
-                                         Q_STAGES, GRAD_STAGES)
+                                         words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
+                                         GRAD_STAGES)
     slot = tiles % 2
     mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)
     send_plan(plan, slot, 0, 0, 0, 0, 0, 0, -1, 0)

@@ -1,5 +1,4 @@
-"""The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups that compute, each the 64 rows of
-one half of a query tile.
+"""The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups, which compute the 64 rows of one half of a tile each.
 
 Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other. Programs
 are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
@@ -239,6 +238,6 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
+        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
                    PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 2, False, False)),
     ], [4, 1], [240, 24])

@@ -7,15 +7,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, word_mask
 
 
 @gluon.jit
-def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, keep,
-                  MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """dQ += dS K of one key tile. minus_lse, minus_delta: what the two accumulators start with. keep: bool [64, 128]."""
+def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, keep, last, MASK: gl.constexpr,
+                  BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """dQ += dS K of one key tile. minus_lse, minus_delta: what the two accumulators start with. keep: bool [64, 128]. last: the next tile's
+    queries may be loaded already, while this one's dQ is finished."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
@@ -33,6 +34,8 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
     p = gl.exp2(scores * scale_log2)
     dp = warpgroup_mma_wait(0, deps=[p_token])
     mbarrier.arrive(v_empty.index(stage), count=1)
+    if last:
+        mbarrier.arrive(q_empty.index(0), count=1)
     ds = p * dp
     if MASK:  # the product, for values behind a document may be NaN
         ds = gl.where(keep, ds, 0.0)
@@ -44,8 +47,8 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows, scale,
-            heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HALF: gl.constexpr, HEAD_DIM: gl.constexpr,
+def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, out_buffers, k_buffers, v_buffers, words, plan, barriers,
+            scale, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HALF: gl.constexpr, HEAD_DIM: gl.constexpr,
             PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
             STAGES: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
@@ -67,13 +70,9 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buff
         own_head = head + HALF * PACK
         row = gl.arange(0, BLOCK, layout=s_rows)
         column = gl.arange(0, 128, layout=s_columns)
-        row_base = (batch * heads + own_head).to(gl.int64) * rows + token
         inside = first_row + row < length
-        lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0)
-        if LISTED:
-            lse = gl.where(lse == float("-inf"), float("inf"), lse)  # a row without a key: every probability is 0
-        minus_lse = lse * (-1.0 / scale)
-        minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
+        minus_lse = known_lse(lse_buffers.index(HALF).load(s_rows), LISTED) * (-1.0 / scale)
+        minus_delta = -delta_buffers.index(HALF).load(s_rows)
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
         tiles += 1
         if LISTED:
@@ -84,8 +83,8 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buff
                 word = receive_word(words, stage)
                 if (word & (0x11 << HALF)) != 0:
                     keep = word_mask(word, row, column, HALF) & inside[:, None]
-                    dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True,
-                                       BLOCK_D, STAGES)
+                    dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False,
+                                       True, BLOCK_D, STAGES)
                 else:  # a step of the other half alone
                     mbarrier.wait(v_full.index(stage), phase)
                     mbarrier.arrive(v_empty.index(stage), count=1)
@@ -105,20 +104,21 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buff
                     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
                     beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
                     clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, True, BLOCK_D,
-                               STAGES)
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False, True,
+                               BLOCK_D, STAGES)
             count += 1
             for step in range(masked_steps):
                 wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
                 attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
                 dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
-                                   attended & inside[:, None], True, BLOCK_D, STAGES)
+                                   attended & inside[:, None], False, True, BLOCK_D, STAGES)
                 count += 1
         for step in range(free_steps):
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True, False,
-                               BLOCK_D, STAGES)
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True,
+                               step == free_steps - 1, False, BLOCK_D, STAGES)
             count += 1
-        mbarrier.arrive(q_empty.index(0), count=1)
+        if free_steps == 0:
+            mbarrier.arrive(q_empty.index(0), count=1)
         dq = dq * scale
         if CONTINUE:
             dq += load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
@@ -155,15 +155,19 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
     tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    sums = (lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
-                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 0, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
-                   WIDE, BLOCK_D, STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, out_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
-                   scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
-                   WIDE, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO,
+        (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, out_buffers, k_buffers, v_buffers, words, plan, barriers,
+                   scale, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 0, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
+                   BLOCK_D, STAGES)),
+        (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, out_buffers, k_buffers, v_buffers, words, plan, barriers,
+                   scale, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
+                   BLOCK_D, STAGES)),
+        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
                    ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 1, True, False)),
     ], [4, 1], [240, 24])

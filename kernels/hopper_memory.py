@@ -58,6 +58,14 @@ def receive_word(words, stage):
 
 
 @gluon.jit
+def known_lse(lse, LISTED: gl.constexpr):
+    """LSE with +inf in rows without a key, which lists may have: every probability of such a row is 0."""
+    if LISTED:
+        lse = gl.where(lse == float("-inf"), float("inf"), lse)
+    return lse
+
+
+@gluon.jit
 def load_rows(pointer, row, stride_row, last_row, layout: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
     """fp32 [64, BLOCK_D]: rows row .. row + 63 at pointer as far as they lie before last_row, zeros elsewhere."""
     rows = row + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))

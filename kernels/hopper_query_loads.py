@@ -5,16 +5,27 @@ SINGLE: a stage holds one key block instead of the two of a step, and both have 
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
 from s2_megatron.kernels.hopper_memory import load_pair, send_plan, send_word
-from s2_megatron.kernels.hopper_schedule import BLOCK, count_steps, listed_step, listed_tile, marks_of, plan_query_tile, query_tile, step_blocks
+from s2_megatron.kernels.hopper_schedule import (
+    BLOCK,
+    count_steps,
+    listed_step,
+    listed_tile,
+    marks_of,
+    plan_query_tile,
+    query_tile,
+    shared_out,
+    step_blocks,
+)
 
 
 @gluon.jit
-def load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
-                PACK: gl.constexpr, BLOCK_D: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr):
-    """The queries of a tile, GRAD: the gradients of its output, and its plan. Returns the count of tiles after it. SLOTS: tiles in memory."""
+def load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
+                rows, PACK: gl.constexpr, BLOCK_D: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr):
+    """The queries of a tile and its plan, GRAD: the gradients of its output, LSE and delta as well. Returns the count of tiles after it.
+    SLOTS: tiles in memory."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     slot = tiles % SLOTS
     mbarrier.wait(q_empty.index(slot), ((tiles // SLOTS) & 1) ^ 1)
@@ -24,6 +35,16 @@ def load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, hea
         tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(slot * 2 + half))
         if GRAD:
             tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(2 + half))
+            # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
+            lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads = sums
+            first = (low + half * (1 - PACK)) * BLOCK
+            lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
+            base = (batch * heads + head + half * PACK).to(gl.int64) * rows + token + first
+            inside = first + lane < length
+            async_copy.async_copy_global_to_shared(lse_buffers.index(half), lse_ptr + base + lane, mask=inside)
+            async_copy.async_copy_global_to_shared(delta_buffers.index(half), delta_ptr + base + lane, mask=inside)
+    if GRAD:
+        async_copy.mbarrier_arrive(q_full.index(slot))
     send_plan(plan, slot, batch, head, token, length, low, masked_steps, free_steps, marks)
     mbarrier.arrive(q_full.index(slot), count=1)
     return tiles + 1
@@ -82,16 +103,20 @@ def load_step(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head,
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
+def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
             RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
             BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr,
             SINGLE: gl.constexpr):
-    """All tiles of a program, then a plan that says so. grad_desc: not read without GRAD."""
+    """All tiles of a program, then a plan that says so. Without GRAD neither grad_desc is read, nor sums, (LSE, delta, buffers for halves of
+    both, heads)."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group = work
     count = 0
     tiles = 0
-    for index in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+    backwards = 0
+    for position in range(gl.program_id(0), n_programs, gl.num_programs(0)):
+        index = shared_out(position, gl.program_id(0), gl.num_programs(0), n_programs, backwards)
+        backwards ^= 1
         batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
         kv_head = head // RATIO * KV_STEP
         before_a = low
@@ -99,8 +124,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, wor
         if LISTED:
             steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
             steps = masked_steps + free_steps
-            tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps,
-                                0, PACK, BLOCK_D, SLOTS, GRAD)
+            tiles = load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
+                                free_steps, 0, rows, PACK, BLOCK_D, SLOTS, GRAD)
             for step in range(steps if GRAD else steps + gl.where(steps > 0, 1, 0)):
                 block_a, block_b, word = listed_step(steps_ptr, step if GRAD else gl.minimum(step, steps - 1))
                 row_a = token + block_a * BLOCK
@@ -115,8 +140,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, wor
             steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
             if steps > 0:
                 marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-                tiles = load_halves(q_desc, grad_desc, tile_boxes, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
-                                    free_steps, marks, PACK, BLOCK_D, SLOTS, GRAD)
+                tiles = load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
+                                    free_steps, marks, rows, PACK, BLOCK_D, SLOTS, GRAD)
             for step in range(steps if GRAD else steps + gl.where(steps > 0, 1, 0)):
                 block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
                 row_a = token + block_a * BLOCK

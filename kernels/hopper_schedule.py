@@ -28,6 +28,13 @@ def tile_of_program(index, n_tiles, head_group):
 
 
 @gluon.jit
+def shared_out(position, program, programs, n_programs, backwards):
+    """The tile in a position of a persistent program, which takes every programs-th: every other round goes backwards, as far as it is full, so
+    that programs whose tiles get smaller from one to the next have the same work."""
+    return gl.where((backwards != 0) & (position - program + programs <= n_programs), position + programs - 1 - 2 * program, position)
+
+
+@gluon.jit
 def head_of_unit(unit, batches, order_ptr, ORDERED: gl.constexpr):
     """(batch, head): heads with the most work first when the heads of a layer differ."""
     head = unit // batches

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from s2_megatron.kernels.hopper_columns import query_block_of
-from s2_megatron.kernels.hopper_memory import clear_rows, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, receive_plan, receive_word, store_rows
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E
 from s2_megatron.kernels.hopper_wide_backward_loads import produce
 
@@ -25,8 +25,8 @@ def keep_of(word, length, PACKED: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-            stride_b, stride_h, stride_s, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, WIDE: gl.constexpr,
-            GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            stride_b, stride_h, stride_s, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr,
+            WIDE: gl.constexpr, GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     """One warpgroup: dV of each key block, or KEYS: dK. key_buffers: K, V, dV on its way out; dK goes through that of V."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -62,18 +62,18 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
                     if KEYS:
                         if partial:
                             clear_rows(query, length - full_blocks * BLOCK, BLOCK, BLOCK)
-                minus_lse = lse_buffers.index(q_stage).load(columns)[None, :] + zeros
+                minus_lse = zeros + (known_lse(lse_buffers.index(q_stage).load(columns), LISTED) * (-1.0 / scale))[None, :]
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 if KEYS:
                     mbarrier.wait(grad_full.index(g_stage), (count // GRAD_STAGES) & 1)
                     # Delta is no start of this product: ptxas would wait for S^T before it writes the registers.
                     dp_token = warpgroup_mma(key_buffers.index(1 + nothing), grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
-                    minus_delta = delta_buffers.index(g_stage).load(columns)
+                    delta = delta_buffers.index(g_stage).load(columns)
                     scores = warpgroup_mma_wait(1, deps=[s_token])
                     p = gl.exp2(scores * scale_log2)
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
                     mbarrier.arrive(grad_empty.index(g_stage), count=1)
-                    ds = p * (dp + minus_delta[None, :])
+                    ds = p * (dp - delta[None, :])
                     if ((word & 4) != 0) | partial:  # the product, for gradients behind a document may be NaN
                         ds = gl.where(keep_of(word, length, PACKED, s_layout), ds, 0.0)
                     factor = gl.convert_layout(ds.to(dtype), operand)
@@ -170,10 +170,10 @@ def s2_hopper_wide_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, d
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (dv_desc, dv_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-                   stride_dvb, stride_dvh, stride_dvs, False, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                   stride_dvb, stride_dvh, stride_dvs, False, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         (compute, (dk_desc, dk_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-                   stride_dkb, stride_dkh, stride_dks, True, HEAD_DIM, PACKED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                   stride_dkb, stride_dkh, stride_dks, True, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, key_tiles, lse_buffers, delta_buffers, words,
-                   plan, barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
+                   plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
                    LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
     ], [4, 1], [240, 24])

@@ -31,7 +31,7 @@ def load_pass(k_desc, v_desc, key_tiles, plan, barriers, passes, batch, kv_head,
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, key_tiles, lse_buffers, delta_buffers, words, plan,
-            barriers, columns, ranges_ptr, lists, scale, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+            barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
             ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
             BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty = barriers
@@ -62,15 +62,16 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                         if (word & 1) != 0:
                             if (due & 1) != 0:
                                 count = load_queries(due, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers,
-                                                     delta_buffers, words, step_barriers, batch, kv_head, 0, rows, scale, heads, rows, RATIO,
-                                                     LISTED, BLOCK_D, Q_STAGES, GRAD_STAGES)
+                                                     delta_buffers, words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO,
+                                                     BLOCK_D, Q_STAGES, GRAD_STAGES)
                             due = word
                     count = load_queries(due | 16, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers,
-                                         delta_buffers, words, step_barriers, batch, kv_head, 0, rows, scale, heads, rows, RATIO, LISTED,
-                                         BLOCK_D, Q_STAGES, GRAD_STAGES)
+                                         delta_buffers, words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D,
+                                         Q_STAGES, GRAD_STAGES)
         else:
-            batch, kv_head, token, length, first, second = key_tile(index, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr,
-                                                                    ranges_ptr, distance_ptr, rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED)
+            batch, kv_head, token, length, first, second = key_tile(
+                index, 0, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES, RATIO,
+                ORDERED, PACKED, MIXED, False)
             index = gl.atomic_add(counter_ptr, 1)
             n_blocks = (length + BLOCK - 1) // BLOCK
             for half in range(2):
@@ -84,8 +85,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     for step in range(end - block):  # from the end of the run on, as tiles of two blocks have them
                         word = step_word(end - 1 - step, member, block, n_blocks, end, 0, (member == RATIO - 1) & (step == end - block - 1))
                         count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers,
-                                             delta_buffers, words, step_barriers, batch, kv_head, token, length, scale, heads, rows, RATIO,
-                                             LISTED, BLOCK_D, Q_STAGES, GRAD_STAGES)
+                                             delta_buffers, words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO,
+                                             BLOCK_D, Q_STAGES, GRAD_STAGES)
     mbarrier.wait(kv_empty.index(0), (passes & 1) ^ 1)
     send_plan(plan, 0, 0, 0, 0, 0, 0, 0, -1, 0)
     mbarrier.arrive(kv_full.index(0), count=2)

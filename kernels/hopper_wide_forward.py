@@ -193,6 +193,6 @@ def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES, V_STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
+        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
                    PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, V_STAGES, 1, False, True)),
     ], [4, 1], [240, 24])

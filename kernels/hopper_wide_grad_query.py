@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, block_word
 
@@ -51,7 +51,7 @@ def gradient_block(dq, minus_lse, minus_delta, halves, keys, values, barriers, c
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffers, v_buffers, words, plan, barriers, rows, scale, heads,
+def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, k_buffers, v_buffers, words, plan, barriers, scale,
             stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
             PACK: gl.constexpr, LISTED: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr,
             V_STAGES: gl.constexpr):
@@ -69,14 +69,8 @@ def compute(out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffer
     while free_steps >= 0:
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
-        row = gl.arange(0, BLOCK, layout=s_rows)
-        row_base = (batch * heads + own_head).to(gl.int64) * rows + token
-        inside = first_row + row < length
-        lse = gl.load(lse_ptr + row_base + first_row + row, mask=inside, other=0.0)
-        if LISTED:
-            lse = gl.where(lse == float("-inf"), float("inf"), lse)  # a row without a key: every probability is 0
-        minus_lse = lse * (-1.0 / scale)
-        minus_delta = -gl.load(delta_ptr + row_base + first_row + row, mask=inside, other=0.0)
+        minus_lse = known_lse(lse_buffers.index(HALF).load(s_rows), LISTED) * (-1.0 / scale)
+        minus_delta = -delta_buffers.index(HALF).load(s_rows)
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
         tiles += 1
         for number in range(2 * masked_steps if LISTED else 2 * masked_steps + 2):  # with those of step 0
@@ -135,15 +129,19 @@ def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
     tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_tiles = v_buffers._reinterpret(dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
+    sums = (lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
     work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffers, v_buffers, words, plan, barriers, rows, scale, heads,
+        (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, k_buffers, v_buffers, words, plan, barriers, scale,
                    stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 0, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
                    BLOCK_D, STAGES, V_STAGES)),
-        (compute, (out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, halves, k_buffers, v_buffers, words, plan, barriers, rows, scale, heads,
+        (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, k_buffers, v_buffers, words, plan, barriers, scale,
                    stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
                    BLOCK_D, STAGES, V_STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, words, plan, barriers, work, lists, N_RANGES, RATIO,
+        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
                    ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, V_STAGES, 1, True, True)),
     ], [4, 1], [240, 24])

@@ -6,7 +6,18 @@ sums are in a fixed order and without atomics, so the result is bitwise repeatab
 import triton
 import triton.language as tl
 
-from s2_megatron.kernels.walk import LENGTHS, LOG2E, SCALAR_TABLES, find_document, load_range, load_rows
+from s2_megatron.kernels.walk import LENGTHS, LOG2E, SCALAR_TABLES, find_document, inner_products, load_range, load_rows
+
+
+@triton.jit
+def add_product(total, left, right, IEEE: tl.constexpr):
+    """total + left @ right. 32-bit inputs: the product is a sum of its own, for one chain of additions over all queries is less exact than a
+    matrix library's."""
+    if IEEE:
+        # The last argument, without meaning for 32 bits, keeps the compiler from making one chain of the two sums.
+        return total + tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
+    else:
+        return tl.dot(left, right, total)
 
 
 @triton.jit
@@ -18,7 +29,7 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
     lse_ptr += base
     delta_ptr += base
     query = load_rows(query_ptr + base * stride_qs, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
-    scores = tl.dot(key, tl.trans(query), input_precision="ieee" if IEEE else None)
+    scores = inner_products(key, query, IEEE)
     if MASK_ROWS:
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
@@ -30,10 +41,10 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
     if MASK:
         p = tl.where(keep, p, 0.0)
     grad_out = load_rows(grad_out_ptr + base * stride_gs, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
-    grad_value = tl.dot(p.to(grad_out.dtype), grad_out, grad_value, input_precision="ieee" if IEEE else None)
-    grad_p = tl.dot(value, tl.trans(grad_out), input_precision="ieee" if IEEE else None)
+    grad_value = add_product(grad_value, p.to(grad_out.dtype), grad_out, IEEE)
+    grad_p = inner_products(value, grad_out, IEEE)
     grad_scores = p * (grad_p - delta[None, :])
-    grad_key = tl.dot(grad_scores.to(query.dtype), query, grad_key, input_precision="ieee" if IEEE else None)
+    grad_key = add_product(grad_key, grad_scores.to(query.dtype), query, IEEE)
     return grad_key, grad_value
 
 

@@ -14,6 +14,7 @@ from s2_megatron.kernels import portable
 from s2_megatron.kernels.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
 
+FILL_ROWS, FILL_HEADS = 1024, 8  # of a program that looks for rows between documents
 GLUON = "3.6."  # Gluon changes from version to version of Triton
 
 
@@ -27,15 +28,21 @@ def on_device(device: torch.device):
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _no_hopper(device: torch.device) -> str | None:
+    """Why the kernels for Hopper do not run on a device, or None."""
+    if not _is_hopper(device):
+        return f"{device} is not a Hopper GPU (compute capability 9.0)"
+    if not triton.__version__.startswith(GLUON):
+        return f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
+    return None
+
+
 def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
     if backend == "triton":
         return None
-    if not _is_hopper(query.device):
-        reason = f"{query.device} is not a Hopper GPU (compute capability 9.0)"
-    elif not triton.__version__.startswith(GLUON):
-        reason = f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
-    else:
+    reason = _no_hopper(query.device)
+    if reason is None:
         from s2_megatron.kernels import hopper  # Gluon: only where it can run
 
         reason = hopper.refusal(query, key, value, layout, packed, placement, initial)
@@ -48,13 +55,29 @@ def _hopper(backend, query, key, value, layout, packed, placement=None, initial=
     return None
 
 
+def prepare(layout, placement, rows, head_dim, dtype, backend):
+    """Makes the step lists that calls with this placement will ask for, when the kernels for Hopper compute them. rows: of the queries."""
+    if backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
+        return
+    from s2_megatron.kernels import hopper
+    from s2_megatron.kernels.tiles import hopper_tiles_for
+
+    query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
+    if hopper.refusal(query, key, key, layout, None, placement, None) is None:
+        tiles = hopper_tiles_for(64 if head_dim <= 64 else 128, rows)
+        for tile in (tiles.forward, tiles.grad_query):
+            placement.steps.query(bool(tile.pack and layout.heads_pair))
+        placement.steps.key()
+
+
 def _fill_between(packed, value, *tensors):
     """value in the rows between packed documents, which no kernel visits. tensors: [1, heads, rows, D]."""
     for tensor in tensors:
         _, heads, rows, dim = tensor.shape
-        s2_fill_between_kernel[(triton.cdiv(rows, 64), heads)](
-            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, *tensor.stride()[1:], ROWS=64,
-            DIM=dim, BLOCK_D=triton.next_power_of_2(dim))
+        width = triton.next_power_of_2(dim)
+        s2_fill_between_kernel[(triton.cdiv(rows, FILL_ROWS), triton.cdiv(heads, FILL_HEADS))](
+            tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, heads, *tensor.stride()[1:],
+            HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):

@@ -36,17 +36,30 @@ def s2_document_tiles_kernel(starts_ptr, lengths_ptr, tiles_ptr, n_docs, n_tiles
     tl.store(entry + 2, tl.maximum(number, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_docs", "n_rows"])
-def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_rows, stride_head, stride_row, stride_dim,
-                           ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`value` in the rows of [heads, rows, DIM] that belong to no document. A program per ROWS rows and head."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+@triton.jit
+def outside_of_documents(row, starts_ptr, lengths_ptr, n_docs, n_rows):
     document = last_not_beyond(row, starts_ptr, n_docs, 0, 1)
     start = tl.load(starts_ptr + document)
     length = tl.load(lengths_ptr + document + 1) - tl.load(lengths_ptr + document)
-    between = ((row < start) | (row >= start + length)) & (row < n_rows)
-    if tl.max(between.to(tl.int32), 0) > 0:
+    return ((row < start) | (row >= start + length)) & (row < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_docs", "n_rows", "n_heads"])
+def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_rows, n_heads, stride_head, stride_row, stride_dim,
+                           HEADS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`value` in the rows of [heads, rows, DIM] that belong to no document. A program per ROWS rows and HEADS heads, which looks at all of its
+    rows first: most often every one is in a document, and it is done. STEP: rows that are written together."""
+    first = tl.program_id(0) * ROWS
+    if tl.max(outside_of_documents(first + tl.arange(0, ROWS), starts_ptr, lengths_ptr, n_docs, n_rows).to(tl.int32), 0) > 0:
+        head = tl.program_id(1) * HEADS
         dims = tl.arange(0, BLOCK_D)
-        pointers = out_ptr + tl.program_id(1).to(tl.int64) * stride_head + row.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
-        values = tl.full([ROWS, BLOCK_D], value, tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(pointers, values, mask=between[:, None] & (dims < DIM)[None, :])
+        values = tl.full([STEP, BLOCK_D], value, tl.float32).to(out_ptr.dtype.element_ty)
+        for start in range(first, tl.minimum(first + ROWS, n_rows), STEP):
+            row = start + tl.arange(0, STEP)
+            between = outside_of_documents(row, starts_ptr, lengths_ptr, n_docs, n_rows)
+            if tl.max(between.to(tl.int32), 0) > 0:
+                keep = between[:, None] & (dims < DIM)[None, :]
+                pointers = out_ptr + head.to(tl.int64) * stride_head + row.to(tl.int64)[:, None] * stride_row + dims[None, :] * stride_dim
+                for _ in range(head, tl.minimum(head + HEADS, n_heads)):
+                    tl.store(pointers, values, mask=keep)
+                    pointers += stride_head

@@ -12,19 +12,22 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured on an H200 for 16-bit inputs at 64 and 128;
-# the others keep within its shared memory.
+# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured by benchmarks/tune.py, on an H200 at 32K tokens: the rows of 64, 128 and
+# 256 with 16-bit inputs. That of 256: forward 4.637 ms, which was 6.43 with Tile(128, 32, 8, 2); the whole backward 39.8 ms before, 29.7 with
+# this dQ alone, 37.0 with this dK/dV alone. The other rows (32, and all of 32-bit inputs) are guesses that fit into shared memory.
 _TABLE = {
     (32, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     (64, False): (Tile(64, 64, 4, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
     (128, False): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
-    (256, False): (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
+    (256, False): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 4, 2)),
     (32, True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     (64, True): (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
     (128, True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
     (256, True): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# For cards with 99 KB of shared memory a block instead of 163 KB and more; compiled for them, not measured.
+# Rows of cards with less shared memory a block than Hopper's 227 KB; compiled for them, not measured. 163 KB: compute capability 8.0.
+_AMPERE_TABLE = {(256, False): (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 2))}
+# 99 KB.
 _SMALL_TABLE = {
     (128, False): (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(64, 64, 4, 2)),
     (256, False): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
@@ -38,7 +41,8 @@ def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, cap
     capability: the device's compute capability."""
     key = max(32, block_dim), wide
     small = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
-    forward, grad_query, grad_key = _SMALL_TABLE.get(key, _TABLE[key]) if small else _TABLE[key]
+    own = _SMALL_TABLE if small else _AMPERE_TABLE if capability == (8, 0) else {}
+    forward, grad_query, grad_key = own.get(key, _TABLE[key])
     most_rows = max(16, block_size * tile_blocks)
     forward, grad_query = (tile._replace(rows=min(tile.rows, most_rows)) for tile in (forward, grad_query))
     return forward, grad_query, grad_key._replace(columns=min(grad_key.columns, block_size))
@@ -73,7 +77,8 @@ class HopperTiles(NamedTuple):
 @cache
 def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
     """block_dim: 64, 128 or 256. rows: tokens of the sequence, or of all packed documents."""
-    query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32, persistent=True, pack=True)
+    # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for even work.
+    query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32 if rows <= 16384 else 2, persistent=True, pack=True)
     column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
     if block_dim == 256:
         return HopperTiles(query_tile._replace(value_stages=2), query_tile._replace(value_stages=1), column)

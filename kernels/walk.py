@@ -83,9 +83,22 @@ def key_rows(columns, block, slot_ptr, BLOCK: tl.constexpr, KEY_SLOT: tl.constex
 
 
 @triton.jit
+def inner_products(left, right, IEEE: tl.constexpr):
+    """left [M, D] @ right [N, D]^T in fp32. 32-bit inputs: in parts of 64 dims, for one chain of 256 additions is less exact than a matrix
+    library's sums, and its error passes through the exponential."""
+    if IEEE and left.shape[1] > 64:
+        parts: tl.constexpr = left.shape[1] // 64
+        left = tl.permute(tl.reshape(left, [left.shape[0], parts, 64]), (1, 0, 2))
+        right = tl.permute(tl.reshape(right, [right.shape[0], parts, 64]), (1, 2, 0))
+        return tl.sum(tl.dot(left, right, input_precision="ieee"), 0)
+    else:
+        return tl.dot(left, tl.trans(right), input_precision="ieee" if IEEE else None)
+
+
+@triton.jit
 def softmax_step(accumulator, running_sum, running_max, query, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a NaN."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None)
+    scores = inner_products(query, key, IEEE)
     if MASK:
         scores = tl.where(keep, scores, float("-inf"))
     new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)  # the scale is positive: scaling after the maximum saves a product
@@ -102,11 +115,11 @@ def softmax_step(accumulator, running_sum, running_max, query, key, value, keep,
 @triton.jit
 def grad_query_step(grad_query, delta, lse, query, grad_out, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of dQ / softmax scale."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee" if IEEE else None)
+    scores = inner_products(query, key, IEEE)
     p = tl.exp2(scores * scale_log2 - lse[:, None])
     if MASK:
         p = tl.where(keep, p, 0.0)
-    grad_p = tl.dot(grad_out, tl.trans(value), input_precision="ieee" if IEEE else None)
+    grad_p = inner_products(grad_out, value, IEEE)
     grad_scores = p * (grad_p - delta[:, None])
     return tl.dot(grad_scores.to(key.dtype), key, grad_query, input_precision="ieee" if IEEE else None)
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 import dataclasses
 from argparse import ArgumentParser, Namespace
 
-import torch
-
-from s2_megatron import cuda_on_cpu
 from s2_megatron.attention import BACKENDS, resolve_backend
 from s2_megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.config import load_config
 from s2_megatron.context_parallel import COMM_TYPES
-from s2_megatron.cp_plan import check_block_count
+from s2_megatron.cuda_on_cpu import compute_device
 from s2_megatron.flops import install_flop_accounting
 from s2_megatron.loss_log import install_loss_log
 from s2_megatron.metrics import report_s2_settings
 from s2_megatron.printing import print_once
-from s2_megatron.refusals import refuse_softmax_scale, refuse_unsupported, refuse_yaml_command_line
+from s2_megatron.refusals import refuse_exchanges, refuse_softmax_scale, refuse_unsupported, refuse_yaml_command_line
 from s2_megatron.sparsity import ResolvedSparsity, tensor_parallel_balance
 
 DENSE_CORES = ("auto", "stock", "s2")
@@ -95,10 +92,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
-def _device_type() -> str:
-    return "cpu" if cuda_on_cpu.is_installed() or not torch.cuda.is_available() else "cuda"
-
-
 def _resolve(args: Namespace) -> ResolvedSparsity:
     config = load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns)
     # --mtp-use-repeated-layer runs one layer several times.
@@ -156,17 +149,11 @@ def _warn_of_ignored(args: Namespace) -> None:
         print_once(f"S2: {', '.join(given)} without --s2-config: ignored, the model is Megatron's own")
 
 
-def _check_context_parallel(args: Namespace, sparsity: ResolvedSparsity) -> None:
-    """Refuses a length that cannot be cut into whole blocks, and says which flags have no effect."""
-    size = args.context_parallel_size
-    if size == 1:
-        given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
-        if given:
-            print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
-        return
-    packed = args.sft or args.dataloader_inter_document_masking
-    if not packed and set(args.s2_cp_comm_type) != {"a2a"}:
-        check_block_count(args.seq_length, size, sparsity.block_size)
+def _report_no_effect(args: Namespace) -> None:
+    """Says which flags of context parallelism have no effect on one rank."""
+    given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
+    if given and args.context_parallel_size == 1:
+        print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
 
 
 def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
@@ -193,8 +180,9 @@ def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
         return None
     refuse_unsupported(args)
     sparsity = _apply_softmax_scale(args, _resolve(args))
-    _check_context_parallel(args, sparsity)
-    resolve_backend(args.s2_backend, _device_type())
+    refuse_exchanges(args, sparsity)
+    _report_no_effect(args)
+    resolve_backend(args.s2_backend, compute_device().type)
     compare_with_checkpoint(args, sparsity)
     args.s2_sparsity = sparsity.canonical_json()
     args.s2_density = sparsity.density()

@@ -56,6 +56,12 @@ def _implementation(backend):
     return launch
 
 
+def prepare_placement(layout: Layout, placement: Placement, rows: int, head_dim: int, dtype: torch.dtype, backend: str) -> None:
+    """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend: a resolved one."""
+    if backend != "reference":
+        _implementation(backend).prepare(layout, placement, rows, head_dim, dtype, backend)
+
+
 def _settings(call, **more):
     """What the kernels take beside the arguments that they share with the reference."""
     return {} if call.backend == "reference" else dict(backend=call.backend, **more)

@@ -23,6 +23,7 @@ from s2_megatron.attention import (
     attention_backward_dq,
     attention_delta,
     attention_forward,
+    prepare_placement,
     resolve_backend,
 )
 from s2_megatron.cp_exchange import (
@@ -97,12 +98,17 @@ class ContextParallel:
         self._layout = build_layout(heads)
         self._prepared: dict = {}
 
-    def prepare(self, seq_length: int) -> None:
-        """Makes the plan for a length, instead of the first step that sees it. Raises ValueError for one that cannot be cut."""
-        if self.comm_type != "a2a":
-            n_blocks = check_block_count(seq_length, self.size, self.pattern.block_size)
-            if self.comm_type == "sparse":
-                make_plan(self.pattern, self.rank, self.size, n_blocks)
+    def prepare(self, seq_length: int, device: torch.device, head_dim: int, dtype: torch.dtype, backend: str = "auto") -> None:
+        """Makes what the calls of a length share, on their device and before the first of them: the plan, and what kernels read of it.
+
+        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, and as resolve_backend does.
+        """
+        if self.comm_type == "a2a":
+            return
+        with torch.device(device):  # whatever device the model around it is built on
+            state = self._state(seq_length, device)
+        for placement in filter(None, (state.placement, state.remote)):
+            prepare_placement(state.layout, placement, seq_length // self.size, head_dim, dtype, resolve_backend(backend, device.type))
 
     def attention(
         self,

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from s2_megatron.attention import BACKENDS
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.context_parallel import ContextParallel
+from s2_megatron.cuda_on_cpu import compute_device
 from s2_megatron.kept_output import KeptOutputs, kept_attention
 from s2_megatron.layout import Layout, PackedSequence, build_layout
 from s2_megatron.patterns import Pattern
@@ -140,7 +141,8 @@ class S2CoreAttention(MegatronModule):
             assert pg_collection.cp.size() == config.context_parallel_size
             self.context_parallel = self._shared_context(pg_collection.cp, s2_cp_comm_type, keep_received, packed_cut)
             if seq_length is not None:
-                self.context_parallel.prepare(seq_length)
+                head_dim, dtype = config.kv_channels, config.params_dtype
+                self.context_parallel.prepare(seq_length, compute_device(), head_dim, dtype, backend)
 
     def _shared_context(self, group, comm_type, keep_received, cut) -> ContextParallel:
         """Layers with the same pattern and settings share the plan, and what of it lies on the device."""

@@ -23,8 +23,8 @@ def check_block_count(seq_length: int, size: int, block_size: int) -> int:
         below, above = seq_length // unit * unit, (seq_length // unit + 1) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"seq_length={seq_length} with context_parallel_size={size} and block_size={block_size}; expected a multiple of "
-            f"2 * context_parallel_size * block_size = {unit}; use --seq-length {nearest}, or a smaller block_size"
+            f"--seq-length {seq_length} with --context-parallel-size {size} and block_size {block_size}: expected a multiple of "
+            f"2 * context-parallel size * block_size = {unit}; use --seq-length {nearest}, or a smaller block_size"
         )
     return seq_length // block_size
 

@@ -122,6 +122,11 @@ def is_installed() -> bool:
     return torch.cuda.Stream is _NoStream
 
 
+def compute_device() -> torch.device:
+    """Where this process's models compute: its current GPU, or the CPU."""
+    return torch.device("cpu") if is_installed() or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+
+
 def _leave_out_gpu_packages() -> None:
     """Hide Transformer Engine and Apex from Megatron, which would take their optimizers and norms: those launch CUDA kernels."""
     found = [name for name in GPU_PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is not None]

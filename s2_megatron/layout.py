@@ -87,15 +87,16 @@ class KeyRuns(NamedTuple):
     def make(cls, pattern: RangePattern, key_slot: np.ndarray, device="cpu") -> KeyRuns:
         """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
         ratio = pattern.num_heads // pattern.num_kv_heads
-        rows, row_of = np.unique(key_slot, axis=0, return_inverse=True)
+        first_row: dict[bytes, int] = {}
+        row_of = [first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)]  # np.unique would sort
         known: dict[tuple[int, int, int], tuple[int, int]] = {}
         prefixes, slots, sizes = [], [], [0, 0]
         index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
         for number, head in enumerate(pattern.heads):
             for position, (_, _, stride) in enumerate(head.bounds()):
-                key = (int(row_of.reshape(-1)[number // ratio]), stride, head.offset % stride)
+                key = (row_of[number // ratio], stride, head.offset % stride)
                 if key not in known:
-                    candidates = rows[key[0], -head.offset % stride :: stride]
+                    candidates = key_slot[key[0], -head.offset % stride :: stride]
                     present = candidates >= 0
                     known[key] = tuple(sizes)
                     prefixes.append(np.concatenate([[0], np.cumsum(present)]))

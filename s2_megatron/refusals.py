@@ -15,7 +15,8 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 from s2_megatron.attention import HEAD_DIM_LIMIT
-from s2_megatron.context_parallel import COMM_TYPES
+from s2_megatron.context_parallel import COMM_TYPES, ContextSettings
+from s2_megatron.cp_plan import check_block_count
 from s2_megatron.sparsity import ResolvedSparsity
 
 MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
@@ -38,7 +39,7 @@ class Refusal:
     fix: str
 
     def message(self, args: Namespace) -> str:
-        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type), local_kv_heads=_local_kv_heads(args))
+        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type))
         return "; ".join(text.format(**known) for text in (self.reason, self.fix))
 
 
@@ -51,18 +52,9 @@ def _packed(args: Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _local_kv_heads(args: Namespace) -> int:
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    return max(1, groups // args.tensor_model_parallel_size)
-
-
 def _comm_types_are_wrong(args: Namespace) -> bool:
     given = args.s2_cp_comm_type
     return len(given) not in (1, args.num_layers) or not set(given) <= {*COMM_TYPES, "allgather"}
-
-
-def _a2a_lacks_heads(args: Namespace) -> bool:
-    return "a2a" in args.s2_cp_comm_type and _local_kv_heads(args) % args.context_parallel_size != 0
 
 
 def _attention_is_recomputed(args: Namespace) -> bool:
@@ -190,12 +182,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("s2_cp_comm_type", _comm_types_are_wrong,
             f"--s2-cp-comm-type {{comm_types}}: expected {', '.join(COMM_TYPES)}, one for all layers or one for each of the "
             "{args.num_layers} layers", "use --s2-cp-comm-type sparse"),
-    Refusal("s2_cp_heads", _a2a_lacks_heads,
-            "--s2-cp-comm-type a2a deals the KV heads of a tensor-parallel rank out to {args.context_parallel_size} context-parallel ranks, "
-            "and {local_kv_heads} cannot be dealt out evenly", "use --s2-cp-comm-type sparse"),
-    Refusal("s2_cp_packed", lambda args: args.context_parallel_size > 1 and _packed(args) and "sparse" in args.s2_cp_comm_type,
-            "--s2-cp-comm-type sparse plans the exchange for one sequence, and packed documents (--sft, --dataloader-inter-document-masking) "
-            "change from batch to batch", "use --s2-cp-comm-type all_gather, or a2a"),
     Refusal("s2_cp_mtp",
             lambda args: args.context_parallel_size > 1 and args.dataloader_inter_document_masking and not args.sft and args.mtp_num_layers,
             "--mtp-num-layers with --dataloader-inter-document-masking and --context-parallel-size {args.context_parallel_size}: Megatron "
@@ -208,9 +194,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("hierarchical_context_parallel_sizes", _is_set("hierarchical_context_parallel_sizes"),
             "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
             "remove --hierarchical-context-parallel-sizes and use --cp-comm-type p2p for dense layers"),
-    Refusal("hybrid_context_parallel", _is_set("hybrid_context_parallel"),
-            "--hybrid-context-parallel (dynamic context parallelism) changes the ranks from batch to batch, and S2 plans the exchange once",
-            "remove --hybrid-context-parallel"),
+    *(Refusal(f"{name}_context_parallel", _is_set(f"{name}_context_parallel"),
+              f"--{name}-context-parallel (dynamic context parallelism) changes the ranks from batch to batch, and S2 plans the exchange once",
+              f"remove --{name}-context-parallel")
+      for name in ("hybrid", "dynamic")),  # Megatron 0.19's name, and the one of its development branch
     Refusal("use_megatron_fsdp", _is_set("use_megatron_fsdp"),
             "--use-megatron-fsdp is not tested with S2 attention", "use --use-distributed-optimizer instead"),
     Refusal("use_torch_fsdp2", _is_set("use_torch_fsdp2"),
@@ -328,6 +315,33 @@ def refuse_yaml_command_line(argv: list[str] | None = None) -> None:
     if {"--s2-config", "--yaml-cfg"} <= given:
         refusal = next(item for item in REFUSALS if item.name == "yaml_cfg")
         raise ValueError(_listed([f"{refusal.reason.replace(' {args.yaml_cfg}', '')}; {refusal.fix}"]))
+
+
+def refuse_exchanges(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Raises ValueError when S2 layers cannot exchange keys and values over context-parallel ranks as --s2-cp-comm-type says.
+
+    Dense layers are not looked at: whether they follow that flag depends on what computes them, and start-up looks then (cp_report.py).
+    """
+    size, settings = args.context_parallel_size, ContextSettings(tuple(args.s2_cp_comm_type))
+    used = {settings.comm_type(index) for index, layer in enumerate(sparsity.all_layers) if layer.pattern is not None}
+    packed = _packed(args)
+    heads = max(1, sparsity.num_kv_heads // args.tensor_model_parallel_size)
+    found = []
+    if size == 1 or not used:
+        return
+    if "a2a" in used and heads % size:
+        found.append(f"--s2-cp-comm-type a2a deals the KV heads of a tensor-parallel rank out to {size} context-parallel ranks, and {heads} "
+                     "cannot be dealt out evenly; use --s2-cp-comm-type sparse")
+    if "sparse" in used and packed:
+        found.append("--s2-cp-comm-type sparse plans the exchange for one sequence, and packed documents (--sft, "
+                     "--dataloader-inter-document-masking) change from batch to batch; use --s2-cp-comm-type all_gather, or a2a")
+    if used != {"a2a"} and not packed:
+        try:
+            check_block_count(args.seq_length, size, sparsity.block_size)
+        except ValueError as error:
+            found.append(str(error))
+    if found:
+        raise ValueError(_listed(found))
 
 
 def refuse_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> None:

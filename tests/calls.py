@@ -3,8 +3,8 @@
 import torch
 
 from s2_megatron.layout import PackedSequence, Placement, build_layout
-from tests.oracle import make_inputs
-from tests.test_attention import PAPER, UNEVEN, pattern_of, random_mask
+from tests.oracle import make_inputs, random_mask
+from tests.test_attention import PAPER, UNEVEN, pattern_of
 
 FORMS = ("sbhd", "bshd", "bhsd", "thd")
 KINDS = (*FORMS, "padded", "mask", "uneven", "placed", "ending")

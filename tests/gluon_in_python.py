@@ -21,6 +21,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from tests.gluon_memory import Box, Pointer, Shared, memory_of
+
 
 class _ToFunction(ast.NodeTransformer):
     """x.to(type) -> _to(x, type), for a scalar is a plain number; values.type.layout -> None."""
@@ -48,101 +50,6 @@ def where(condition, yes, no):
         kept = [value.dtype for value in (yes, no) if isinstance(value, np.ndarray)]
         return found.astype(kept[0]) if kept else found
     return yes if condition else no
-
-
-class Pointer:
-    """A place, or an array of places, in a tensor's memory."""
-
-    def __init__(self, memory, at=0):
-        self.memory, self.at, self.dtype = memory, at, SimpleNamespace(element_ty=memory.dtype.type)
-
-    def __add__(self, more):
-        return Pointer(self.memory, self.at + more)
-
-    def load(self, mask=True, other=None):
-        if isinstance(self.at, np.ndarray):
-            mask = np.broadcast_to(mask, self.at.shape)
-            return np.where(mask, self.memory[np.where(mask, self.at, 0)], 0 if other is None else other).astype(self.memory.dtype)
-        assert 0 <= self.at < len(self.memory)
-        return self.memory[self.at].item()
-
-    def store(self, values, mask=True):
-        mask = np.broadcast_to(mask, self.at.shape)
-        self.memory[self.at[mask]] = np.broadcast_to(values, self.at.shape)[mask]
-
-
-def memory_of(tensor):
-    """All that lies behind a tensor's first element, flat."""
-    rest = tensor.untyped_storage().nbytes() // tensor.itemsize - tensor.storage_offset()
-    return torch.as_strided(tensor, (rest,), (1,), tensor.storage_offset()).numpy()
-
-
-class Box:
-    """A tensor descriptor on the device."""
-
-    def __init__(self, descriptor):
-        self.view = torch.as_strided(descriptor.base, descriptor.shape, descriptor.strides, descriptor.base.storage_offset()).numpy()
-        self.rows, self.columns = descriptor.block_shape[2:]
-        self.dtype, self.layout = self.view.dtype.type, None
-
-    def _inside(self, coordinates):
-        batch, head, row, column = (int(number) for number in coordinates)
-        assert 0 <= batch < self.view.shape[0] and 0 <= head < self.view.shape[1] and row >= 0 and column >= 0
-        return self.view[batch, head, row : row + self.rows, column : column + self.columns]
-
-    def read(self, coordinates):
-        found, inside = np.zeros((self.rows, self.columns), self.dtype), self._inside(coordinates)
-        found[: inside.shape[0], : inside.shape[1]] = inside
-        return found
-
-    def write(self, coordinates, values):
-        inside = self._inside(coordinates)
-        inside[...] = values[: inside.shape[0], : inside.shape[1]]
-
-
-class Shared:
-    """Shared memory [..., rows, columns], where matrices lie in chunks of 128 bytes of columns."""
-
-    def __init__(self, machine, flat, shape, chunk, turned=False):
-        self.machine, self.flat, self.shape, self.chunk, self.turned = machine, flat, list(shape), chunk, turned
-        self.dtype = flat.dtype.type
-        assert flat.size == np.prod(shape)
-
-    def index(self, number):
-        size = self.flat.size // self.shape[0]
-        assert 0 <= number < self.shape[0]
-        return Shared(self.machine, self.flat[number * size : (number + 1) * size], self.shape[1:], self.chunk)
-
-    def permute(self, order):
-        assert order == (1, 0)
-        return Shared(self.machine, self.flat, self.shape, self.chunk, not self.turned)
-
-    def _reinterpret(self, dtype, shape, layout):
-        assert dtype == self.dtype
-        return Shared(self.machine, self.flat, shape, self.chunk)
-
-    def _in_order(self):
-        if self.chunk is None:
-            return self.flat.reshape(self.shape)
-        rows, columns = self.shape[-2:]
-        wide = min(self.chunk, columns)
-        return self.flat.reshape(*self.shape[:-2], columns // wide, rows, wide).swapaxes(-3, -2)
-
-    def read(self):
-        values = self._in_order().reshape(self.shape)
-        return values.T if self.turned else values.copy()
-
-    def write(self, values):
-        place = self._in_order()
-        place[...] = np.asarray(values).reshape(place.shape)
-
-    def load(self, layout):
-        return self.read()
-
-    def store(self, values):
-        assert np.shape(values) == tuple(self.shape)
-        self.machine.partition.unfenced |= self.chunk is not None
-        self.write(values)
 
 
 class Barrier:
@@ -184,7 +91,7 @@ class Product:
 class Partition:
     def __init__(self, name):
         self.name, self.turn, self.waits = name, threading.Semaphore(0), None
-        self.products, self.stores, self.unfenced, self.over = [], [], False, False
+        self.products, self.stores, self.numbers, self.unfenced, self.over = [], [], [], False, False
 
 
 class Machine:
@@ -218,9 +125,9 @@ class Machine:
         if function not in self.functions:
             given = function.fn.__globals__
             namespace = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in given.items()}
-            namespace.update(gl=self.language(), mbarrier=self.barriers(), tma=self.tma(), _to=to, add_through_tma=self.add_out,
-                             warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_products, fence_async_shared=self.fence,
-                             quotient=lambda number, divisor: number // divisor if divisor else 0)
+            namespace.update(gl=self.language(), mbarrier=self.barriers(), tma=self.tma(), async_copy=self.async_copy(), _to=to,
+                             add_through_tma=self.add_out, warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_products,
+                             fence_async_shared=self.fence, quotient=lambda number, divisor: number // divisor if divisor else 0)
             made = {}
             exec(compiled(function), namespace, made)
             found = made[function.fn.__name__]
@@ -250,6 +157,9 @@ class Machine:
 
     def tma(self):
         return SimpleNamespace(async_copy_global_to_shared=self.copy_in, async_copy_shared_to_global=self.copy_out, store_wait=self.wait_stores)
+
+    def async_copy(self):
+        return SimpleNamespace(async_copy_global_to_shared=self.copy_numbers, mbarrier_arrive=self.arrive_with_numbers)
 
     # Partitions: one runs at a time
 
@@ -348,6 +258,22 @@ class Machine:
         def arrive():
             place.write(values)
             barrier.copied(values.nbytes)
+
+        self.copies.append(arrive)
+
+    def copy_numbers(self, place, pointer, mask):
+        assert place.shape == list(pointer.at.shape)
+        place.write(np.full(place.shape, np.nan))
+        self.partition.numbers.append(lambda: place.write(pointer.load(mask)))
+
+    def arrive_with_numbers(self, barrier):
+        barrier.due += 1
+        copies, self.partition.numbers = self.partition.numbers, []
+
+        def arrive():
+            for copy in copies:
+                copy()
+            barrier.arrive(1)
 
         self.copies.append(arrive)
 

@@ -117,6 +117,8 @@ def run_case(case: dict) -> dict:
     from s2_megatron import arguments, printing
 
     result = {"error": None, "message": None, "refused_by_megatron": None, "args": {}}
+    import torch
+
     find_spec, printed = importlib.util.find_spec, io.StringIO()
     printing._printed.clear()
 
@@ -128,7 +130,7 @@ def run_case(case: dict) -> dict:
             args, result["refused_by_megatron"] = parse(case["argv"], case.get("attributes"))
         with (
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
-            patch.object(arguments, "_device_type", lambda: case.get("device", "cpu")),
+            patch.object(arguments, "compute_device", lambda: torch.device(case.get("device", "cpu"))),
             patch.object(importlib.util, "find_spec", found_unless_missing),
             contextlib.redirect_stdout(printed),
         ):

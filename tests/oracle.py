@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from s2_megatron.attention import canonical_view, s2_attention
+from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import build_layout
 
 
@@ -131,3 +132,18 @@ def check_against_eager(inputs, grad_lse, pattern, form, mask, scale, factor=2.0
                 f"{name} ({kind}): error {mine:.3e} > {limit:.3e} = {factor} x eager's {reference:.3e}"
             )
     return got, truth
+
+
+def random_mask(block, heads, groups, tables, n_blocks=16, seed=0, diagonal=True, density=0.4):
+    """Patterns of a block mask: `tables` of them; diagonal: every block attends itself."""
+    generator = torch.Generator().manual_seed(seed)
+    indptr, indices = [], []
+    for _ in range(tables):
+        rows = []
+        for query in range(n_blocks):
+            chosen = torch.rand(query + 1, generator=generator) < density
+            chosen[query if diagonal or query < 2 else query // 2] = True
+            rows.append(chosen.nonzero()[:, 0].numpy())
+        indptr.append([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
+        indices.append(torch.cat([torch.from_numpy(row) for row in rows]).numpy())
+    return BlockMaskPattern.from_csr(block, heads, groups, indptr, indices)

@@ -14,10 +14,21 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from s2_megatron.attention import BACKENDS, AttentionCall, attention_backward, attention_forward, s2_attention
+from s2_megatron.attention import (
+    BACKENDS,
+    AttentionCall,
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    s2_attention,
+)
+from s2_megatron.cp_exchange import BlockExchange, slot_views
+from s2_megatron.cp_plan import make_plan
 from s2_megatron.layout import Placement, build_layout
 from tests.calls import KINDS, computes, make_call, results
-from tests.oracle import make_inputs
+from tests.oracle import make_inputs, random_mask
 from tests.test_attention import PAPER, pattern_of
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -36,20 +47,38 @@ def run_case(kind, length, block, dim, dtype, device, backend):
         assert all(torch.isfinite(tensor).all() for tensor in (out, *grads))
 
 
-def run_continued(device, backend, block=64, dim=128, n_blocks=4):
-    """A forward that continues another one, from a flat buffer of slots, as context parallelism calls it; and its backward."""
-    pattern = pattern_of(PAPER, block, 4, 2)
-    (query, key, value, grad_out), grad_lse = make_inputs(pattern, block * n_blocks, dim, BF16, device, form="sbhd")
-    slots = torch.arange(n_blocks).expand(2, n_blocks).clone()
-    calls = []
-    for half in (slots >= n_blocks // 2, slots < n_blocks // 2):
-        placement = Placement.make(range(n_blocks), n_blocks, torch.where(half, slots, -1), device, pattern)
-        calls.append(AttentionCall(build_layout(pattern, device), 0.1, "sbhd", None, placement, backend, False))
-    first = attention_forward(query, key, value, calls[0])
-    out, lse = attention_forward(query, key, value, calls[1], initial=first)
-    for call in calls:
-        grads = attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
-        assert all(torch.isfinite(grad).all() for grad in grads)
+# name: (a block mask instead of ranges, head dim, dtype). What one of two context-parallel ranks computes.
+PARTS = {"parts-64": (False, 64, BF16), "parts-128": (False, 128, BF16), "parts-mask-80": (True, 80, BF16), "parts-fp32": (False, 48, F32)}
+
+
+def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
+    """All kernels of context parallelism as it calls them, in one process: blocks packed for the other rank, the attention of the own keys
+    continued over slots, the backward in parts, returned gradients added."""
+    pattern = random_mask(block, 4, 2, 2, n_blocks) if masked else pattern_of(PAPER, block, 4, 2)
+    layout, plan = build_layout(pattern, device), make_plan(pattern, 1, 2, n_blocks)
+    placements = [Placement.make(plan.query_blocks, n_blocks, slots, device, pattern) for slots in (plan.local_slot, plan.remote_slot)]
+    own, remote = (AttentionCall(layout, 0.1, "sbhd", None, placement, backend, False) for placement in placements)
+    (query, key, value, grad_out), _ = make_inputs(pattern, len(plan.query_blocks) * block, dim, dtype, device, form="sbhd")
+
+    exchange = BlockExchange(plan, None, device)
+    sent = torch.full((len(plan.send_heads), block, 2, 1, dim), torch.nan, dtype=dtype, device=device)
+    exchange._pack(key, value, sent, backend)
+    buffer = torch.randn(sum(plan.receive_counts), block, 2, 1, dim, device=device).to(dtype)
+    gradients = torch.full_like(buffer, torch.nan)
+    slots, grad_slots = slot_views(buffer, 2), slot_views(gradients, 2)
+
+    out, lse = attention_forward(query, key, value, own, out_dtype=F32)
+    out, lse = attention_forward(query, *slots, remote, initial=(out, lse))
+    row_sums = attention_delta(grad_out, out, lse, own)
+    grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, dtype=F32)
+    attention_backward_dkdv(grad_out, query, *slots, lse, row_sums, *grad_slots, remote)
+    grad_query = attention_backward_dq(grad_out, query, *slots, lse, row_sums, remote, initial=grad_query)
+    wide = tuple(torch.empty(tensor.shape, dtype=F32, device=device) for tensor in (key, value))
+    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)
+    grads = exchange.add_returned(torch.ones_like(sent), wide, dtype, backend)
+    # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small head dims.
+    more = attention_backward(grad_out, torch.ones_like(lse), query, key, value, out.to(dtype), lse, own)
+    assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *more))
 
 
 def main(arguments=None):
@@ -64,9 +93,10 @@ def main(arguments=None):
         if re.search(chosen.only, name) and computes(chosen.backend, kind, *shape):
             run_case(*case, chosen.device, chosen.backend)
             done += 1
-    if re.search(chosen.only, "continued"):
-        run_continued(chosen.device, chosen.backend)
-        done += 1
+    for name, (masked, dim, dtype) in PARTS.items():
+        if re.search(chosen.only, name) and (chosen.backend != "gluon" or dtype.itemsize == 2):
+            run_parts(masked, dim, dtype, chosen.device, chosen.backend)
+            done += 1
     if chosen.device == "cuda":
         torch.cuda.synchronize()
     print(f"cases done: {done}")

@@ -22,7 +22,7 @@ from s2_megatron.attention import (
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import PackedSequence, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern, make_range_pattern
-from tests.oracle import check_against_eager, make_inputs, packed_mask, run_op, token_mask
+from tests.oracle import check_against_eager, make_inputs, packed_mask, random_mask, run_op, token_mask
 
 pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch")]
 BACKENDS = ("reference", "triton")
@@ -36,20 +36,6 @@ def pattern_of(ranges, block, heads, groups, slide="kv", **options):
     return make_range_pattern(
         block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options
     )
-
-
-def random_mask(block, heads, groups, tables, n_blocks=16, seed=0, diagonal=True):
-    generator = torch.Generator().manual_seed(seed)
-    indptr, indices = [], []
-    for _ in range(tables):
-        rows = []
-        for query in range(n_blocks):
-            chosen = torch.rand(query + 1, generator=generator) < 0.4
-            chosen[query if diagonal or query < 2 else query // 2] = True
-            rows.append(chosen.nonzero()[:, 0].numpy())
-        indptr.append([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
-        indices.append(torch.cat([torch.from_numpy(row) for row in rows]).numpy())
-    return BlockMaskPattern.from_csr(block, heads, groups, indptr, indices)
 
 
 # Chosen by hand: (pattern, head dim, dtype, length, format, batch). PAIRWISE below has every pair of settings.

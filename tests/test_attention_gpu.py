@@ -6,8 +6,8 @@ import torch
 from s2_megatron.attention import s2_attention
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import RangePattern
-from tests.oracle import check_against_eager, make_inputs, run_op, token_mask
-from tests.test_attention import PAPER, SEVERAL, UNEVEN, WINDOW, packed_case, pattern_of, random_mask
+from tests.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask
+from tests.test_attention import PAPER, SEVERAL, UNEVEN, WINDOW, packed_case, pattern_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_scratch")]
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 160, 192, 256)

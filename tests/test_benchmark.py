@@ -168,7 +168,7 @@ def test_every_verdict_of_the_suite_has_its_rows():
     for group in SUITES["hopper"](False):
         rows += [fake_row(group.name, case, name, 1.0, 2.0) for case, names in group.cases for name in names]
     report.add_ratios(rows)
-    assert len(verdicts(rows, {"cold_s": 1.0, "warm_s": 1.0})) == 19
+    assert len(verdicts(rows, {"cold_s": 1.0, "warm_s": 1.0})) == 20
     known = set(ENTRIES) | {"S2 gluon"}
     assert all(set(names) <= known for suite in SUITES.values() for group in suite(False) for _, names in group.cases)
 
@@ -283,13 +283,14 @@ MAIN = ["--seq-lengths", "150,64", "--num-heads", "4", "--num-kv-heads", "2", "-
         "--block-size", "16", "--local-tokens", "32", "--stride", "4", "--no-first-call", "--seconds", "0.05"]  # fmt: skip
 
 
-def test_the_file_of_a_run(cpu_clock, tmp_path, capsys):
+def test_the_file_of_a_run(cpu_clock, tmp_path, capsys, monkeypatch):
     path = tmp_path / "x.json"
+    monkeypatch.setenv("S2_COMMIT", "abc1234")
     benchmark.main([*MAIN, "--json", str(path)])
     content = json.loads(path.read_text())
     assert [row["seq_length"] for row in content["rows"]] == [150, 64] and content["format"] == 1
     assert content["command"].startswith("python benchmarks/attention.py --seq-lengths 150,64")
-    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["torch"] == torch.__version__ and content["commit"] == "abc1234"
     assert content["hardware"] == {"gpu": "none"} and content["rows"][0]["matmul_tflops"] > 0
     assert content["verdicts"][0]["met"] and "met    memory limit" in capsys.readouterr().out
 
@@ -326,14 +327,27 @@ def test_tuner_prints_the_rows_of_the_table_and_leaves_it_alone():
         for name, family in tune.FAMILIES.items():
             candidates = list(family.candidates(key))
             assert row[tune.PORTABLE.index(name)] in candidates, f"{key} {name}: the present tile is not a candidate"
-    key, before = (256, False), (dict(tiles._TABLE), dict(tiles._SMALL_TABLE))
+    tables = (tiles._TABLE, tiles._AMPERE_TABLE, tiles._SMALL_TABLE)
+    key, before = (256, False), [dict(table) for table in tables]
     tile = tiles.Tile(32, 16, 4, 2)
     with tune.FAMILIES["forward"].force(key, tile):
-        assert tiles.tiles_for(256, False, 64, 8)[0] == tile == tiles.tiles_for(256, False, 64, 8, (8, 6))[0]
+        assert {tiles.tiles_for(256, False, 64, 8, card)[0] for card in ((8, 0), (8, 6), (9, 0), (12, 0))} == {tile}
     with pytest.raises(RuntimeError), tune.FAMILIES["grad_key"].force((64, True), tile):
         raise RuntimeError
-    assert before == (tiles._TABLE, tiles._SMALL_TABLE)
+    assert before == list(tables)
     assert "Tile(32, 16, 4, 2)" in tune.row_text(key, {"forward": tile})
+
+
+def test_the_tuner_measures_every_row_unless_told_otherwise():
+    args = tune.parse_arguments([])
+    assert {tune.key_of(dim, dtype) for dim in args.head_dims for dtype in args.dtypes} == set(tiles._TABLE)
+    assert set(args.families) == set(tune.PORTABLE)
+
+
+def test_tiles_differ_where_shared_memory_does():
+    hopper, ampere, small = (tiles.tiles_for(256, False, 64, 8, card) for card in ((9, 0), (8, 0), (8, 6)))
+    assert hopper == tiles._TABLE[256, False] and ampere == (hopper[0], tiles.Tile(64, 32, 8, 2), hopper[2])
+    assert small == tiles._SMALL_TABLE[256, False]
 
 
 @pytest.mark.gpu

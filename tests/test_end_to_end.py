@@ -104,6 +104,18 @@ def test_names_of_rows():
             chosen_rows(name)
 
 
+def test_rows_of_the_groups():
+    """Dense peers with every exchange that may be their best, on two and on four GPUs; memory with every choice of recompute and offload."""
+    for ranks, exchanges in ((2, ["p2p", "a2a"]), (4, ["p2p", "a2a", "all_gather"])):
+        rows = chosen_rows(f"1p3b-128k-cp{ranks}")
+        assert {(row.cp, row.tp * row.pp, row.tokens, row.recompute) for row in rows} == {(ranks, 1, 131072, "full")}
+        assert [(row.attention, row.keep) for row in rows[:2]] == [("s2", True), ("s2", False)]
+        assert [row.exchange for row in rows[2:]] == exchanges and all(row.stock for row in rows[2:])
+    choices = {(row.recompute, row.keep, row.offload) for row in chosen_rows("memory")}
+    recomputed = {("none", False), ("selective", False), ("selective", True), ("full", False), ("full", True)}
+    assert choices == {(*choice, None) for choice in recomputed} | {("none", False, "modules"), ("none", False, 12)}
+
+
 @pytest.mark.parametrize("size", ["1p3b", "7b"])
 def test_models_are_those_of_the_launchers(size):
     environment = {**os.environ, "MOCK_DATA": "1", "DRY_RUN": "1", "TRANSFORMER_IMPL": "local", "SEQ_LENGTH": "131072"}
@@ -140,7 +152,7 @@ def test_ratios_and_table():
     assert results[0]["over_dense"] == 2.0  # the faster of the dense rows, whose recomputation is the same
     assert "over_dense" not in results[1] and results[3]["over_dense"] is None and results[4]["over_dense"] is None
     lines = table(results)
-    assert lines[0].split()[:5] == ["row", "step", "ms", "tokens/s", "peak"]
+    assert lines[0].split()[:9] == ["row", "step", "ms", "tokens/s", "peak", "GiB", "MiB/token", "beside", "weights"]
     assert lines[1].split()[1:] == ["1000.0", "3,000", "80.00", "2.500", "1.500", "400.0", "40.4%", "2.00", "x", "10.5000", "2.000"]
     assert lines[6].endswith("out of memory: CUDA (49 s; x.log)")
 
@@ -180,6 +192,7 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
         return 1
 
     monkeypatch.setattr(end_to_end, "run_logged", run_or_fail)
+    monkeypatch.setenv("S2_COMMIT", "abc1234")
     path = tmp_path / "results" / "x.json"
     names = [refused, "tiny-512-full-keep-hybrid", "tiny-512-full-dense"]
     arguments = ["--rows", ",".join(names), "--train-iters", "4", "--logs", str(tmp_path / "logs"), "--json", str(path)]
@@ -187,6 +200,7 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     content = json.loads(path.read_text())
     assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
     assert content["versions"]["megatron-core"][0].isdigit() and content["versions"]["torch"][0].isdigit() and content["ranks"] == 1
+    assert content["commit"] == "abc1234" and content["hardware"]["gpu"]
     failed, sparse, dense = content["rows"]
     assert [row["row"] for row in content["rows"]] == names
     assert failed["error"].startswith("ValueError: --s2-config: --s2-keep-attention-output") and "step_ms" not in failed

@@ -19,8 +19,8 @@ from s2_megatron.cp_exchange import slot_views
 from s2_megatron.cp_plan import make_plan
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
-from tests.oracle import check_against_eager, eager, make_inputs, run_op, token_mask
-from tests.test_attention import packed_case, pattern_of, random_mask
+from tests.oracle import check_against_eager, eager, make_inputs, random_mask, run_op, token_mask
+from tests.test_attention import packed_case, pattern_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

@@ -138,8 +138,8 @@ def key_walk(monkeypatch):
         produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
-        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, 1.0, *flags)
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED FOLD KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
         found, tiles = tiles, []
 
         def load_pass(*given):
@@ -148,10 +148,13 @@ def key_walk(monkeypatch):
             tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=block, words=[], present=present))
             return count + 1
 
-        programs = count()
-        STAND_IN.atomic_add = lambda counter, one: next(programs)
+        wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
+        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles()[1])
+        columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce = plain_functions(hopper_wide_backward_loads, load_pass=load_pass, load_queries=load_queries).produce
-        produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, 1.0, *flags)
+        produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, *flags)
         check_passes(tiles, found)
         return found, arguments
 
@@ -159,14 +162,17 @@ def key_walk(monkeypatch):
 
 
 def check_passes(passes, tiles):
-    """Each block of a tile in a pass of its own, with the words of the steps that attend it."""
-    expected = []
+    """Each block of a tile in a pass of its own, with the words of the steps that attend it, in whatever order."""
+    expected = {}
     for tile in tiles:
         for half, block in enumerate((tile.first, tile.second)):
             if block * 64 < tile.present:
-                words = [(word >> half & 5) + (word & -32) for word in tile.words if word >> half & 1] or [0]
-                expected.append((tile.batch, tile.kv_head, block, tile.present, [*words[:-1], words[-1] | 16]))
-    assert [(one.batch, one.kv_head, one.first, one.present, one.words) for one in passes] == expected
+                words = [(word >> half & 5) + (word & -32) for word in tile.words if word >> half & 1]
+                expected[tile.batch, tile.kv_head, block, tile.present] = sorted(words) or [0]
+    assert len(passes) == len(expected)
+    for one in passes:
+        assert [word >> 4 & 1 for word in one.words] == [0] * (len(one.words) - 1) + [1], "last: once, at the end"
+        assert sorted(word & ~16 for word in one.words) == expected[one.batch, one.kv_head, one.first, one.present]
 
 
 def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
@@ -212,6 +218,24 @@ def test_key_tiles_of_ranges(mixed, key_walk):
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
             is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
             assert is_long == sorted(is_long, reverse=True)
+
+
+@pytest.mark.parametrize("n_blocks", [64, 67, 80])
+def test_long_columns_pass_by_the_same_queries_together(n_blocks, key_walk):
+    """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
+    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3)))
+    tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
+    assert arguments["FOLD"] and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
+    for head in range(3):
+        own = [tile for tile in tiles if tile.kv_head == head]
+        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in own]
+        members = sum((block + pattern.heads[head].offset) % 4 == 0 for block in range(n_blocks))
+        long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
+        assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
+        assert all(visits[-1] == n_blocks - 1 and visits == sorted(visits) for visits in long[1::2])
+        assert all(len(visits) <= 8 for visits in rest) and min(map(len, long)) <= 8
+        together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
+        assert len(long) < 4 or max(together) - min(together) <= 4, "one pair of blocks may lack its second"
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
@@ -261,8 +285,8 @@ def query_walk(request, monkeypatch):
         tiles, loads = [], []
 
         def load_halves(*given):
-            batch, head, token, length, low, masked, free, *_ = given[6:]
-            assert (token, length) == (0, query_rows) and given[5] == len(tiles)
+            batch, head, token, length, low, masked, free, *_ = given[7:]
+            assert (token, length) == (0, query_rows) and given[6] == len(tiles)
             tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
             return len(tiles)
 
@@ -282,7 +306,7 @@ def query_walk(request, monkeypatch):
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
             tiles.clear(), loads.clear()
-            functions.produce("Q", "K", "V", "G", *[None] * 5, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            functions.produce("Q", "K", "V", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
             check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
         for tile in everything:
@@ -359,16 +383,6 @@ def test_columns_of_programs():
         assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
         columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
-
-
-def test_keys_and_values_share_their_rows_together():
-    """The kernels have one answer to whether the heads share them."""
-    layout = build_layout(RangePattern.dense(64, 2, 2))
-    tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    shared = tensor[:, :1].expand(1, 2, 128, 64)
-    for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
-        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
-        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
 
 
 def test_the_quotient_is_exact():

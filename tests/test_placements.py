@@ -9,8 +9,8 @@ from s2_megatron.attention import (
     attention_forward,
 )
 from s2_megatron.layout import Placement, build_layout
-from tests.oracle import make_inputs, run_op
-from tests.test_attention import BACKENDS, F32, GOOD, PAPER, UNEVEN, pattern_of, random_mask
+from tests.oracle import make_inputs, random_mask, run_op
+from tests.test_attention import BACKENDS, F32, GOOD, PAPER, UNEVEN, pattern_of
 
 pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch")]
 

@@ -56,14 +56,6 @@ CASES = {
         dict(flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "p2p", "sparse", "sparse"]}, world_size=2),
         "expected sparse, all_gather, a2a, one for all layers or one for each of the 4 layers; use --s2-cp-comm-type sparse",
     ),
-    "s2_cp_heads": (
-        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": "a2a"}, world_size=4),
-        "2 cannot be dealt out evenly; use --s2-cp-comm-type sparse",
-    ),
-    "s2_cp_packed": (
-        dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
-        "use --s2-cp-comm-type all_gather",
-    ),
     "s2_cp_mtp": (
         dict(
             flags={
@@ -85,6 +77,7 @@ CASES = {
         dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}),
         "remove --hybrid-context-parallel",
     ),
+    "dynamic_context_parallel": (dict(attributes={"dynamic_context_parallel": True}), "remove --dynamic-context-parallel"),
     "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
     "cuda_graph_impl": (dict(flags={"--cuda-graph-impl": "local"}), "--cuda-graph-impl none"),
@@ -121,6 +114,18 @@ ACCEPTED = {
     "context_parallel_packed": dict(
         flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None, "--s2-cp-comm-type": "all_gather"}, world_size=2
     ),
+    # The first layer is dense; it follows the flag only where S2's op computes it.
+    "context_parallel_dense_a2a": dict(
+        flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["a2a", "sparse", "sparse", "sparse"]}, world_size=4
+    ),
+    "context_parallel_dense_packed": dict(
+        flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None,
+               "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"]},
+        world_size=2,
+    ),
+    "context_parallel_dense_length": dict(
+        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "a2a", "a2a"], "--seq-length": "1088"}, world_size=2
+    ),
     "any_length": dict(flags={"--seq-length": "1000"}),
     "long": dict(flags={"--seq-length": "1048576"}),
     "mha": dict(without=["--group-query-attention"]),
@@ -149,11 +154,39 @@ ALSO_REFUSED = {
     ),
 }  # fmt: skip
 
+# What S2 layers cannot exchange: name: (what to change, the message's end).
+EXCHANGES = {
+    "a2a": (
+        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": "a2a"}, world_size=4),
+        "4 context-parallel ranks, and 2 cannot be dealt out evenly; use --s2-cp-comm-type sparse",
+    ),
+    "a2a_one_layer": (
+        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["sparse", "sparse", "a2a", "sparse"]}, world_size=4),
+        "use --s2-cp-comm-type sparse",
+    ),
+    "a2a_mtp": (  # follows the last of the types
+        dict(
+            flags={"--context-parallel-size": "4", "--mtp-num-layers": "1", "--s2-cp-comm-type": ["sparse", "sparse", "sparse", "a2a"]},
+            world_size=4,
+        ),
+        "use --s2-cp-comm-type sparse",
+    ),
+    "packed": (
+        dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
+        "use --s2-cp-comm-type all_gather, or a2a",
+    ),
+    "length": (
+        dict(flags={"--context-parallel-size": "4", "--seq-length": "1088"}, world_size=4),
+        "--seq-length 1088 with --context-parallel-size 4 and block_size 64: expected a multiple of 2 * context-parallel size * block_size "
+        "= 512; use --seq-length 1024 or 1536, or a smaller block_size",
+    ),
+}
+
 
 @cache
 def results(config: str) -> dict[str, dict]:
     named = {**{name: case for name, (case, _) in CASES.items()}, **ACCEPTED, "future": dict(version="0.21.0rc0")}
-    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()}
+    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()} | {f"exchange_{name}": case for name, (case, _) in EXCHANGES.items()}
     cases = []
     for case in named.values():
         flags = {**case.get("flags", {}), "--s2-config": config}
@@ -186,6 +219,14 @@ def test_other_ways_to_a_refusal(name, config_file):
     result = results(config_file)[name]
     assert result["error"] == "ValueError" and result["refused_by_megatron"] is None, result
     assert CASES[ALSO_REFUSED[name][0]][1] in result["message"] and "\n" not in result["message"]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_exchanges_that_s2_layers_cannot_do(name, config_file):
+    result = results(config_file)[f"exchange_{name}"]
+    assert result["error"] == "ValueError" and result["refused_by_megatron"] is None, result
+    assert result["message"].startswith("--s2-config: --s") and result["message"].endswith(EXCHANGES[name][1])
+    assert "\n" not in result["message"]
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

@@ -114,7 +114,7 @@ def launched(script, *arguments, **environment):
 @pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: path.stem)
 def test_launcher_fits_its_configs(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
-    size = script.stem.removeprefix("pretrain_")
+    size, long, _ = script.stem.removeprefix("pretrain_").partition("_128k")
     names = [name for name in SHAPES if size in name]
     assert names
     for name in names:
@@ -122,10 +122,26 @@ def test_launcher_fits_its_configs(script):
         value = dict(itertools.pairwise(command))
         groups = value.get("--num-query-groups", value["--num-attention-heads"])
         shape = tuple(map(int, (value["--num-layers"], value["--num-attention-heads"], groups, value["--seq-length"])))
-        assert shape == SHAPES[name]
+        assert shape == (*SHAPES[name][:3], 131072 if long else SHAPES[name][3])
         assert value["--s2-config"] == str(ROOT / "configs" / f"{name}.yaml")
         assert value["--attention-dropout"] == "0" and command[-2:] == ["--train-iters", "5"]
         assert "--use-distributed-optimizer" not in command
+
+
+def test_the_launcher_for_long_context():
+    """The exchange of blocks, no second attention under recompute; what is given wins, and the output is not that of shorter sequences."""
+    script = ROOT / "examples/pretrain_7b_128k.sh"
+    command = launched(script, "--global-batch-size", "8", TP="2", CP="4")
+    for flag, values in (("--tensor-model-parallel-size", ["2"]), ("--context-parallel-size", ["4"]), ("--s2-cp-comm-type", ["sparse"]),
+                         ("--recompute-granularity", ["full"]), ("--global-batch-size", ["128", "32", "8"])):  # fmt: skip
+        assert [command[place + 1] for place, name in enumerate(command) if name == flag] == values
+    assert {"--s2-keep-attention-output", "--sequence-parallel"} <= set(command)
+    tokens = [int(value["--seq-length"]) * int(value["--global-batch-size"]) for value in
+              (dict(itertools.pairwise(launched(ROOT / f"examples/{name}.sh"))) for name in ("pretrain_7b", "pretrain_7b_128k"))]  # fmt: skip
+    assert tokens[0] == tokens[1]
+    value = dict(itertools.pairwise(launched(script)))
+    assert (value["--context-parallel-size"], value["--tensor-model-parallel-size"]) == ("8", "1")
+    assert value["--save"] == str(ROOT / "runs/s2_7b_s2_128k/checkpoints")
 
 
 def test_launcher_says_what_is_missing():

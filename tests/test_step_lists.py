@@ -1,5 +1,6 @@
 """The step lists against brute force: every list is read entry by entry and compared with Pattern.key_blocks, and so is its order."""
 
+import time
 from itertools import zip_longest
 
 import numpy as np
@@ -254,6 +255,47 @@ def test_equal_lists_are_shared():
     key_slot[1, :2] = 1, 0
     assert query_lists(pattern, np.arange(N), key_slot, N, False).rows.tolist() == [0, 1, 0, 2, 3, 2, 0, 0, 1]
     assert key_lists(pattern, np.arange(N), key_slot, N, N).rows.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cells", [1, 300])
+@pytest.mark.parametrize("name", ["paper", "query-slide", "not-efficient", "window", "uneven-heads", "mask-kv-heads", "mask-thin"])
+def test_lists_do_not_depend_on_how_many_cells_are_made_at_a_time(name, cells, monkeypatch):
+    pattern = PATTERNS[name]
+
+    def all_lists():
+        for query_blocks, key_slot, n_blocks, n_slots in placements(pattern).values():
+            yield from query_lists(pattern, query_blocks, key_slot, n_blocks, False)
+            yield from key_lists(pattern, query_blocks, key_slot, n_blocks, n_slots)[:3]
+
+    whole = list(all_lists())
+    monkeypatch.setattr(step_lists, "CELLS", cells)
+    assert all(np.array_equal(array, part) for array, part in zip(whole, all_lists(), strict=True))
+
+
+def test_lists_with_the_same_work_share_their_words():
+    """KV heads 0 and 2 attend the same; 2 has its blocks in other slots, in the same order. The slots of 1 and 3 have another order."""
+    key_slot = np.tile(np.arange(N), (4, 1))
+    key_slot[2] += 5
+    key_slot[3] = key_slot[3, ::-1]
+    heads = tuple(HeadPattern(PAPER, offset) for offset in (0, 1, 0, 0))
+    lists = key_lists(RangePattern(64, 4, heads), np.arange(N), key_slot, N, N + 5)
+    assert lists.rows.tolist() == [0, 1, 2, 3]
+    begins = [set(columns[:, 2].tolist()) for columns in lists.columns]
+    assert begins[0] == begins[2] and not begins[0] & (begins[1] | begins[3]) and not begins[1] & begins[3]
+
+
+@pytest.mark.parametrize("heads, groups", [(32, 32), (32, 8)])
+def test_lists_of_a_million_tokens_take_moments(heads, groups):
+    """On one of eight ranks, of its own keys and of the received ones. What other processes take of the machine does not count."""
+    pattern = ranges_of(((16, 1), (None, 16)), heads, groups)
+    plan = make_plan(pattern, 3, 8, 2**20 // 64)
+    start = time.process_time()
+    lists = []
+    for slots in (plan.local_slot, plan.remote_slot):
+        lists += query_lists(pattern, plan.query_blocks, slots, plan.n_blocks, groups < heads)
+        lists += key_lists(pattern, plan.query_blocks, slots, plan.n_blocks, int(slots.max()) + 1)[:3]
+    assert time.process_time() - start < 2.5
+    assert sum(array.nbytes for array in lists) < 110 * 2**20
 
 
 def test_nothing_is_present():

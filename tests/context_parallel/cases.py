@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import torch
-
-from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern, RangePattern, make_range_pattern
+from tests.oracle import random_mask
 
 
 class Case(NamedTuple):
@@ -22,20 +21,7 @@ def ranges(ranges, block, heads, groups, **options):
     return make_range_pattern(block_size=block, num_heads=heads, num_kv_heads=groups, ranges=ranges, **options)
 
 
-def block_mask(block, heads, groups, tables, n_blocks=48, seed=0, diagonal=True):
-    generator = torch.Generator().manual_seed(seed)
-    indptr, indices = [], []
-    for _ in range(tables):
-        rows = []
-        for query in range(n_blocks):
-            chosen = torch.rand(query + 1, generator=generator) < 0.3
-            chosen[query if diagonal or query < 2 else query // 2] = True
-            rows.append(chosen.nonzero()[:, 0].numpy())
-        indptr.append([0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()])
-        indices.append(torch.cat([torch.from_numpy(row) for row in rows]).numpy())
-    return BlockMaskPattern.from_csr(block, heads, groups, indptr, indices)
-
-
+block_mask = partial(random_mask, n_blocks=48, density=0.3)
 PAPER = ((2, 1), (None, 4))
 CASES = {
     "paper": Case(ranges(PAPER, 4, 8, 8)),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
-from s2_megatron.context_parallel import check_comm_type
+from s2_megatron import context_parallel, layout
+from s2_megatron.block_mask import BlockMaskPattern
+from s2_megatron.context_parallel import ContextParallel, check_comm_type
 from s2_megatron.cp_plan import check_block_count, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.kernels import hopper, launch
+from s2_megatron.patterns import RangePattern, make_range_pattern
 from tests.context_parallel.cases import CASES
 
 
@@ -76,6 +82,47 @@ def test_a_plan_for_a_million_tokens_takes_moments():
     plan = make_plan(pattern, 3, 8, 2**20 // 64)
     assert time.perf_counter() - start < 5
     assert make_plan(pattern, 3, 8, 2**20 // 64) is plan, "layers with equal patterns share a plan"
+
+
+class Ranks:
+    """A process group that nothing is sent in."""
+
+    def size(self):
+        return 4
+
+    def rank(self):
+        return 1
+
+
+@pytest.mark.parametrize("dtype, made", [(torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize("comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")])
+def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, monkeypatch):
+    """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
+    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(launch, "GLUON", "")
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
+    pattern = CASES[pattern].pattern
+    if isinstance(pattern, BlockMaskPattern):
+        pattern = dataclasses.replace(pattern, block_size=64)
+    else:
+        pattern = RangePattern(64, pattern.num_kv_heads, pattern.heads)
+    cp, cpu = ContextParallel(pattern, Ranks(), comm_type), torch.device("cpu")
+    with torch.device("meta"):  # as Megatron may build the layers
+        cp.prepare(48 * 64, cpu, 64, dtype, "auto")
+    state = cp._state(48 * 64, cpu)
+    assert cp._prepared == {(48 * 64, cpu): state} and (state.remote is not None) == (comm_type == "sparse")
+
+    made_now = []
+    for name in ("query_lists", "key_lists"):
+        monkeypatch.setattr(layout, name, partial(lambda make, *args: made_now.append(make) or make(*args), getattr(layout, name)))
+    for placement in filter(None, (state.placement, state.remote)):
+        query = torch.empty(1, pattern.num_heads, 12 * 64, 64)
+        key = torch.empty(1, pattern.num_kv_heads, placement.n_slots * 64, 64)
+        call = hopper._Call(query, key, key, state.layout, None, placement)
+        for arguments in (call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query), call.key_tiles()):
+            assert arguments[1]["list_steps_ptr"].device == cpu
+    assert (not made_now) == made
 
 
 @pytest.mark.parametrize("length, nearest", [(1000, "896 or 1024"), (100, "128"), (0, "128"), (1088, "1024 or 1152")])

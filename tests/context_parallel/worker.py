@@ -82,7 +82,7 @@ def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="
     n_blocks, block = tokens_of(case, size) // case.pattern.block_size, case.pattern.block_size
     whole = inputs(case.pattern, n_blocks * block, case.dim, case.batch, dtype)
     cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received)
-    cp.prepare(n_blocks * block)
+    cp.prepare(n_blocks * block, whole[0].device, case.dim, dtype, backend)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
     leaves = [tensor.detach().requires_grad_() for tensor in mine[:3]]
     with count_traffic() as forward:

@@ -1,0 +1,134 @@
+"""What `sparse` would take on more ranks, from what was measured on fewer: for tables whose GPUs cannot be had. Marked "predicted" everywhere.
+
+Measured are one GPU's time for the whole sequence, the step with and without its communication, and the transfers of an exchange that nothing
+hides. Counted, from the plans of both numbers of ranks, are (query, key) pairs, bytes at the collectives, and bytes of partial results. Then
+
+work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
+overhead    what the silent step took beyond its work: partial results in fp32 (in proportion to the tokens of a rank), and packing, unpacking
+            and adding what travels (in proportion to its bytes); scaled by the bytes that both move through the GPU's memory
+exposed     what transfers take, at the measured rate of the link, beyond the attention beside them: K and V in the forward beside the own keys'
+            part; K and V again beside the own part of dQ; returned gradients beside the own part of dK and dV. And what was exposed when
+            measured, in proportion to the bytes
+
+Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from s2_megatron.cp_plan import LayerCosts, check_block_count, layer_costs, rank_pairs, zigzag_blocks
+from s2_megatron.patterns import Pattern
+
+HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
+SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer and its sequence. keep_received, head_dim, itemsize: as in cp_plan.layer_costs."""
+
+    pattern: Pattern
+    tokens: int
+    head_dim: int
+    itemsize: int
+    keep_received: bool = False
+
+    def costs(self, ranks: int, exchange: str = "sparse") -> LayerCosts:
+        return layer_costs(
+            self.pattern, ranks, self.tokens, exchange, head_dim=self.head_dim, itemsize=self.itemsize, keep_received=self.keep_received
+        )
+
+    def moved(self, ranks: int) -> int:
+        """Bytes of partial results (out, dQ, dK, dV in fp32) and of the exchange's buffers, written and read once, of the busiest rank."""
+        heads = 2 * (self.pattern.num_heads + self.pattern.num_kv_heads)
+        costs = self.costs(ranks)
+        return 2 * (4 * heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
+
+    def own_share(self, ranks: int) -> float:
+        """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
+        pattern, n_blocks = self.pattern, check_block_count(self.tokens, ranks, self.pattern.block_size)
+        alike = pattern.table_of if hasattr(pattern, "table_of") else pattern.heads.__getitem__
+        copies: dict = {}
+        for head in range(pattern.num_heads):
+            copies.setdefault(alike(head), []).append(head)
+        shares = []
+        for rank in range(ranks):
+            own = np.zeros(n_blocks, dtype=bool)
+            own[zigzag_blocks(rank, ranks, n_blocks)] = True
+            here = everywhere = 0
+            for heads in copies.values():
+                keys = np.concatenate([pattern.key_blocks(heads[0], query) for query in np.nonzero(own)[0]])
+                here, everywhere = here + len(heads) * own[keys].sum(), everywhere + len(heads) * len(keys)
+            shares.append(here / everywhere)
+        return float(min(shares))
+
+
+def link_rate(rows: list[dict]) -> float:
+    """Bytes a millisecond and rank, the slowest of the transfers that nothing hides. Raises ValueError where none was measured."""
+    rates = []
+    for row in rows:
+        if row["exchange"] in HIDES_NOTHING:
+            for sent, with_it, without in (
+                (row["sent_forward"], row["forward_ms"], row["silent_forward_ms"]),
+                (row["sent_forward"] + row["sent_backward"], row["step_ms"], row["silent_step_ms"]),
+            ):
+                if with_it > without:
+                    rates.append(sent / (with_it - without))
+    if not rates:
+        raise ValueError(f"the rate of the link is not known: no row of {' or '.join(HIDES_NOTHING)} was measured; add them to --exchanges")
+    return min(rates)
+
+
+def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
+    """The row of `sparse` on `ranks` ranks, from the measured rows of the same length. Raises ValueError where one is missing, and for lengths
+    that cannot be cut."""
+    rows = [row for row in rows if row["tokens"] == layer.tokens and not row.get("predicted")]
+    base = next((row for row in rows if row["exchange"] == "sparse" and "one_gpu_step_ms" in row), None)
+    if base is None:
+        raise ValueError(f"no row of sparse at {layer.tokens} tokens beside one GPU's time; add it to --exchanges")
+    rate, before, after = link_rate(rows), layer.costs(base["ranks"]), layer.costs(ranks)
+    pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
+    forward, backward = max(after.sent_forward), max(after.sent_backward)
+    repeated = 0 if layer.keep_received else forward
+    memory = layer.moved(ranks) / layer.moved(base["ranks"])
+    traffic = (forward + backward) / (base["sent_forward"] + base["sent_backward"])
+    own = layer.own_share(ranks)
+
+    def part(kind: str) -> tuple[float, float, float]:
+        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled."""
+        # A step that sends cannot be the faster one: where it was, its time is the better estimate of both.
+        alone, silent = base[f"one_gpu_{kind}_ms"], min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
+        overhead, exposed = silent - alone * max(before.pairs) / pairs, base[f"{kind}_ms"] - silent
+        return alone * max(after.pairs) / pairs, max(0.0, overhead) * memory, max(0.0, exposed) * traffic
+
+    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward"), part("step")
+    backward_work = work - forward_work
+    hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, own * backward_work * (1 - SHARE_OF_DQ)
+    transfers = [sent / rate for sent in (forward, repeated, backward - repeated)]
+    waits = [max(0.0, transfer - beside) for transfer, beside in zip(transfers, hidden)]
+    forward_exposed, exposed = forward_exposed + waits[0], exposed + sum(waits)
+    step = work + overhead + exposed
+    return dict(
+        exchange="sparse", tokens=layer.tokens, ranks=ranks, predicted=True, measured_ranks=base["ranks"], sent_forward=forward,
+        sent_backward=backward, planned_forward=forward, planned_backward=backward,
+        all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_work + forward_overhead + forward_exposed,
+        step_ms=step, silent_forward_ms=forward_work + forward_overhead, silent_step_ms=work + overhead, work=after.balance,
+        work_ms=work, overhead_ms=overhead, transfer_ms=transfers, beside_ms=list(hidden),
+        link_gb_per_s=rate / 1e6, own_share=own, one_gpu_forward_ms=base["one_gpu_forward_ms"], one_gpu_step_ms=base["one_gpu_step_ms"],
+        speed_up=base["one_gpu_step_ms"] / step,
+    )  # fmt: skip
+
+
+def explained(row: dict) -> str:
+    """A line below the row's, with what it was made of."""
+    transfers = " + ".join(f"{time:.2f}" for time in row["transfer_ms"])
+    beside = " + ".join(f"{time:.2f}" for time in row["beside_ms"])
+    exposed = row["step_ms"] - row["silent_step_ms"]
+    return (
+        f"          from {row['measured_ranks']} ranks: "
+        f"work {row['work_ms']:.2f} + overhead {row['overhead_ms']:.2f} + exposed {exposed:.2f} ms; "
+        f"transfers {transfers} ms at {row['link_gb_per_s']:.3g} GB/s beside {beside} ms of attention"
+    )

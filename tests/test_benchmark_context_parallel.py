@@ -1,0 +1,155 @@
+"""benchmarks/context_parallel.py without GPUs: what its gate checks, a run over gloo, and the prediction for more ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import context_parallel as benchmark
+from benchmarks.predict import Layer, predict
+from s2_megatron.cp_plan import zigzag_blocks
+from tests.context_parallel.check import is_right
+
+RIGHT = dict(out=1.0, dq=1.0, dk=1.9, dv=1.0, repeats=True, bytes=True)
+
+
+@pytest.fixture
+def bench():
+    """As on four GPUs, for which nothing is computed."""
+    args = benchmark.parse(["--head-dim", "64", "--keep-received", "--dense-heads", "2"])
+    return benchmark.Bench(args, SimpleNamespace(size=lambda: 4, rank=lambda: 0), torch.device("cuda"))
+
+
+def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
+    checked, timed = [], []
+
+    def check_case(case, comm_type, dtype, group, device, backend, deterministic):
+        assert case.pattern.num_heads == 32 and case.dim == 64 and case.keep_received and any(head.is_dense for head in case.pattern.heads)
+        checked.append((backend, dtype, deterministic))
+        return RIGHT
+
+    class Recorded(benchmark.ContextParallel):
+        def attention(self, query, *rest, backend, deterministic=False):
+            timed.append((backend, query.dtype, deterministic))
+            raise InterruptedError
+
+    monkeypatch.setattr(benchmark, "check_case", check_case)
+    monkeypatch.setattr(benchmark, "ContextParallel", Recorded)
+    monkeypatch.setattr(bench, "tensors", lambda tokens: ([torch.empty(0, dtype=bench.dtype)], None))
+    bench.check("sparse")
+    with pytest.raises(InterruptedError):
+        bench.measure("sparse", 65536, None)
+    assert timed == [("auto", torch.bfloat16, False)] and timed[0] in checked
+
+
+@pytest.mark.parametrize("fault", [dict(dk=2.1), dict(dv=float("nan")), dict(bytes=False), dict(repeats=False)])
+def test_the_gate_lets_nothing_wrong_pass(bench, monkeypatch, fault):
+    assert is_right(RIGHT) and not is_right(RIGHT | fault)
+    assert is_right(RIGHT | fault, bits=False) == ("repeats" in fault)
+    monkeypatch.setattr(benchmark, "check_case", lambda *arguments: RIGHT | fault)
+    with pytest.raises(SystemExit, match="not timed"):
+        bench.check("a2a")
+
+
+MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h200_cp4.json"
+
+
+@pytest.fixture
+def measured():
+    content = json.loads(MEASURED.read_text())
+    pattern = benchmark.pattern_of(argparse.Namespace(**content["settings"]))
+    return content["rows"], Layer(pattern, 131072, 128, 2)
+
+
+def test_the_prediction_for_as_many_ranks_is_what_was_measured(measured):
+    rows, layer = measured
+    found = predict(rows, layer, 4)
+    for field in ("tokens", "ranks", "sent_forward", "sent_backward", "planned_backward", "all_gather_forward"):
+        assert found[field] == rows[0][field]
+    for field in ("forward_ms", "step_ms", "speed_up", "work"):
+        assert found[field] == pytest.approx(rows[0][field])
+
+
+def test_the_prediction_follows_from_its_parts(measured):
+    rows, layer = measured
+    costs, found = layer.costs(8), predict(rows, layer, 8)
+    assert found["predicted"] and (found["ranks"], found["measured_ranks"]) == (8, 4)
+    assert (found["sent_forward"], found["sent_backward"]) == (max(costs.sent_forward), max(costs.sent_backward))
+    pairs = layer.pattern.attended_pairs(131072)
+    assert sum(costs.pairs) == pairs and found["work_ms"] == pytest.approx(rows[0]["one_gpu_step_ms"] * max(costs.pairs) / pairs)
+    assert found["step_ms"] == pytest.approx(found["work_ms"] + found["overhead_ms"])  # every transfer is hidden ...
+    assert all(transfer < beside for transfer, beside in zip(found["transfer_ms"], found["beside_ms"]))
+    slow = [dict(row) for row in rows]
+    for row in slow[1:3]:  # ... but not over links of a tenth of the rate
+        for kind in ("forward", "step"):
+            row[f"{kind}_ms"] = row[f"silent_{kind}_ms"] + 10 * (row[f"{kind}_ms"] - row[f"silent_{kind}_ms"])
+    later = predict(slow, layer, 8)
+    assert later["link_gb_per_s"] == pytest.approx(found["link_gb_per_s"] / 10)
+    waits = [transfer - beside for transfer, beside in zip(later["transfer_ms"], later["beside_ms"])]
+    assert min(waits) > 0 and later["step_ms"] - found["step_ms"] == pytest.approx(sum(waits))
+    late = [rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 1.0), *rows[1:]]  # 1 ms that was exposed grows with the bytes
+    exposed = predict(late, layer, 8)
+    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(rows[0][f"sent_{way}"] for way in ("forward", "backward"))
+    assert exposed["step_ms"] - exposed["silent_step_ms"] == pytest.approx(grown)
+
+
+def test_own_share_by_counting():
+    pattern = benchmark.pattern_of(argparse.Namespace(local_tokens=32, block=16, stride=4, heads=4, kv_heads=2, dense_heads=1))
+    layer, n_blocks, shares = Layer(pattern, 16 * 32, 16, 2), 32, []
+    for rank in range(4):
+        own = set(zigzag_blocks(rank, 4, n_blocks).tolist())
+        keys = [key for head in range(4) for query in own for key in pattern.key_blocks(head, query).tolist()]
+        shares.append(sum(key in own for key in keys) / len(keys))
+    assert layer.own_share(4) == pytest.approx(min(shares))
+
+
+def test_what_a_prediction_needs(measured):
+    rows, layer = measured
+    with pytest.raises(ValueError, match="all_gather or a2a"):
+        predict(rows[:1], layer, 8)
+    with pytest.raises(ValueError, match="no row of sparse at 131072"):
+        predict(rows[1:], layer, 8)
+    with pytest.raises(ValueError, match="multiple of"):
+        predict(rows, layer, 7)
+    with pytest.raises(SystemExit):
+        benchmark.parse(["--from", str(MEASURED)])
+
+
+def test_the_documented_prediction(tmp_path, capsys, monkeypatch):
+    """The command and its output as docs/context_parallel.md has them; neither GPUs nor torchrun are needed."""
+    text, command = (MEASURED.parents[2] / "docs" / "context_parallel.md").read_text(), "--predict 8 --from benchmarks/results/h200_cp4.json"
+    monkeypatch.chdir(MEASURED.parents[2])
+    monkeypatch.setattr(sys, "argv", ["context_parallel.py", *command.split(), "--json", str(tmp_path / "x.json")])
+    benchmark.main()
+    printed = capsys.readouterr().out
+    assert f"python benchmarks/context_parallel.py {command}\n" in text and printed in text
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert content["commit"] == "f2691e9" and [row["exchange"] for row in content["rows"] if row.get("predicted")] == ["sparse"]
+    assert len(content["rows"]) == 7
+
+
+def test_a_run_over_gloo(tmp_path):
+    path = tmp_path / "x.json"
+    shape = "--seq-lengths 256 --heads 4 --kv-heads 4 --head-dim 16 --block 16 --local-tokens 32 --stride 4 --repeats 1 --warmup 0 --predict 4"
+    script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/context_parallel.py"]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "S2_COMMIT": "abc1234", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *script, *shape.split(), "--json", str(path)], cwd=MEASURED.parents[2], env=environment,
+                          capture_output=True, text=True, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    content = json.loads(path.read_text())
+    assert content["command"].startswith(f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 benchmarks/context_parallel.py {shape}")
+    assert content["commit"] == "abc1234" and content["versions"]["torch"] == torch.__version__ and content["dtype"] == "float32"
+    assert content["hardware"] == {"gpu": "none", "gpus": []} and content["settings"]["seq_lengths"] == "256"
+    measured = [row for row in content["rows"] if not row.get("predicted")]
+    assert [row["exchange"] for row in measured] == ["sparse", "all_gather", "a2a"]
+    assert all(row["sent_forward"] == row["planned_forward"] and row["sent_backward"] == row["planned_backward"] for row in measured)
+    # A transfer over gloo may measure as nothing: then there is no rate to predict with, and it says so.
+    assert len(content["rows"]) == 4 or "not predicted" in done.stdout

@@ -1,0 +1,330 @@
+"""slurm/pretrain.sbatch, without SLURM: stand-ins for srun and scontrol run the nodes' commands on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.launch import MODEL, model_flags
+from s2_megatron.loss_log import read_loss_log
+from tests.ports import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
+LAUNCHERS = sorted((ROOT / "examples").glob("pretrain_*.sh"))
+
+# What the script relies on: --option=value, %j and %n in --output, appending to it, a SLURM_NODEID for each task, and --kill-on-bad-exit,
+# after which the tasks that were killed give the exit code, for it is the highest.
+SRUN = f"""#!{sys.executable}
+import json, os, pathlib, signal, subprocess, sys, time
+given = sys.argv[1:]
+if given == ["--help"]:
+    sys.exit(print(os.environ.get("STUB_HELP", "")))
+options = {{}}
+while given[0].startswith("--"):
+    name, _, options[name] = given.pop(0).partition("=")
+folder = pathlib.Path(os.environ["STUB_FOLDER"])
+(folder / "srun.json").write_text(json.dumps(options))
+hosts, tasks = os.environ["STUB_HOSTS"].split(), []
+for node in range(int(options["--nodes"])):
+    log = options["--output"].replace("%j", os.environ["SLURM_JOB_ID"]).replace("%n", str(node))
+    environment = os.environ | dict(SLURM_NODEID=str(node), SLURM_PROCID=str(node), SLURMD_NODENAME=hosts[node])
+    with open(log, "a" if options["--open-mode"] == "append" else "w") as output:
+        tasks.append(subprocess.Popen(given, env=environment, stdout=output, stderr=output, start_new_session=True))
+while any(task.poll() is None for task in tasks):
+    if options["--kill-on-bad-exit"] == "1" and any(task.poll() for task in tasks):
+        for task in tasks:
+            if task.poll() is None:
+                os.killpg(task.pid, signal.SIGKILL)
+    time.sleep(0.02)
+sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode for task in tasks))
+"""
+SCONTROL = """#!/bin/bash
+case "$1 $2" in
+    "show hostnames") [[ $3 == "$SLURM_JOB_NODELIST" ]] && printf '%s\\n' $STUB_HOSTS ;;
+    *) echo "$@" >> "$STUB_FOLDER/scontrol" ;;
+esac
+"""
+# A launcher as examples/ has them, up to the program that it starts.
+PROBE = f"""
+source {shlex.quote(str(ROOT / "examples/launch.sh"))}
+EXTRA_FLAGS=("$@")
+[[ ${{DRY_RUN:-0}} == 1 ]] || {{ %s; }}
+launch --num-layers 2
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """A folder with the stand-ins in bin/ and a job's environment in the result's second item."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("squeue", "#!/bin/sh\necho N/A\n")):
+        path = tmp_path / "bin" / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return tmp_path, {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "STUB_FOLDER": str(tmp_path),
+        "STUB_HOSTS": "gpu07 gpu08 gpu12 gpu13",
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "gpu[07-08,12-13]",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_JOB_END_TIME": str(int(time.time()) + 24 * 3600 + 30),
+        "PYTHON": sys.executable,
+        "TRANSFORMER_IMPL": "local",
+        "MOCK_DATA": "1",
+        "MOCK_VOCAB_SIZE": "512",
+        "CONFIG": "configs/s2_7b_hybrid.yaml",
+        "OUTPUT": str(tmp_path / "a run"),
+    }
+
+
+def submit(cluster, *arguments, without=(), cwd=ROOT, **changes):
+    folder, job = cluster
+    environment = {name: value for name, value in (job | changes).items() if name not in without}
+    # A copy, for SLURM runs one out of its own folder.
+    script = folder / "slurm_script"
+    script.write_bytes(SCRIPT.read_bytes())
+    command = ["bash", str(script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
+
+
+def probe(cluster, action: str) -> Path:
+    """A launcher that does `action` on the nodes."""
+    path = cluster[0] / "probe.sh"
+    path.write_text(PROBE % action)
+    return path
+
+
+def log(cluster, node: int) -> Path:
+    return cluster[0] / "a run" / "logs" / f"job-123456-node-{node}.log"
+
+
+SHOW = f"{shlex.quote(sys.executable)} -c 'import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))' \"$@\"; exit"
+
+
+def shown(cluster, *arguments, **changes) -> list[tuple[dict[str, str], list[str]]]:
+    """(environment, arguments) of the launcher on each node."""
+    done = submit(cluster, probe(cluster, SHOW), *arguments, **changes)
+    assert done.returncode == 0, done.stderr
+    count = int(changes.get("SLURM_JOB_NUM_NODES", 4))
+    return [json.loads(log(cluster, node).read_text()) for node in range(count)]
+
+
+def options(cluster) -> dict[str, str]:
+    return json.loads((cluster[0] / "srun.json").read_text())
+
+
+def test_each_node_gets_its_variables(cluster):
+    # What another job or the user's shell left behind does not get through.
+    nodes = shown(cluster, NODE_RANK="7", NNODES="9", MASTER_ADDR="elsewhere")
+    for rank, (environment, _) in enumerate(nodes):
+        expected = dict(NNODES="4", NODE_RANK=str(rank), MASTER_ADDR="gpu07", MASTER_PORT=str(15000 + 123456 % 17000), GPUS_PER_NODE="8")
+        assert {name: environment[name] for name in expected} == expected
+        assert environment["OUTPUT"] == str(cluster[0] / "a run") and environment["PYTHON"] == sys.executable
+    assert options(cluster)["--ntasks"] == "4" and options(cluster)["--ntasks-per-node"] == "1"
+    assert not any("container" in name for name in options(cluster))
+
+
+def test_a_long_list_of_hosts(cluster):
+    """More than a pipe holds, of which only the first line is wanted."""
+    (environment, _), *_ = shown(cluster, STUB_HOSTS=" ".join(f"gpu{number:05}" for number in range(12000)))
+    assert environment["MASTER_ADDR"] == "gpu00000"
+
+
+def test_jobs_beside_each_other_meet_at_different_ports(cluster):
+    port = {}
+    for job in ("16999", "17000", "123456", "123457"):
+        done = submit(cluster, "examples/pretrain_7b.sh", DRY_RUN="1", SLURM_JOB_ID=job)
+        port[job] = {int(after) for line in done.stdout.splitlines() for flag, after in pairwise(shlex.split(line)) if flag == "--master-port"}
+    assert all(len(found) == 1 and 15000 <= min(found) < 32000 for found in port.values())
+    assert port["123456"] != port["123457"] and port["16999"] != port["17000"]
+    (environment, _), *_ = shown(cluster, MASTER_PORT="4242", GPUS_PER_NODE="2")
+    assert environment["MASTER_PORT"] == "4242" and environment["GPUS_PER_NODE"] == "2"
+
+
+def test_flags_arrive_as_they_were_given(cluster):
+    extra = ["--title", "two words", "", "*", "a'b\"c", "$HOME", "--lr", "1e-4"]
+    for _, arguments in shown(cluster, *extra):
+        assert arguments[2:] == extra and arguments[0] == "--exit-duration-in-mins"
+    # The launcher as the user names it: relative to the folder of sbatch.
+    done = submit(cluster, "examples/pretrain_7b.sh", "--title", "two words", DRY_RUN="1")
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if "torch.distributed.run" in line]
+    assert [line[-2:] for line in lines] == [["--title", "two words"]] * 4
+
+
+RENDEZVOUS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--nproc-per-node")
+
+
+@pytest.mark.parametrize("script", LAUNCHERS, ids=lambda path: path.stem)
+def test_every_node_starts_torchrun_with_its_rank(cluster, script):
+    """What DRY_RUN=1 shows is what the nodes start: python stands for a program that prints its arguments."""
+    size = script.stem.removeprefix("pretrain_")
+    config = next(path for path in sorted((ROOT / "configs").glob("*.yaml")) if size in path.stem)
+    python = cluster[0] / "bin" / "python"
+    python.write_text("#!/bin/bash\nprintf '%s\\n' \"$0\" \"$@\"\n")
+    python.chmod(0o755)
+    settings = dict(CONFIG=str(config), PYTHON=str(python))
+    dry = submit(cluster, script, "--x", "y z", DRY_RUN="1", **settings)
+    assert dry.returncode == 0 and not (cluster[0] / "srun.json").exists() and not (cluster[0] / "a run").exists()
+    lines = dry.stdout.splitlines()
+    assert shlex.split(lines[0])[0] == "srun" and lines[1::2] == [f"node {rank}:" for rank in range(4)]
+    assert submit(cluster, script, "--x", "y z", **settings).returncode == 0
+    for rank, line in enumerate(lines[2::2]):
+        started = log(cluster, rank).read_text().splitlines()
+        assert started == shlex.split(line)
+        value = dict(pairwise(started))
+        assert [value[flag] for flag in RENDEZVOUS] == ["4", str(rank), "gpu07", str(15000 + 123456 % 17000), "8"]
+        assert value["--x"] == "y z" and value["--s2-config"] == str(config)
+        assert value["--exit-duration-in-mins"] == str(24 * 60 - 10) and value["--save"] == str(cluster[0] / "a run/checkpoints")
+
+
+def test_a_dry_run_needs_no_slurm(cluster):
+    none = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE", "SLURM_JOB_END_TIME")
+    done = submit(cluster, "examples/pretrain_7b.sh", without=none, DRY_RUN="1", NNODES="2", PATH="/usr/bin:/bin")
+    assert done.returncode == 0 and [line for line in done.stdout.splitlines() if line.startswith("node ")] == ["node 0:", "node 1:"]
+
+
+MISTAKES = [
+    # (what is changed, what is left out, arguments, what the line says)
+    ({}, ["SLURM_JOB_ID"], ["examples/pretrain_7b.sh"], ("SLURM_JOB_ID", "sbatch --nodes 4")),
+    ({}, [], [], ("no launcher", "examples/pretrain_7b.sh")),
+    ({}, [], ["examples/pretrain_8b.sh"], ("launcher=examples/pretrain_8b.sh", "no such file")),
+    ({}, [], ["Makefile"], ("launcher=Makefile", "does not source examples/launch.sh")),
+    ({"REQUEUE": "yes"}, [], ["examples/pretrain_7b.sh"], ("REQUEUE=yes", "0 or 1")),
+    ({"DRY_RUN": "true"}, [], ["examples/pretrain_7b.sh"], ("DRY_RUN=true", "0 or 1")),
+    ({"SLURM_JOB_NODELIST": "nowhere", "STUB_HOSTS": ""}, [], ["examples/pretrain_7b.sh"], ("SLURM_JOB_NODELIST=nowhere", "by hand")),
+    ({}, ["SLURM_GPUS_ON_NODE"], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=;", "--gpus-per-node 8")),
+    ({"GPUS_PER_NODE": "h100:8"}, [], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=h100:8", "--gpus-per-node 8")),
+    ({"MASTER_PORT": "80"}, [], ["examples/pretrain_7b.sh"], ("MASTER_PORT=80", "1024 to 65535")),
+    ({"MASTER_PORT": "70000"}, [], ["examples/pretrain_7b.sh"], ("MASTER_PORT=70000", "1024 to 65535")),
+    ({"PYTHON": "/no/python"}, [], ["examples/pretrain_7b.sh"], ("PYTHON=/no/python", "virtual environment")),
+    ({"CONTAINER": "image.sqsh"}, [], ["examples/pretrain_7b.sh"], ("CONTAINER=image.sqsh", "pyxis")),
+    ({"CONTAINER_MOUNTS": "/d:/d"}, [], ["examples/pretrain_7b.sh"], ("CONTAINER_MOUNTS=/d:/d", "set CONTAINER")),
+    ({"SAVE_MINUTES": "0"}, [], ["examples/pretrain_7b.sh"], ("SAVE_MINUTES=0", "1 or more")),
+    ({"SAVE_MINUTES": "1500"}, [], ["examples/pretrain_7b.sh"], ("SAVE_MINUTES=1500", "1440 minutes", "--time")),
+    ({"REQUEUE": "1"}, ["SLURM_JOB_END_TIME"], ["examples/pretrain_7b.sh"], ("REQUEUE=1", "--time")),
+    ({}, [], ["examples/pretrain_7b.sh", "--exit-duration-in-mins=5"], ("--exit-duration-in-mins=5", "SAVE_MINUTES")),
+    ({"CONFIG": "configs/none.yaml"}, [], ["examples/pretrain_7b.sh"], ("configs/none.yaml", "no such file")),
+    ({"OUTPUT": "/tmp/100%"}, [], ["examples/pretrain_7b.sh"], ("OUTPUT=/tmp/100%", "without it")),
+    # The launcher's own line
+    ({}, ["MOCK_DATA"], ["examples/pretrain_7b.sh"], ("DATA_PATH is not set", "MOCK_DATA=1")),
+    ({"TRANSFORMER_IMPL": "te"}, [], ["examples/pretrain_7b.sh"], ("TRANSFORMER_IMPL=te", "expected transformer_engine or local")),
+]
+
+
+@pytest.mark.parametrize("changes, without, arguments, words", MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_a_mistake_is_one_line_before_srun(cluster, changes, without, arguments, words):
+    done = submit(cluster, *arguments, without=without, **changes)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, (done.stderr, done.stdout)
+    assert all(word in done.stderr for word in words), done.stderr
+    assert not (cluster[0] / "srun.json").exists()
+
+
+def test_a_launcher_that_launches_nothing(cluster):
+    (cluster[0] / "empty.sh").write_text("source examples/launch.sh\n")
+    done = submit(cluster, cluster[0] / "empty.sh")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "empty.sh" in done.stderr and "has to call launch" in done.stderr
+
+
+def test_an_output_that_cannot_be_written(cluster):
+    (cluster[0] / "file").touch()
+    done = submit(cluster, "examples/pretrain_7b.sh", OUTPUT=str(cluster[0] / "file/run"))
+    assert done.returncode == 2 and f"OUTPUT={cluster[0]}/file/run cannot be written" in done.stderr
+    assert not (cluster[0] / "srun.json").exists()
+
+
+def test_a_container_needs_no_python_here(cluster):
+    pyxis = "  --container-image=IMAGE\n" + "more help\n" * 10000
+    settings = dict(CONTAINER="nvcr.io#nvidia/pytorch", CONTAINER_MOUNTS="/data:/data:ro", PYTHON="/in/python")
+    shown(cluster, **settings, STUB_HELP=pyxis)
+    given, output = options(cluster), cluster[0] / "a run"
+    assert given["--container-image"] == "nvcr.io#nvidia/pytorch" and given["--container-workdir"] == str(ROOT)
+    assert given["--container-mounts"] == f"{ROOT}:{ROOT},{output}:{output},/data:/data:ro"
+
+
+def test_the_first_nodes_exit_code_is_the_jobs(cluster):
+    action = "echo here; if [[ $NODE_RANK == 2 ]]; then exit 7; fi; sleep 20; exit"
+    started = time.monotonic()
+    done = submit(cluster, probe(cluster, action), REQUEUE="1")
+    assert done.returncode == 7 and time.monotonic() - started < 15
+    assert "node 2 (gpu12) failed first, with exit code 7" in done.stderr and str(log(cluster, 2)) in done.stderr
+    assert not (cluster[0] / "scontrol").exists(), "a job that fails is not queued again"
+    # Logs are kept beside those of the next attempt; the failure is not, here of one that leaves none: killed from outside.
+    done = submit(cluster, probe(cluster, "echo again; if [[ $NODE_RANK == 2 ]]; then kill -KILL $PPID; exit; fi; sleep 20; exit"))
+    assert done.returncode == 137 and not done.stderr
+    assert log(cluster, 2).read_text() == "here\nagain\n"
+
+
+def test_scancel_reaches_the_trainer(cluster):
+    """SIGTERM, which SLURM sends to a task's first process, is passed on, and waited for."""
+    action = "trap 'echo saved; exit 0' TERM; kill -TERM $PPID; for i in {1..100}; do sleep 0.1; done; exit 9"
+    done = submit(cluster, probe(cluster, action))
+    assert done.returncode == 0 and {log(cluster, node).read_text() for node in range(4)} == {"saved\n"}
+
+
+@pytest.mark.parametrize("requeue", ["0", "1"])
+def test_a_job_at_its_time_limit_is_queued_again(cluster, requeue):
+    """The trainer ends with 0 both when it is done and when its time is up; a `date` that the launcher moves tells which it was."""
+    clock, date = cluster[0] / "clock", cluster[0] / "bin" / "date"
+    date.write_text(f"#!/bin/sh\ncat '{clock}'\n")
+    date.chmod(0o755)
+    for until, expected in ((4199, "nothing is left to train"), (4200, "stopped for its time limit")):
+        clock.write_text("1000000")
+        action = f"echo $((1000000 + {until})) > '{clock}'; echo \"$@\"; exit"
+        done = submit(cluster, probe(cluster, action), SLURM_JOB_END_TIME="1004800", REQUEUE=requeue)
+        assert done.returncode == 0 and expected in done.stdout
+        assert log(cluster, 3).read_text().splitlines()[-1] == "--exit-duration-in-mins 70"
+        queued = (cluster[0] / "scontrol").read_text() if (cluster[0] / "scontrol").exists() else ""
+        assert queued == ("requeue 123456\n" if requeue == "1" and until == 4200 else "")
+
+
+def test_without_a_time_limit_it_says_what_is_not_saved(cluster):
+    done = submit(cluster, probe(cluster, SHOW), without=["SLURM_JOB_END_TIME"])
+    assert done.returncode == 0 and "nothing is saved at its time limit" in done.stderr
+    assert json.loads(log(cluster, 0).read_text())[1] == []
+
+
+def test_a_requeued_job_continues_its_curve(cluster):
+    (environment, _), *_ = shown(cluster, WANDB_PROJECT="s2")
+    assert environment["WANDB_RUN_ID"] == "a run-123456" and environment["WANDB_RESUME"] == "allow"
+    log(cluster, 0).unlink()
+    done = submit(cluster, probe(cluster, SHOW))
+    assert done.returncode == 0 and "WANDB_RUN_ID" not in json.loads(log(cluster, 0).read_text())[0]
+
+
+@pytest.mark.slow
+def test_two_nodes_train(cluster):
+    """Megatron itself, one process a node: data parallel over the rendezvous that the script made."""
+    launcher = cluster[0] / "small.sh"
+    flags = [*model_flags(MODEL), "--micro-batch-size=1", "--global-batch-size=2", "--train-iters=3", "--lr=1e-3"]
+    cpu = ["--distributed-backend=gloo", "--num-workers=0", "--eval-iters=1"]
+    launcher.write_text(f"source {shlex.quote(str(ROOT / 'examples/launch.sh'))}\nEXTRA_FLAGS=(\"$@\")\nlaunch {shlex.join(flags)}\n")
+    losses = cluster[0] / "losses"
+    done = submit(
+        cluster,
+        *(launcher, *cpu, "--s2-loss-log", losses),
+        STUB_HOSTS="localhost localhost",
+        SLURM_JOB_NUM_NODES="2",
+        GPUS_PER_NODE="1",
+        MASTER_PORT=str(free_port()),
+        CONFIG="configs/quickstart.yaml",
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        HOME=os.environ.get("HOME", "/tmp"),
+    )
+    printed = log(cluster, 0).read_text() + log(cluster, 1).read_text()
+    assert done.returncode == 0, done.stderr + printed[-5000:]
+    assert "world size: 2, data-parallel size: 2" in printed
+    assert sorted(read_loss_log(losses)[0]) == [1, 2, 3]
+    assert (cluster[0] / "a run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
