@@ -1,9 +1,10 @@
 """dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a step; a warp loads
 (hopper_backward_loads.py), and says with a word for each step which half attends it.
 
-The accumulator of S^T starts at -LSE / scale, which frees the registers that LSE would take: P^T is exp2 of it. A warpgroup passes by the query
-blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a third warpgroup that multiplies dS with the keys and adds the
-result to an fp32 buffer through the copy engine, in whatever order the tiles come; without it the result is bitwise repeatable.
+The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T is exp2 of the first, and
+dS^T is P^T times the second. A warpgroup passes by the query blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a
+third warpgroup that multiplies dS with the keys and adds the result to an fp32 buffer through the copy engine, in whatever order the tiles
+come; without it the result is bitwise repeatable.
 """
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -66,14 +67,15 @@ def add_grad_query(dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, ba
 
 
 @gluon.jit
-def start_grad_p(value, grad, full, phase, partial, present, PACKED: gl.constexpr):
-    """dP^T of a query block, on its way. Delta is no start of it: ptxas would wait for S^T before it writes the registers."""
+def start_grad_p(value, grad, delta_buffer, full, phase, partial, present, PACKED: gl.constexpr):
+    """dP^T - delta of a query block, on its way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(full, phase)
     if PACKED:
         if partial:
             clear_rows(grad, present, BLOCK, BLOCK)
-    return warpgroup_mma(value, grad.permute((1, 0)), gl.zeros([BLOCK, BLOCK], gl.float32, layout), use_acc=False, is_async=True)
+    minus_delta = gl.zeros([BLOCK, BLOCK], gl.float32, layout) - delta_buffer.load(gl.SliceLayout(0, layout))[None, :]
+    return warpgroup_mma(value, grad.permute((1, 0)), minus_delta, is_async=True)
 
 
 @gluon.jit
@@ -142,9 +144,8 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                 zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
                 minus_lse = zeros + (known_lse(lse_buffers.index(q_stage).load(columns), LISTED) * (-1.0 / scale))[None, :]
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
-                dp_token = start_grad_p(value, grad, grad_full.index(g_stage), (count // GRAD_STAGES) & 1, partial,
-                                        length - full_blocks * BLOCK, PACKED)
-                delta = delta_buffers.index(g_stage).load(columns)
+                dp_token = start_grad_p(value, grad, delta_buffers.index(g_stage), grad_full.index(g_stage), (count // GRAD_STAGES) & 1,
+                                        partial, length - full_blocks * BLOCK, PACKED)
                 scores = warpgroup_mma_wait(1, deps=[s_token])
                 p = gl.exp2(scores * scale_log2)
                 if (own != 0) | partial:
@@ -155,7 +156,7 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                 p_operand = gl.convert_layout(p.to(dtype), operand)
                 dv_token = warpgroup_mma(p_operand, grad, dv, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=[dp_token])
-                ds = (p * (dp - delta[None, :])).to(dtype)
+                ds = (p * dp).to(dtype)
                 ds_operand = gl.convert_layout(ds, operand)
                 if DQ:
                     send_ds(ds, word, count, ds_buffers, ds_words, barriers, HALF, DS_STAGES)
