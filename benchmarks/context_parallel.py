@@ -138,7 +138,7 @@ class Bench:
         )  # fmt: skip
         case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
         for deterministic in (False, True):
-            found = check_case(case, comm_type, self.dtype, self.group, self.device, self.backend, deterministic)
+            found = check_case(case, (comm_type,), self.dtype, self.group, self.device, self.backend, deterministic)[comm_type]
             if not is_right(found, bits=deterministic):
                 raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
 

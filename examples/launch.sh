@@ -100,13 +100,14 @@ launch() {
         --save "$output/checkpoints" --load "$output/checkpoints" --save-interval 1000 --ckpt-format torch_dist
         --eval-interval 1000 --eval-iters 10
         --exit-signal-handler
+        --flight-recorder-dump-path "$output/flight_recorder"
         "${EXTRA_FLAGS[@]}")
 
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         printf '%s\n' "${command[@]}"
         return
     fi
-    mkdir -p "$output"
+    mkdir -p "$output/flight_recorder"  # of torch: which rank did not come, when a collective times out (docs/context_parallel.md)
     # Megatron overlaps tensor-parallel communication with compute by the order in which kernels are queued.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     exec "${command[@]}"

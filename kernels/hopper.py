@@ -174,7 +174,7 @@ class _Call:
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
-        n_long, n_rest, documents, order, distances, lists, fold = 1, 1, None, None, None, None, False
+        n_long, n_rest, documents, order, distances, lists, fold = 1, 1, None, None, None, None, 0
         key_rows = self.key.shape[2]
         if self.steps is not None:
             *lists, n_long, n_rest = self.steps.key()
@@ -183,8 +183,7 @@ class _Call:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
-                # Several query heads, or one block of the two after the other, would not pass by the same queries at the same time anyway.
-                fold = self.heads == self.key.shape[1] and not self.single
+                fold = int(distances is None and self._folds(units))
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
         if self.packed is None:
             programs = (n_long + n_rest) * units
@@ -195,7 +194,14 @@ class _Call:
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
             head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
-            **({} if self.single else dict(FOLD=fold)))
+            **({} if self.single else dict(fold=fold)))
+
+    def _folds(self, units):
+        """Whether a program takes two long columns of dK and dV: not where one program would have more than its share of all steps. Both blocks
+        of a tile one after the other do not pass by the same queries at the same time anyway."""
+        longest = self.heads // self.key.shape[1] * (triton.cdiv(self.rows, BLOCK) + 2)
+        steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
+        return not self.single and longest * _multiprocessors(self.query.device) <= steps
 
     def key_box(self, tensor):
         """Keys or values in the boxes that the kernels with a program per query tile load."""

@@ -204,13 +204,13 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group"])  # they differ from batch to batch
+@gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, ranges_ptr,
                               order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, scale, rows,
-                              key_rows, heads, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks,
+                              key_rows, heads, fold, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks,
                               stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
-                              KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
+                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                              GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
                               GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ / scale, fp32: 64 x 64); LSE
     and delta [batch * heads * rows]. KV_STEP, GRAD_STEP: 0 where KV heads share the rows of K and V, or of their gradients. WIDE: those are of
@@ -259,7 +259,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
         mbarrier.init(ds_empty.index(stage), count=1)
     fence_async_shared()
     barriers = (kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty)
-    columns = (counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
+    columns = (counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], wide)
@@ -273,7 +273,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
             (add_grad_query, (dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, barriers, RATIO, BLOCK_D, DS_STAGES)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, FOLD, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 4, 1], [208, 72, 24])
     else:
         gl.warp_specialize([
@@ -285,5 +285,5 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
                        1, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, FOLD, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 1], [240, 24])

@@ -64,11 +64,14 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
             plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, FOLD: gl.constexpr,
-            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     step_barriers = (q_full, q_empty, grad_full, grad_empty)
-    counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
+    # Query heads of one pattern visit a key tile together, a query block at a time, others one after the other.
+    RUNS: gl.constexpr = RATIO if MIXED else 1
+    TOGETHER: gl.constexpr = 1 if MIXED else RATIO
+    counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
     count = 0
     tiles = 0
     upward = 0
@@ -92,26 +95,28 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                     word = following
         else:
             batch, kv_head, token, length, first, second = key_tile(
-                index, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES,
-                RATIO, ORDERED, PACKED, MIXED, FOLD)
+                index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+                N_RANGES, RATIO, ORDERED, PACKED, MIXED)
             direction = upward
-            if FOLD and (index < n_long * units) & (upward == 0):
+            if (fold != 0) & (index < n_long * units) & (upward == 0):
                 upward = 1
             else:
                 index = gl.atomic_add(counter_ptr, 1)
                 upward = 0
             n_blocks = (length + BLOCK - 1) // BLOCK
-            members = gl.where(first < n_blocks, RATIO, 0)
-            if members > 0:
+            runs = gl.where(first < n_blocks, RUNS, 0)
+            if runs > 0:
                 tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, token, length, first, second, length,
                                   KV_STEP, BLOCK_D)
-            for member in range(members):
-                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + member, N_RANGES)
-                for step in range(steps):
+            for run in range(runs):
+                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + run, N_RANGES)
+                visits = steps * TOGETHER
+                for visit in range(visits):
+                    step = visit // TOGETHER
+                    member = run + visit - step * TOGETHER
                     query_block = top - 1 - gl.where(direction != 0, steps - 1 - step, step)
                     query_block -= gl.where(query_block < second, gap, 0)
-                    word = step_word(query_block, member, first, second, first_end, second_end,
-                                     (member == RATIO - 1) & (step == steps - 1))
+                    word = step_word(query_block, member, first, second, first_end, second_end, (run == RUNS - 1) & (visit == visits - 1))
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
                                          words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
                                          GRAD_STAGES)

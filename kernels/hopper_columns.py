@@ -6,7 +6,7 @@ neighbours in a class make a tile: two blocks of the last stride, which are atte
 sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
 class of its last range for every head whose last stride divides it.
 
-FOLD: a program takes two of a head's long columns, the j-th from the sequence's end down and then the j-th last from its own block up. Both
+fold: a program takes two of a KV head's long columns, the j-th from the sequence's end down and then the j-th last from its own block up. Both
 together are of the same length for every j, so that all programs of a head pass by the same queries at the same time: those come from L2.
 Were each column to start when another one ends, with hundreds of different lengths, they would come from memory again and again.
 
@@ -101,10 +101,10 @@ def listed_column(index, n_long, n_rest, units, batches, head_group, lists):
 
 
 @gluon.jit
-def key_tile(index, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
-             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, FOLD: gl.constexpr):
+def key_tile(index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr):
     """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
-    exist. FOLD: a long program has two columns, the second one when `upward`."""
+    exist. fold: a long program has two columns, the second one when `upward`."""
     token = index * 0
     length = rows
     if PACKED:
@@ -125,11 +125,9 @@ def key_tile(index, upward, n_long, n_rest, units, batches, head_group, order_pt
     else:
         if not PACKED:
             head_long = long_columns(n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
-            outside = is_long & (column >= head_long)
-            if FOLD:
-                turned = head_long - 1 - column
-                outside = is_long & ((column > turned) | ((upward != 0) & (column == turned)))
-                column = gl.where(is_long & (upward != 0), turned, column)
+            turned = head_long - 1 - column
+            outside = is_long & ((column >= head_long) | ((fold != 0) & (column > turned)) | ((upward != 0) & (column == turned)))
+            column = gl.where(is_long & (upward != 0), turned, column)
             column = gl.where(is_long, gl.where(outside, 1 << 28, column), column + head_long)
         first, second = key_pair(column, n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
     return batch, kv_head, token, length, gl.minimum(first, n_blocks), gl.minimum(second, n_blocks)

@@ -1,6 +1,6 @@
 """dK and dV on Hopper for head dims above 128, where both are too many registers for one warpgroup: one computes dV, the other dK of the
 same 64 keys. Both compute S^T, so that there are five products a step instead of four, and nothing is handed over. A warp loads
-(hopper_wide_backward_loads.py); the accumulators of S^T and dP^T start at -LSE / scale and -delta as in hopper_backward.py.
+(hopper_wide_backward_loads.py); the accumulators of S^T start at -LSE / scale as in hopper_backward.py.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,13 +66,14 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 if KEYS:
                     mbarrier.wait(grad_full.index(g_stage), (count // GRAD_STAGES) & 1)
-                    minus_delta = zeros - delta_buffers.index(g_stage).load(columns)[None, :]
-                    dp_token = warpgroup_mma(key_buffers.index(1 + nothing), grad.permute((1, 0)), minus_delta, is_async=True)
+                    # Delta is no start of this product: ptxas would wait for S^T before it writes the registers.
+                    dp_token = warpgroup_mma(key_buffers.index(1 + nothing), grad.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    delta = delta_buffers.index(g_stage).load(columns)
                     scores = warpgroup_mma_wait(1, deps=[s_token])
                     p = gl.exp2(scores * scale_log2)
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
                     mbarrier.arrive(grad_empty.index(g_stage), count=1)
-                    ds = p * dp
+                    ds = p * (dp - delta[None, :])
                     if ((word & 4) != 0) | partial:  # the product, for gradients behind a document may be NaN
                         ds = gl.where(keep_of(word, length, PACKED, s_layout), ds, 0.0)
                     factor = gl.convert_layout(ds.to(dtype), operand)

@@ -70,8 +70,8 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                                          Q_STAGES, GRAD_STAGES)
         else:
             batch, kv_head, token, length, first, second = key_tile(
-                index, 0, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES, RATIO,
-                ORDERED, PACKED, MIXED, False)
+                index, 0, 0, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows, N_RANGES,
+                RATIO, ORDERED, PACKED, MIXED)
             index = gl.atomic_add(counter_ptr, 1)
             n_blocks = (length + BLOCK - 1) // BLOCK
             for half in range(2):

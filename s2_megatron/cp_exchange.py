@@ -6,6 +6,7 @@ S/c tokens of one of c ranks, B batch, G KV heads, D head dim. A slot is one blo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,18 +48,43 @@ def _count(n_bytes: int) -> None:
         traffic.bytes_sent += n_bytes
 
 
+GRACE_SECONDS = 3.0  # ranks that wait for the same one give up a little apart
+
+
+def _run(collective, group, *args) -> None:
+    """collective(*args, group=group). Where it raises, as gloo does when a rank has died or has not come before the timeout, RuntimeError names
+    the ranks of the group that did not come; under NCCL torch's watchdog ends the process instead, and its flight recorder knows."""
+    try:
+        collective(*args, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {dist.get_rank()}: context-parallel exchange failed; {_absent(group)}") from error
+
+
+def _absent(group) -> str:
+    """Which ranks did not come to a collective that failed here: the others fail there too, and all say so where all can read it."""
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"s2_exchange_failed/{dist.get_rank()}", "1")
+        time.sleep(GRACE_SECONDS)
+        missing = [rank for rank in ranks if not store.check([f"s2_exchange_failed/{rank}"])]
+    except RuntimeError:
+        return f"one of the ranks {ranks} ended first"
+    return f"did not come: rank {', '.join(map(str, missing))}" if missing else f"all of the ranks {ranks} came"
+
+
 def all_to_all(received: torch.Tensor, sent: torch.Tensor, receive_counts, send_counts, group) -> None:
     """torch's all_to_all_single over dim 0, counted. Enqueued on the current stream; both tensors contiguous."""
     per_row = sent.numel() // sent.shape[0] * sent.itemsize if sent.shape[0] else 0
     _count(per_row * (sum(send_counts) - send_counts[group.rank()]))
-    dist.all_to_all_single(received, sent, list(receive_counts), list(send_counts), group=group)
+    _run(dist.all_to_all_single, group, received, sent, list(receive_counts), list(send_counts))
 
 
 def all_gather(tensor: torch.Tensor, group) -> torch.Tensor:
     """[size, *tensor.shape], counted."""
     gathered = tensor.new_empty((group.size(), *tensor.shape))
     _count(tensor.numel() * tensor.itemsize * (group.size() - 1))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), tensor.contiguous(), group=group)
+    _run(dist.all_gather_into_tensor, group, gathered.flatten(0, 1), tensor.contiguous())
     return gathered
 
 

@@ -149,7 +149,16 @@ def install_if_no_gpu() -> bool:
     # Megatron's @jit_fuser is torch.compile: compiling small functions for the CPU takes longer than running them.
     torch.compile = lambda fn=None, **kwargs: fn if fn is not None else (lambda function: function)
     torch.accelerator.is_available = _returns(False)  # DataLoader(pin_memory=True) asks this one
-    _CudaMeansCpu().__enter__()
+    mode = _CudaMeansCpu()
+    mode.__enter__()
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_redirected(*args, **kwargs):
+        # torch.autograd.backward is a call that the mode is off in: a recomputed layer's backward runs in one.
+        with mode:
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_redirected
     # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     print_once("No GPU found: this run takes the CPU. It computes the same, slowly; use a GPU for more than tests and small models.")

@@ -1,6 +1,6 @@
 """How many variants of each kernel a run compiles while its batches change: lengths, documents, placements; also of a block mask, "mask".
 
-    TRITON_INTERPRET=0 python tests/kernel_variants.py triton    (or gluon)
+    TRITON_INTERPRET=0 python tests/kernel_variants.py triton    (or gluon, or gluon 192: a head dim)
 
 prints JSON: {kind of batch: {kernel: [variants after the first batch, after all]}}. Without a GPU nothing is compiled or run: what Triton would
 choose a variant by is taken down at every launch. With one the kernels run, and their caches are counted.
@@ -32,7 +32,8 @@ KERNELS = {"query": s2_query_kernel, "delta": s2_delta_kernel, "dkdv": s2_backwa
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-BLOCK, HEADS, GROUPS, DIM = 64, 8, 4, 64
+BLOCK, HEADS, GROUPS = 64, 8, 4
+DIM = int(sys.argv[2]) if len(sys.argv) > 2 else 64
 DOCUMENTS = ([200], [64, 64], [100, 28, 1], [16] * 16, [7] * 33, [300, 20, 500, 63, 65])
 LENGTHS = (1, 16, 63, 64, 65, 100, 1000, 1024)
 PATTERN = make_range_pattern(block_size=BLOCK, num_heads=HEADS, num_kv_heads=GROUPS, ranges=((2, 1), (None, 4)))

@@ -18,7 +18,7 @@ from benchmarks.predict import Layer, predict
 from s2_megatron.cp_plan import zigzag_blocks
 from tests.context_parallel.check import is_right
 
-RIGHT = dict(out=1.0, dq=1.0, dk=1.9, dv=1.0, repeats=True, bytes=True)
+RIGHT = dict(out=1.0, dq=1.0, dk=1.9, dv=1.0, repeats=True, bytes=True, waited="")
 
 
 @pytest.fixture
@@ -31,10 +31,10 @@ def bench():
 def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
     checked, timed = [], []
 
-    def check_case(case, comm_type, dtype, group, device, backend, deterministic):
+    def check_case(case, comm_types, dtype, group, device, backend, deterministic):
         assert case.pattern.num_heads == 32 and case.dim == 64 and case.keep_received and any(head.is_dense for head in case.pattern.heads)
         checked.append((backend, dtype, deterministic))
-        return RIGHT
+        return dict.fromkeys(comm_types, RIGHT)
 
     class Recorded(benchmark.ContextParallel):
         def attention(self, query, *rest, backend, deterministic=False):
@@ -50,11 +50,11 @@ def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
     assert timed == [("auto", torch.bfloat16, False)] and timed[0] in checked
 
 
-@pytest.mark.parametrize("fault", [dict(dk=2.1), dict(dv=float("nan")), dict(bytes=False), dict(repeats=False)])
+@pytest.mark.parametrize("fault", [dict(dk=2.1), dict(dv=float("nan")), dict(bytes=False), dict(repeats=False), dict(waited="a copy")])
 def test_the_gate_lets_nothing_wrong_pass(bench, monkeypatch, fault):
     assert is_right(RIGHT) and not is_right(RIGHT | fault)
     assert is_right(RIGHT | fault, bits=False) == ("repeats" in fault)
-    monkeypatch.setattr(benchmark, "check_case", lambda *arguments: RIGHT | fault)
+    monkeypatch.setattr(benchmark, "check_case", lambda case, comm_types, *_: dict.fromkeys(comm_types, RIGHT | fault))
     with pytest.raises(SystemExit, match="not timed"):
         bench.check("a2a")
 

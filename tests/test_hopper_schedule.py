@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_query_loads, hopper_schedule
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_query_loads, hopper_schedule, hopper_wide_backward_loads
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
 from tests.test_step_lists import PATTERNS, placements
@@ -91,6 +91,10 @@ def visited(low, pack, n_ranges):
                 assert all(wanted_block or block < low for block, wanted_block in zip(blocks, keep)), "a filler behind the document"
             else:
                 keep = True, True
+            if step <= masked_steps:  # what the kernels with a block a stage have instead
+                words = [SCHEDULE.block_word(marks, 2 * step + place, pack) for place in (0, 1)]
+                assert [bool(word >> half & 1) for word in words] == [bool(wanted_block) for wanted_block in keep]
+                assert [bool(word >> 2 + half & 1) for word in words] == [step == 0 and place == half * (1 - pack) for place in (0, 1)]
             seen[half].update(block for block, wanted_block in zip(blocks, keep) if wanted_block)
     return seen
 
@@ -110,7 +114,8 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 @pytest.fixture
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
-    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps."""
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps. Also goes through them in
+    passes of one block, for head dims above 128, and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -131,13 +136,43 @@ def key_walk(monkeypatch):
             return count + 1
 
         produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
+        columns = take("counter n_programs fold n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
+        found, tiles = tiles, []
+
+        def load_pass(*given):
+            count, batch, kv_head, token, length, block, present, *_ = given[5:]
+            assert (token, length, count) == (0, query_rows, len(tiles))
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=block, words=[], present=present))
+            return count + 1
+
+        wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
+        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles()[1])
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED FOLD KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
-        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
-        return tiles, arguments
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce = plain_functions(hopper_wide_backward_loads, load_pass=load_pass, load_queries=load_queries).produce
+        produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, *flags)
+        check_passes(tiles, found)
+        return found, arguments
 
     return walk
+
+
+def check_passes(passes, tiles):
+    """Each block of a tile in a pass of its own, with the words of the steps that attend it, in whatever order."""
+    expected = {}
+    for tile in tiles:
+        for half, block in enumerate((tile.first, tile.second)):
+            if block * 64 < tile.present:
+                words = [(word >> half & 5) + (word & -32) for word in tile.words if word >> half & 1]
+                expected[tile.batch, tile.kv_head, block, tile.present] = sorted(words) or [0]
+    assert len(passes) == len(expected)
+    for one in passes:
+        assert [word >> 4 & 1 for word in one.words] == [0] * (len(one.words) - 1) + [1], "last: once, at the end"
+        assert sorted(word & ~16 for word in one.words) == expected[one.batch, one.kv_head, one.first, one.present]
 
 
 def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
@@ -167,10 +202,12 @@ def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_key_tiles_of_ranges(mixed, key_walk):
+def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
     """Also: tiles of the blocks that the last range has, which take long, come first."""
     random = Random(7 + mixed)
     for _ in range(150):
+        processors = random.choice((1, 132))
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device, processors=processors: processors)
         groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
         heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
         pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
@@ -185,22 +222,30 @@ def test_key_tiles_of_ranges(mixed, key_walk):
             assert is_long == sorted(is_long, reverse=True)
 
 
+@pytest.mark.parametrize("ratio", [1, 3])
 @pytest.mark.parametrize("n_blocks", [64, 67, 80])
-def test_long_columns_pass_by_the_same_queries_together(n_blocks, key_walk):
+def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_walk, monkeypatch):
     """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
-    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3)))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio)))
     tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
-    assert arguments["FOLD"] and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
+    assert arguments["fold"] == 1 and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
     for head in range(3):
-        own = [tile for tile in tiles if tile.kv_head == head]
-        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in own]
-        members = sum((block + pattern.heads[head].offset) % 4 == 0 for block in range(n_blocks))
+        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in tiles if tile.kv_head == head]
+        members = sum((block + pattern.heads[head * ratio].offset) % 4 == 0 for block in range(n_blocks))
         long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
         assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
         assert all(visits[-1] == n_blocks - 1 and visits == sorted(visits) for visits in long[1::2])
-        assert all(len(visits) <= 8 for visits in rest) and min(map(len, long)) <= 8
+        assert all(len(visits) <= 8 * ratio for visits in rest) and min(map(len, long)) <= 8 * ratio
         together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
-        assert len(long) < 4 or max(together) - min(together) <= 4, "one pair of blocks may lack its second"
+        assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
+
+
+def test_few_long_columns_are_not_joined(key_walk):
+    """Where one program with two of them would work longer than all others."""
+    pattern = RangePattern(64, 1, (HeadPattern(((4, 1), (None, 4))),) * 3)
+    tiles, arguments = key_walk(pattern, 64 * 64, 64 * 64)
+    assert arguments["fold"] == 0 and len(tiles) == arguments["n_programs"]
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
@@ -348,16 +393,6 @@ def test_columns_of_programs():
         assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
         columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
-
-
-def test_keys_and_values_share_their_rows_together():
-    """The kernels have one answer to whether the heads share them."""
-    layout = build_layout(RangePattern.dense(64, 2, 2))
-    tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
-    shared = tensor[:, :1].expand(1, 2, 128, 64)
-    for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
-        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
-        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
 
 
 def test_the_quotient_is_exact():

@@ -126,6 +126,7 @@ def test_launcher_fits_its_configs(script):
         assert value["--s2-config"] == str(ROOT / "configs" / f"{name}.yaml")
         assert value["--attention-dropout"] == "0" and command[-2:] == ["--train-iters", "5"]
         assert "--use-distributed-optimizer" not in command
+        assert value["--flight-recorder-dump-path"].endswith("/flight_recorder")
 
 
 def test_the_launcher_for_long_context():

@@ -42,6 +42,36 @@ def test_bytes_are_those_of_the_plan(found, ranks):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+def test_the_tensors_that_torch_is_given_are_as_large(found, ranks):
+    """What is counted and planned, against the tensors that torch's collectives get: nothing is padded, and no rank sends to itself."""
+    for results in found(ranks):
+        for name, case in CASES.items():
+            sparse, gathered = (results["gradients"][f"{name}/{comm_type}"] for comm_type in ("sparse", "all_gather"))
+            forward, backward = sparse["handed over"]
+            ((sent, received),) = forward
+            assert sent == sparse["plan"][0] == sparse["forward bytes"]
+            # Backward: the blocks again, and their gradients the other way round.
+            assert backward == ([] if case.keep_received else [[sent, received]]) + [[received, sent]]
+            assert sum(given for given, _ in backward) == sparse["backward bytes"]
+            (whole,), _ = gathered["handed over"]
+            assert whole[1] == ranks * whole[0]
+            assert (ranks - 1) * whole[0] == gathered["forward bytes"]
+
+
+def test_volume_of_the_exchange_at_128k(found):
+    """Eight ranks really exchange the blocks of 128K tokens: the plan's bytes, at most 8 % of an all-gather's, each block in its slot."""
+    results = [rank["volume"] for rank in found(8)]
+    for result in results:
+        assert result["right"]
+        assert result["handed over"] == [result["plan"]]
+        assert result["counted"] == result["plan"][0]
+        (gathered,) = result["all-gather"]
+        assert gathered == 7 * 2**17 // 8 * 32 * 2 * 2 * 4
+        assert 0 < max(result["plan"]) <= 0.08 * gathered
+    assert sum(result["plan"][0] for result in results) == sum(result["plan"][1] for result in results)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 def test_a_mistake_would_show(found, ranks):
     """Keys in other places, other tokens, or another head's or layer's offset move the results by far more than rounding does."""
     mistakes = found(ranks)[0]["wrong"]

@@ -1,6 +1,6 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|order ...]
+    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|wrong|volume ...]
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from s2_megatron import context_parallel, cp_plan
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
-from s2_megatron.cp_exchange import count_traffic, cut_order
+from s2_megatron.cp_exchange import BlockExchange, all_gather, count_traffic, cut_order
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from tests.context_parallel.cases import CASES, Case, ranges
 
@@ -55,6 +55,24 @@ def own_rows(tensor, rank, size):
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
+@contextmanager
+def handed_over():
+    """[[bytes of the tensor sent, bytes of the tensor received]] of every collective that torch is given while the context is open."""
+    seen = []
+
+    def watched(collective):
+        def call(received, sent, *args, **kwargs):
+            seen.append([sent.numel() * sent.itemsize, received.numel() * received.itemsize])
+            return collective(received, sent, *args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("all_to_all_single", "all_gather_into_tensor"):
+            stack.enter_context(patch.object(dist, name, watched(getattr(dist, name))))
+        yield seen
+
+
 def tokens_of(case: Case, size: int) -> int:
     return 2 * size * case.blocks_a_chunk * case.pattern.block_size
 
@@ -85,9 +103,9 @@ def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="
     cp.prepare(n_blocks * block, whole[0].device, case.dim, dtype, backend)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
     leaves = [tensor.detach().requires_grad_() for tensor in mine[:3]]
-    with count_traffic() as forward:
+    with count_traffic() as forward, handed_over() as handed_forward:
         out = cp.attention(*leaves, softmax_scale=0.4, backend=backend)
-    with count_traffic() as backward:
+    with count_traffic() as backward, handed_over() as handed_backward:
         grads = torch.autograd.grad(out, leaves, mine[3])
     again = differentiate(mine, cp.attention, softmax_scale=0.4, backend=backend)
     results = [out.detach(), *grads]
@@ -95,6 +113,7 @@ def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="
     found = {name: difference(a, own_rows(b, rank, size), b) for name, a, b in zip(NAMES, results, truth)}
     found["repeats"] = all(torch.equal(a, b) for a, b in zip(results, again))
     found["forward bytes"], found["backward bytes"] = forward.bytes_sent, backward.bytes_sent
+    found["handed over"] = [handed_forward, handed_backward]
     if comm_type == "sparse":
         plan = cp_plan.make_plan(case.pattern, rank, size, n_blocks)
         one_way = plan.sent_slots[rank] * plan.slot_bytes(case.dim, out.itemsize, case.batch)
@@ -166,6 +185,31 @@ def wrong(group):
     return results
 
 
+def volume(group):
+    """The exchange of a layer with 32 heads at 128K tokens, window 1024, stride 16, in blocks of 64, with a head dim of 2: bytes of the tensors
+    that torch is given, beside those of an all-gather of the same K and V, and whether every block came from its place."""
+    rank, size, n_blocks, block, heads, dim = group.rank(), group.size(), 2048, 64, 32, 2
+    plan = cp_plan.make_plan(ranges(((16, 1), (None, 16)), block, heads, heads), rank, size, n_blocks)
+    # Every element of a block is its number among all blocks and heads; V's are negative.
+    number = torch.from_numpy(plan.query_blocks)[:, None] * heads + torch.arange(heads)
+    key = number.float().repeat_interleave(block, 0)[:, None, :, None].expand(-1, 1, -1, dim)
+    with count_traffic() as traffic, handed_over() as handed:
+        received = BlockExchange(plan, group, torch.device("cpu")).start(key, -key, "reference").result()
+    with handed_over() as gathered:
+        all_gather(torch.stack([key, -key]), group)
+    place = torch.from_numpy(plan.remote_slot)
+    slots = place[place >= 0].long()
+    kv_heads, blocks = (place >= 0).nonzero(as_tuple=True)
+    expected = (blocks * heads + kv_heads).float()[:, None, None, None] * torch.tensor([1.0, -1.0])[:, None, None]
+    return {
+        "right": len(slots) == len(received) and torch.equal(received[slots], expected[:, None].expand_as(received)),
+        "handed over": handed,
+        "counted": traffic.bytes_sent,
+        "plan": [slots_of[rank] * plan.slot_bytes(dim, key.itemsize) for slots_of in (plan.sent_slots, plan.needed_slots)],
+        "all-gather": [(size - 1) * sent for sent, _ in gathered],
+    }
+
+
 def packed_inputs(lengths, cut, size):
     """(documents' borders, order of the tokens on the ranks)"""
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
@@ -205,7 +249,7 @@ def packed(group):
     return results
 
 
-PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong}
+PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
 
 
 def rank_main(rank, size, file, parts):

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -122,6 +123,20 @@ def test_cuda_graphs_change_no_loss(trained, spec, scripts, implementation, prec
     replays = int(re.search(r"graph replays: (\d+)", graphed.output)[1])
     assert replays >= 5 * 4 * 4 * 2, "5 iterations of 4 microbatches and 4 layers, forward and backward"
     assert distance(graphed, plain) <= (1e-3 if precision else 1e-5)
+
+
+def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, scripts, tmp_path):
+    """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool says who is missing."""
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    flags = f"--train-iters 20 --context-parallel-size 2 --distributed-timeout-seconds-after-init 20 --flight-recorder-dump-path {tmp_path}"
+    options = dict(model=MODEL, spec=SPECS["local"], script=scripts / "dying_pretrain.py", environment={"AT_EXCHANGE": "80", "HANGS": "1"})
+    start = time.monotonic()
+    gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
+    assert time.monotonic() - start < 200
+    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks", str(tmp_path)]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert re.search(r"missing ranks: {1}", done.stdout + done.stderr), f"{done.stdout}\n{done.stderr}"
 
 
 @pytest.fixture

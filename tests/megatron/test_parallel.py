@@ -9,16 +9,18 @@ import pytest
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 WEIGHTS_ONLY = "--no-load-optim --no-load-rng"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2_sp_recompute": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {RECOMPUTE}"),
     "tp4_two_groups": (4, "--tensor-model-parallel-size 4"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "pp2_uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "pp2_layout": (2, "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|t|t|L"),
-    "full_recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "full_recompute": (1, RECOMPUTE),
     "selective_recompute": (1, "--recompute-granularity selective --recompute-modules core_attn"),
     "micro_batch_2": (1, "--micro-batch-size 2"),
 }

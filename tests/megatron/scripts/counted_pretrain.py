@@ -1,4 +1,5 @@
-"""pretrain_gpt_s2.py that says how often its attention's forward was computed, and whether a kept result was left over."""
+"""pretrain_gpt_s2.py whose every rank says how often its attention's forward was computed, how often it sent its keys and values to the other
+ranks, and how many kept results were left over."""
 import gc
 
 
@@ -8,20 +9,25 @@ def main():
 
     install_if_no_gpu()
     from s2_megatron import reference
+    from s2_megatron.cp_exchange import BlockExchange
     from s2_megatron.kept_output import KeptOutputs
 
-    forward, calls = reference.forward, []
+    counts = {"forwards": 0, "exchanges": 0}
 
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return forward(*args, **kwargs)
+    def counted(function, name):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
 
-    reference.forward = counted
+        return call
+
+    reference.forward = counted(reference.forward, "forwards")
+    BlockExchange.start = counted(BlockExchange.start, "exchanges")
     try:
         pretrain_gpt_s2.main()  # ends with SystemExit under --exit-interval
     finally:
         left = sum(len(item) for item in gc.get_objects() if isinstance(item, KeptOutputs))
-        print(f"\nattention forwards: {len(calls)}, results left over: {left}", flush=True)
+        print(f"\nattention forwards: {counts['forwards']}, exchanges: {counts['exchanges']}, results left over: {left}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""pretrain_gpt_s2.py whose rank 1 dies in the middle of a step, without a word."""
+"""pretrain_gpt_s2.py whose rank 1, at the exchange number AT_EXCHANGE, dies without a word or (HANGS=1) stops and does nothing more."""
 import os
+import time
 
 
 def main():
@@ -13,7 +14,9 @@ def main():
 
     def dying(*args):
         calls.append(1)
-        if os.environ["RANK"] == "1" and len(calls) == 30:
+        if os.environ["RANK"] == "1" and len(calls) == int(os.environ["AT_EXCHANGE"]):
+            if os.environ.get("HANGS") == "1":
+                time.sleep(1000)
             os._exit(13)
         exchange(*args)
 

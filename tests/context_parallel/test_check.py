@@ -1,0 +1,46 @@
+"""check.py, which is for GPUs, runs over gloo too, and says so when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.context_parallel.check import line_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": True, "waited": ""}
+
+
+@pytest.fixture
+def checked():
+    """checked(flags) -> (exit code, what two processes printed)"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TRITON_INTERPRET", None)
+
+    def run(flags):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [*launch, "-m", "tests.context_parallel.check", *flags.split()]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr[-3000:]
+
+    return run
+
+
+def test_two_processes(checked):
+    code, output = checked("")
+    assert code == 0, output
+    assert "ranks 2, gloo, CPU" in output
+    assert "12 combinations in" in output and "all right" in output
+
+
+@pytest.mark.parametrize("change", [{"dk": 2.01}, {"repeats": False}, {"bytes": False}, {"waited": "called a synchronizing CUDA operation"}])
+def test_a_line_that_is_wrong(change):
+    line, right = line_of("paper", torch.float32, "sparse", RIGHT)
+    assert right and "WRONG" not in line
+    line, right = line_of("paper", torch.float32, "sparse", {**RIGHT, **change})
+    assert not right and "WRONG" in line and change.get("waited", "") in line
