@@ -1,7 +1,7 @@
 """dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys, with a product for dP and
 one for dQ.
 
-Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta, as in the backward.
+Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
