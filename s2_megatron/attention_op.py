@@ -1,4 +1,4 @@
-"""`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile, torch.export and CUDA graphs can carry.
+"""`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
 
 An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those and put together again
 inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes as its handle, a number of which a compiled

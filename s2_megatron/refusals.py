@@ -214,6 +214,12 @@ REFUSALS: tuple[Refusal, ...] = (
             "--cuda-graph-impl {args.cuda_graph_impl} with --context-parallel-size {args.context_parallel_size}: tested are the graphs of "
             "layers (local, transformer_engine) without context parallelism",
             "use --cuda-graph-impl none, or local with --context-parallel-size 1"),
+    # The likely cause, from reading Megatron 0.19.2: its graphs keep a layer's input until the backward only where a Python autograd function
+    # saves it, as in Transformer Engine's layers; PyTorch's norms, which the local layers have, save it in C++.
+    Refusal("cuda_graph_local_layers", lambda args: _graphs_with_attention(args) and args.transformer_impl == "local",
+            "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: in a test, graphs of Megatron's local layers computed "
+            "other gradients than the same run without graphs; with Transformer Engine's layers they did not",
+            "use --transformer-impl transformer_engine, or --cuda-graph-impl none"),
     Refusal("cuda_graph_packed", lambda args: _graphs_with_attention(args) and _packed(args),
             "--cuda-graph-impl {args.cuda_graph_impl} with packed documents (--sft, --dataloader-inter-document-masking): a graph repeats the "
             "number of documents that it was captured with, and every batch has another one",
@@ -299,7 +305,7 @@ HONOURED: dict[str, str] = {
     "ep_overlap_early_attn_memory_release": "no effect without --overlap-moe-expert-parallel-comm, which is refused",
     "moe_shared_expert_overlap": "inside the MoE layer",
     "deterministic_mode": "selects the deterministic backward",
-    "cuda_graph_modules": "graphs without the attention are none of ours; with it, see the refusals of cuda_graph_impl",
+    "cuda_graph_modules": "graphs without the attention are not looked at; with it, see the refusals of cuda_graph_impl",
     "optimizer_cuda_graph": "captures the optimizer's step only",
     "context_parallel_size": "S2 layers exchange what --s2-cp-comm-type says",
     "cp_comm_type": "read by Megatron's own dense layers; S2 layers follow --s2-cp-comm-type",

@@ -14,6 +14,8 @@ from s2_megatron.core_attention import HONOURED_CONFIG
 from s2_megatron.refusals import HONOURED, REFUSALS, refuse_yaml_command_line
 from tests.megatron_arguments import CONFIG, arguments, parse_cases
 
+ENGINE = {"--transformer-impl": "transformer_engine"}
+
 # For every refusal: (what to change in a command line that is accepted, the flag that the message has to name).
 CASES = {
     "megatron_version": (dict(version="0.18.3"), "pip install 'megatron-core"),
@@ -84,12 +86,17 @@ CASES = {
         dict(flags={"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}),
         "use --cuda-graph-impl none, or local",
     ),
+    "cuda_graph_local_layers": (
+        dict(flags={"--cuda-graph-impl": "local"}),
+        "gradients than the same run without graphs; with Transformer Engine's layers they did not; use --transformer-impl transformer_engine, "
+        "or --cuda-graph-impl none",
+    ),
     "cuda_graph_packed": (
-        dict(flags={"--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
         "use --cuda-graph-impl none",
     ),
     "cuda_graph_attention_mask": (
-        dict(flags={"--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
+        dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
         "use --cuda-graph-impl local",
     ),
     "overlap_moe_expert_parallel_comm": (dict(flags={"--overlap-moe-expert-parallel-comm": None}), "remove --overlap-moe-expert-parallel-comm"),
@@ -143,9 +150,9 @@ ACCEPTED = {
     "moe": dict(flags={"--num-experts": "4"}),
     "mtp": dict(flags={"--mtp-num-layers": "2"}),
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
-    "cuda_graphs": dict(flags={"--cuda-graph-impl": "local"}),
-    "cuda_graphs_long": dict(flags={"--cuda-graph-impl": "local", "--seq-length": "131072"}),
-    "cuda_graphs_of_transformer_engine": dict(flags={"--cuda-graph-impl": "transformer_engine"}),
+    "cuda_graphs": dict(flags={**ENGINE, "--cuda-graph-impl": "local"}),
+    "cuda_graphs_long": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--seq-length": "131072"}),
+    "cuda_graphs_of_transformer_engine": dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}),
     "cuda_graphs_of_mlps": dict(
         flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "mlp", "--dataloader-inter-document-masking": None}
     ),
@@ -168,6 +175,23 @@ ALSO_REFUSED = {
     ),
     "recompute_kept_modules_alone": (
         "s2_keep_attention_output", dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None})
+    ),
+    "recompute_kept_in_graphs": (
+        "s2_keep_attention_output",
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--recompute-granularity": "selective", "--s2-keep-attention-output": None}),
+    ),
+    "engine_graphs_of_local_layers": ("cuda_graph_local_layers", dict(flags={"--cuda-graph-impl": "transformer_engine"})),
+    "engine_graphs_of_local_attention": (
+        "cuda_graph_local_layers", dict(flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ["attn", "mlp"]})
+    ),
+    "graphs_context_parallel": (
+        "cuda_graph_impl", dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--context-parallel-size": "2"}, world_size=2)
+    ),
+    "engine_graphs_context_parallel": (
+        "cuda_graph_impl", dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--context-parallel-size": "2"}, world_size=2)
+    ),
+    "engine_graphs_packed": (
+        "cuda_graph_packed", dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--dataloader-inter-document-masking": None})
     ),
 }  # fmt: skip
 
