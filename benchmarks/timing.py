@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-SAMPLE_MS = 20.0  # calls in a row make a sample about this long: in training, too, the launches of one call hide behind the one before
+SAMPLE_MS = 100.0  # calls in a row make a sample about this long: in training, too, the launches of one call hide behind the one before
 MOST_CALLS = 64
 MOST_ROUNDS = 25
 

@@ -123,8 +123,9 @@ def test_turns_are_spread_evenly():
         assert sum(timing.takes_part(turn, 7, rounds) for turn in range(7)) == rounds
     assert timing.plan_rounds(1500, 1.5) == (1, 3)
     assert timing.plan_rounds(1500, 1.5, fewest=1) == (1, 1)
-    calls, rounds = timing.plan_rounds(1.0, 1.5)
-    assert calls == 20 and rounds == timing.MOST_ROUNDS
+    calls, rounds = timing.plan_rounds(2.0, 3.0)
+    assert calls == 50 and rounds == timing.MOST_ROUNDS
+    assert timing.plan_rounds(16.0, 1.0)[0] >= 6, "a launch must hide behind the call before"
     assert timing.quantile([1, 2, 3, 4, 5, 6], 0.2) == 2 and timing.quantile([7], 0.8) == 7
 
 

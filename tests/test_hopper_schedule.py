@@ -1,55 +1,20 @@
 """Which blocks the Hopper kernels visit: their own schedule functions, run as plain Python on a machine without a GPU, against the pattern."""
 
 from collections import Counter
-from itertools import count, product
+from itertools import product
 from random import Random
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_columns, hopper_query_loads, hopper_schedule, hopper_wide_backward_loads
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_query_loads, hopper_wide_backward_loads
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
+from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, on_memory, plain_functions
 from tests.test_step_lists import PATTERNS, placements
-
-TABLE: list[int] = []  # what gl.load reads: the range table of the layout at hand, or all tensors of a launch one behind another
-NO_BARRIER = SimpleNamespace(index=lambda slot: None)
-BARRIERS = (NO_BARRIER,) * 8
-
-
-def where(condition, yes, no):
-    return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else yes if condition else no
-
-
-STAND_IN = SimpleNamespace(load=lambda index: TABLE[index], where=where, maximum=max, minimum=min, static_range=range)
-
-
-def plain_functions(*modules, **stand_ins):
-    """The functions of the schedule and of other modules without their decorator, but for stand-ins. Integer division stands for the kernels'
-    floating-point quotient; barriers and shared memory are not there."""
-    namespace = {"gl": STAND_IN, "range": range, "quotient": lambda number, divisor: number // divisor, "BLOCK": 64}
-    namespace.update(mbarrier=SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, count: None), send_plan=lambda *_: None, **stand_ins)
-    for module in (hopper_schedule, hopper_columns, *modules):
-        for name, value in vars(module).items():
-            if hasattr(value, "fn") and name not in namespace:
-                namespace[name] = FunctionType(value.fn.__code__, namespace, name)
-    return SimpleNamespace(**namespace)
-
-
-def on_memory(arguments):
-    """Lays the tensors of a launch into TABLE. Returns take("names of arguments"): their values, or where they begin in it."""
-    TABLE.clear()
-    found = {}
-    for name, value in arguments.items():
-        found[name] = len(TABLE) if isinstance(value, torch.Tensor) else value
-        TABLE.extend(value.flatten().tolist() if isinstance(value, torch.Tensor) else [])
-    found["counter"] = programs = count()
-    STAND_IN.atomic_add = lambda counter, one: next(programs)
-    return lambda names: tuple(found[name] for name in names.split())
-
 
 SCHEDULE = plain_functions()
 
