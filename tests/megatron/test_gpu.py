@@ -132,9 +132,10 @@ def engine_only(spec):
 
 # Megatron records its own graphs in the first iteration and replays them from the second on; Transformer Engine's are captured after
 # --cuda-graph-warmup-steps iterations, 3 by default.
-@pytest.mark.parametrize("implementation, eager_iterations, tolerance", [("local", 1, 1e-6), ("transformer_engine", 3, 5e-4)])
-def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementation, eager_iterations, tolerance):
-    """Every layer, S2 and dense, captured with its attention and replayed: each loss is that of the run without graphs."""
+@pytest.mark.parametrize("implementation, eager_iterations", [("local", 1), ("transformer_engine", 3)])
+def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementation, eager_iterations):
+    """Every layer, S2 and dense, captured with its attention and replayed: each loss is that of the run without graphs, but for the backward of
+    head dim 64, which adds in whatever order its parts come."""
     run, _ = trained
     flags = "--bf16 --train-iters 6"
     plain = run(f"without_{implementation}_graphs", flags)
@@ -142,7 +143,7 @@ def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementatio
     replays = int(re.search(r"graph replays: (\d+)", graphed.output)[1])
     assert replays >= (6 - eager_iterations) * 4 * 4 * 2, "4 microbatches and 4 layers an iteration, forward and backward"
     assert len(plain.losses) == len(graphed.losses) == 6
-    assert max(abs(graphed.losses[step] - loss) for step, loss in plain.losses.items()) <= tolerance
+    assert max(abs(graphed.losses[step] - loss) for step, loss in plain.losses.items()) <= 5e-4
 
 
 def test_fp8_linears(engine_only, trained):
