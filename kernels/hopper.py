@@ -17,7 +17,7 @@ from s2_megatron.kernels.hopper_wide_backward import s2_hopper_wide_backward_ker
 from s2_megatron.kernels.hopper_wide_forward import s2_hopper_wide_forward_kernel
 from s2_megatron.kernels.hopper_wide_grad_query import s2_hopper_wide_grad_query_kernel
 from s2_megatron.kernels.packed_rows import s2_document_tiles_kernel
-from s2_megatron.kernels.tiles import hopper_tiles_for
+from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 from s2_megatron.printing import print_once
 
 BLOCK = 64  # tokens of a block, and of half a tile
@@ -116,7 +116,7 @@ class _Call:
         self.query, self.key, self.value = query, key, value
         self.layout, self.packed = layout, packed
         self.batch, self.heads, self.rows, self.head_dim = query.shape
-        self.block_dim = 64 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 256
+        self.block_dim = hopper_block_dim(self.head_dim)
         self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
         self.tiles = hopper_tiles_for(self.block_dim, self.rows)
         self.steps = None
@@ -183,7 +183,7 @@ class _Call:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
-                fold = int(distances is None and self._folds(units))
+                fold = int(distances is None and self._folds())
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
         if self.packed is None:
             programs = (n_long + n_rest) * units
@@ -196,9 +196,9 @@ class _Call:
             head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
             **({} if self.single else dict(fold=fold)))
 
-    def _folds(self, units):
-        """Whether a program takes two long columns of dK and dV: not where one program would have more than its share of all steps. Both blocks
-        of a tile one after the other do not pass by the same queries at the same time anyway."""
+    def _folds(self):
+        """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
+        dims above 128, whose kernel goes through a tile's two blocks one after the other, so that programs are never at the same queries."""
         longest = self.heads // self.key.shape[1] * (triton.cdiv(self.rows, BLOCK) + 2)
         steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
         return not self.single and longest * _multiprocessors(self.query.device) <= steps

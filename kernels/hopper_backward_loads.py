@@ -35,7 +35,8 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
                  GRAD_STAGES: gl.constexpr):
     """A step: queries, LSE, gradients, delta. Returns the count of steps after it."""
     q_full, q_empty, grad_full, grad_empty = step_barriers
-    # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
+    # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere. Rows that are masked out become zeros (in PTX a source of
+    # size 0), which they have to be: they are multiplied with the zeros of queries behind the sequence.
     lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
     head = kv_head * RATIO + (word >> 24)
     row = query_block_of(word) * BLOCK

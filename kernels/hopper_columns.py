@@ -7,7 +7,8 @@ sees. MIXED: the query heads of a group have different classes; then two blocks 
 class of its last range for every head whose last stride divides it.
 
 fold: a program takes two of a KV head's long columns, the j-th from the sequence's end down and then the j-th last from its own block up. Both
-together are of the same length for every j, so that all programs of a head pass by the same queries at the same time: those come from L2.
+together are of the same length for every j where the last range has no end, so that all programs of a head pass by the same queries at the same
+time: those come from L2.
 Were each column to start when another one ends, with hundreds of different lengths, they would come from memory again and again.
 
 LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead (step_lists.py). Either way
@@ -146,7 +147,8 @@ def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 @gluon.jit
 def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     """The query blocks that visit a key tile: (steps, top, gap, first end, second end). Step i visits top - 1 - i, less `gap` where that lies
-    below the second block: from the end of the sequence on, so that tiles of different length read the same rows at the same time."""
+    below the second block: from the end of the sequence on, so that tiles of different length read the same rows at the same time (the second
+    column of a folded program in the opposite order)."""
     first_end = run_end(first, n_blocks, ranges_ptr, head, N_RANGES)
     second_end = run_end(second, n_blocks, ranges_ptr, head, N_RANGES)
     top = gl.maximum(first_end, second_end)

@@ -103,7 +103,7 @@ def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, TILES: gl.constexpr,
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
     v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], barrier)
     for tile in gl.static_range(TILES):
-        mbarrier.init(q_full.index(tile), count=2)  # the copy engine's bytes, the plan
+        mbarrier.init(q_full.index(tile), count=2)  # the copy engine's bytes, the plan; arrivals of asynchronous copies add themselves
         mbarrier.init(q_empty.index(tile), count=2)
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=2 if LISTED else 1)

@@ -82,7 +82,7 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                                        BLOCK_D)
                 for member in range(members):
                     end = run_end(block, n_blocks, ranges_ptr, kv_head * RATIO + member, N_RANGES)
-                    for step in range(end - block):  # from the end of the run on, as tiles of two blocks have them
+                    for step in range(end - block):  # from the end of the run on, one query head after the other
                         word = step_word(end - 1 - step, member, block, n_blocks, end, 0, (member == RATIO - 1) & (step == end - block - 1))
                         count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers,
                                              delta_buffers, words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO,

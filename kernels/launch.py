@@ -60,11 +60,11 @@ def prepare(layout, placement, rows, head_dim, dtype, backend):
     if backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
         return
     from s2_megatron.kernels import hopper
-    from s2_megatron.kernels.tiles import hopper_tiles_for
+    from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 
     query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
     if hopper.refusal(query, key, key, layout, None, placement, None) is None:
-        tiles = hopper_tiles_for(64 if head_dim <= 64 else 128, rows)
+        tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows)
         for tile in (tiles.forward, tiles.grad_query):
             placement.steps.query(bool(tile.pack and layout.heads_pair))
         placement.steps.key()

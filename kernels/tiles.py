@@ -55,7 +55,7 @@ class HopperTile(NamedTuple):
     heads: int  # heads whose tiles run side by side and share L2
     persistent: bool = False  # a program per multiprocessor instead of one per tile
     pack: bool = False  # two query heads of a KV head in one tile instead of two query blocks
-    value_stages: int = 0  # values on their way, if not as many as keys: for head dims above 128
+    value_stages: int = 0  # values on their way, for head dims above 128; below them as many as `stages`
 
 
 class HopperColumn(NamedTuple):
@@ -72,6 +72,11 @@ class HopperTiles(NamedTuple):
     forward: HopperTile
     grad_query: HopperTile
     backward: HopperColumn
+
+
+def hopper_block_dim(head_dim: int) -> int:
+    """What a head dim is padded to in the Hopper kernels."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 @cache

@@ -218,6 +218,7 @@ def _tile_flags(attended: _Attended, rows: slice, columns: slice, pack: bool) ->
         flags = 3 * attended.by_row(rows, columns)
     else:
         flags, second = (attended.by_row(slice(rows.start + half, rows.stop, 2), columns) for half in range(2))
+        flags = flags.copy()  # a view of the mask, or of its like
         flags[: len(second)] |= second << 1
     own = attended.own[rows] - columns.start
     row = np.flatnonzero((own >= 0) & (own < flags.shape[1]))

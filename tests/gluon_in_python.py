@@ -108,15 +108,17 @@ class Machine:
             if isinstance(value, torch.Tensor):
                 value = Pointer(memory_of(value))
             values[name] = Box(value) if hasattr(value, "block_shape") else value
-        self.functions, threads = {}, torch.get_num_threads()
+        self.functions, self.owners, threads = {}, [], torch.get_num_threads()
         torch.set_num_threads(1)
-        for program in range(grid[0]):
-            self.program, self.programs, self.copies, self.main = program, grid[0], [], Partition("main")
-            self.partition, self.failure = self.main, None
-            self.shared_bytes = 0
-            self.plain(kernel)(**values)
-            assert self.shared_bytes <= 232448
-        torch.set_num_threads(threads)
+        try:
+            for program in range(grid[0]):
+                self.program, self.programs, self.copies, self.main = program, grid[0], [], Partition("main")
+                self.partition, self.failure = self.main, None
+                self.shared_bytes = self.taken = 0
+                self.plain(kernel)(**values)
+                assert self.shared_bytes <= 232448
+        finally:
+            torch.set_num_threads(threads)
 
     # Functions
 
@@ -184,7 +186,7 @@ class Machine:
                 with np.errstate(all="ignore"):
                     function(*arguments)
                 self.wait_stores(0)
-                assert not part.products
+                assert not part.products and not part.numbers
         except BaseException as error:  # noqa: BLE001 (raised in the main thread)
             self.failure = self.failure or error
         part.over = True
@@ -222,9 +224,14 @@ class Machine:
     # Operations
 
     def atomic_add(self, pointer, more):
-        before = pointer.load()
-        pointer.memory[pointer.at] += more
-        return before
+        """Programs run one after another, so chance deals out the numbers of a launch's one counter, which starts at 0, beforehand."""
+        assert more == 1 and pointer.load() == 0
+        while True:
+            if self.taken == len(self.owners):
+                self.owners.append(self.random.randrange(self.programs))
+            self.taken += 1
+            if self.owners[self.taken - 1] == self.program:
+                return self.taken - 1
 
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":

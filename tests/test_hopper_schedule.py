@@ -360,6 +360,16 @@ def test_columns_of_programs():
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
 
 
+def test_keys_and_values_share_their_rows_together():
+    """The kernels have one answer to whether the heads share them."""
+    layout = build_layout(RangePattern.dense(64, 2, 2))
+    tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    shared = tensor[:, :1].expand(1, 2, 128, 64)
+    for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
+        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
+        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
+
+
 def test_the_quotient_is_exact():
     """Two units in the last place to either side, as far as the GPU's division may be off, change no result below 2**21."""
     random = np.random.default_rng(0)
