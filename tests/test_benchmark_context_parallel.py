@@ -37,6 +37,9 @@ def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
         return dict.fromkeys(comm_types, RIGHT)
 
     class Recorded(benchmark.ContextParallel):
+        def prepare(self, *arguments):
+            """There is no GPU to prepare anything on."""
+
         def attention(self, query, *rest, backend, deterministic=False):
             timed.append((backend, query.dtype, deterministic))
             raise InterruptedError

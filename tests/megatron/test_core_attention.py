@@ -288,7 +288,7 @@ def make_parallel_core(**settings):
         (dict(s2_cp_comm_type="p2p"), r"layer 1 .*'p2p'; expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"),
         (dict(config=make_config(context_parallel_size=2, num_query_groups=1), s2_cp_comm_type="a2a", pattern=make_pattern(HEADS, 1)),
          "--s2-cp-comm-type sparse"),
-        (dict(seq_length=100), r"seq_length=100 .*use --seq-length 64 or 128"),
+        (dict(seq_length=100), r"--seq-length 100 with --context-parallel-size 2 .*use --seq-length 64 or 128"),
     ],
 )  # fmt: skip
 def test_refuses_a_context_parallelism_that_does_not_fit(settings, words):
