@@ -67,8 +67,7 @@ def _attention_is_recomputed(args: Namespace) -> bool:
     # Left out, the modules are still None here: TransformerConfig fills in its default, core_attn, when the model config is made.
     modules = ["core_attn"] if args.recompute_modules is None else args.recompute_modules
     selected = args.recompute_granularity == "selective" and "core_attn" in modules
-    repeated = args.mtp_use_repeated_layer or _graphs_with_attention(args)
-    return (args.recompute_granularity == "full" or selected) and not repeated
+    return (args.recompute_granularity == "full" or selected) and not args.mtp_use_repeated_layer
 
 
 def _resumes_optimizer(args: Namespace) -> bool:
@@ -195,8 +194,8 @@ REFUSALS: tuple[Refusal, ...] = (
             "shifts the labels by documents, and the row was cut as one sequence",
             "use --context-parallel-size 1, or remove --mtp-num-layers"),
     Refusal("s2_keep_attention_output", lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
-            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention, holds it in "
-            "CUDA graphs, or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
+            "--s2-keep-attention-output keeps the attention's result for a recomputation, and this run recomputes no attention "
+            "or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
             "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Refusal("hierarchical_context_parallel_sizes", _is_set("hierarchical_context_parallel_sizes"),
             "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
@@ -220,6 +219,13 @@ REFUSALS: tuple[Refusal, ...] = (
             "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: in a test, graphs of Megatron's local layers computed "
             "other gradients than the same run without graphs; with Transformer Engine's layers they did not",
             "use --transformer-impl transformer_engine, or --cuda-graph-impl none"),
+    # What changes when, or how often, the op runs; TP and DP do not.
+    Refusal("cuda_graph_untested",
+            lambda args: _graphs_with_attention(args) and bool(
+                args.pipeline_model_parallel_size > 1 or args.num_experts or args.mtp_num_layers or args.recompute_granularity
+                or args.fine_grained_activation_offloading or args.cpu_offloading_num_layers),
+            "--cuda-graph-impl {args.cuda_graph_impl} is not tested with S2 attention under pipeline parallelism, experts, MTP layers, "
+            "recompute or activation offload", "use --cuda-graph-impl none, or run without these"),
     Refusal("cuda_graph_packed", lambda args: _graphs_with_attention(args) and _packed(args),
             "--cuda-graph-impl {args.cuda_graph_impl} with packed documents (--sft, --dataloader-inter-document-masking): a graph repeats the "
             "number of documents that it was captured with, and every batch has another one",
@@ -301,7 +307,7 @@ HONOURED: dict[str, str] = {
     "offload_modules": "core_attn included",
     "activation_offload_fraction": "see fine_grained_activation_offloading",
     "delta_offload_bytes_across_pp_ranks": "see fine_grained_activation_offloading",
-    "delay_offload_until_cuda_graph": "no effect without CUDA graphs",
+    "delay_offload_until_cuda_graph": "no effect without CUDA graphs, which are refused with offloading",
     "ep_overlap_early_attn_memory_release": "no effect without --overlap-moe-expert-parallel-comm, which is refused",
     "moe_shared_expert_overlap": "inside the MoE layer",
     "deterministic_mode": "selects the deterministic backward",

@@ -91,6 +91,10 @@ CASES = {
         "gradients than the same run without graphs; with Transformer Engine's layers they did not; use --transformer-impl transformer_engine, "
         "or --cuda-graph-impl none",
     ),
+    "cuda_graph_untested": (
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
+        "use --cuda-graph-impl none, or run without these",
+    ),
     "cuda_graph_packed": (
         dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
         "use --cuda-graph-impl none",
@@ -177,7 +181,7 @@ ALSO_REFUSED = {
         "s2_keep_attention_output", dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None})
     ),
     "recompute_kept_in_graphs": (
-        "s2_keep_attention_output",
+        "cuda_graph_untested",
         dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--recompute-granularity": "selective", "--s2-keep-attention-output": None}),
     ),
     "engine_graphs_of_local_layers": ("cuda_graph_local_layers", dict(flags={"--cuda-graph-impl": "transformer_engine"})),
@@ -190,6 +194,15 @@ ALSO_REFUSED = {
     "engine_graphs_context_parallel": (
         "cuda_graph_impl", dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--context-parallel-size": "2"}, world_size=2)
     ),
+    **{
+        f"graphs_{name}": ("cuda_graph_untested", dict(flags={**ENGINE, "--cuda-graph-impl": "local", **flags}, world_size=size))
+        for name, size, flags in (
+            ("pipeline", 2, {"--pipeline-model-parallel-size": "2"}), ("experts", 1, {"--num-experts": "4"}),
+            ("recompute", 1, {"--recompute-granularity": "selective"}),
+            ("layer_offload", 1, {"--cpu-offloading-num-layers": "1"}),
+            ("offload", 1, {"--fine-grained-activation-offloading": None, "--offload-modules": "core_attn"}),
+        )
+    },
     "engine_graphs_packed": (
         "cuda_graph_packed", dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--dataloader-inter-document-masking": None})
     ),
