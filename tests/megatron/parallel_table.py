@@ -238,7 +238,7 @@ def main() -> int:
             rows.append(make_row(table, name, precision, backend, stock_seen))
             print(line_of(rows[-1]), flush=True)
             if args.json:
-                about = dict(command=" ".join(sys.argv), device=gpus[0] if gpus else "CPU", gpus=len(gpus), versions=versions())
+                about = dict(command=" ".join(["python", *sys.argv]), device=gpus[0] if gpus else "CPU", gpus=len(gpus), versions=versions())
                 model = dict(model=" ".join(table.model.split()), transformer_engine=engine, sparsity=SPARSITY, iterations=10)
                 args.json.write_text(json.dumps({**about, **model, "rows": rows}, indent=1) + "\n")
     wrong = sum(row["verdict"] != "yes" for row in rows)
