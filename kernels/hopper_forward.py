@@ -131,6 +131,7 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     scale = scale * LOG2E  # exponentials are of base 2
@@ -142,7 +143,8 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
     batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
     while free_steps >= 0:
         parity = tiles % 2
-        query = q_buffers.index(parity * 2 + HALF)
+        buffer = q_buffers.index(parity * 2 + HALF)
+        query = buffer.load(q_layout)  # kept in registers: the products with K read K alone from shared memory
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
@@ -203,10 +205,10 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
             store_rows(out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh, out, token + first_row, stride_os,
                        token + length, HEAD_DIM, BLOCK_D)
         else:
-            query.store(out.to(query.dtype))  # this half of the queries has been read
+            buffer.store(out.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+                                            buffer._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
         mbarrier.wait(q_full.index(tiles % 2), (tiles // 2) & 1)
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, tiles % 2)
     tma.store_wait(0)
