@@ -113,11 +113,12 @@ def attend_free(out, running_max, running_sum, query, keys, values, barriers, co
         scores = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(stage), count=1)
         p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-        p_next = gl.convert_layout(p.to(query.dtype), p_layout)
+        # Over long ago, but a branch: without it ptxas waits for P V before the softmax, which shall run under it.
+        mbarrier.wait(v_full.index(before), (count // STAGES) & 1)
         out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
         mbarrier.arrive(v_empty.index(before), count=1)
+        operand = gl.convert_layout(p.to(query.dtype), p_layout)  # not before: it gets the registers that P V reads
         out = out * gl.convert_layout(rescale, o_rows)[:, None]
-        operand = p_next
         count += 1
     before = count % STAGES
     mbarrier.wait(v_full.index(before), (count // STAGES) & 1)
