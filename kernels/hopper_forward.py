@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
-from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, word_mask
+from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, block_word, word_mask
 
 
 @gluon.jit
@@ -22,103 +22,110 @@ def softmax_step(scores, running_max, running_sum, scale):
 
 
 @gluon.jit
-def attend(p_before, out, running_max, running_sum, query, keys, values, barriers, count, scale, keep_a, keep_b,
-           MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """One step: scores of its keys, P V of the step before, softmax. Returns (p as an operand, out, running_max, running_sum)."""
+def begin_step(query, keys, zeros, barriers, count, STAGES: gl.constexpr):
+    """The scores of a step, or of its first block, by themselves. zeros: of their shape."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    stage = count % STAGES
-    before = (count - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-    o_token = warpgroup_mma(p_before, values.index(before), out, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[s_token])
-    mbarrier.arrive(k_empty.index(stage), count=1)
-    if MASK:
-        column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-        keep = gl.where(column < BLOCK, keep_a, keep_b) != 0
-        scores = gl.where(keep[None, :], scores, float("-inf"))
-    p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-    p_next = gl.convert_layout(p.to(query.dtype), p_layout)
-    out, p_before = warpgroup_mma_wait(0, deps=[o_token, p_before])
-    mbarrier.arrive(v_empty.index(before), count=1)
-    out = out * gl.convert_layout(rescale, o_rows)[:, None]
-    return p_next, out, running_max, running_sum
-
-
-@gluon.jit
-def attend_all(operand, out, running_max, running_sum, query, keys, values, barriers, count, steps, scale, BLOCK_D: gl.constexpr,
-               STAGES: gl.constexpr):
-    """Free steps after one whose P V is due, and the P V of the last. Returns (out, running_max, running_sum, count)."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    for step in range(steps):
-        operand, out, running_max, running_sum = attend(operand, out, running_max, running_sum, query, keys, values, barriers, count, scale,
-                                                        1, 1, False, BLOCK_D, STAGES)
-        count += 1
-    before = (count - 1) % STAGES
-    mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-    o_token = warpgroup_mma(operand, values.index(before), out, is_async=True)
-    out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-    mbarrier.arrive(v_empty.index(before), count=1)
-    return out, running_max, running_sum, count
-
-
-@gluon.jit
-def begin_step(query, keys, barriers, count, STAGES: gl.constexpr):
-    """The scores of a step, by themselves."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     stage = count % STAGES
     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
-    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s_token = warpgroup_mma(query, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s_token])
     mbarrier.arrive(k_empty.index(stage), count=1)
     return scores
 
 
 @gluon.jit
-def attend_listed(out, running_max, running_sum, query, keys, values, words, barriers, count, masked_steps, free_steps, scale,
-                  HALF: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """All steps of a listed tile. Returns (out, running_max, running_sum, count)."""
+def masked_step(out, running_max, running_sum, query, keys, values, word, barriers, count, scale, HALF: gl.constexpr, COLUMNS: gl.constexpr,
+                BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """A step by itself, with the mask of its word; COLUMNS 64: its first block alone. Returns (out, running_max, running_sum)."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    rows: gl.constexpr = running_max.type.layout
+    stage = count % STAGES
+    row = gl.arange(0, BLOCK, layout=s_rows)
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, s_layout))
+    scores = begin_step(gl.convert_layout(query, q_layout), keys.index(stage).slice(0, COLUMNS),
+                        gl.zeros([BLOCK, COLUMNS], gl.float32, s_layout), barriers, count, STAGES)
+    scores = gl.where(word_mask(word, row, column, HALF), scores, float("-inf"))
+    p, running_max, running_sum, rescale = softmax_step(scores, gl.convert_layout(running_max, s_rows), gl.convert_layout(running_sum, s_rows),
+                                                        scale)
+    operand = gl.convert_layout(p.to(query.dtype), p_layout)
+    out = out * gl.convert_layout(rescale, o_rows)[:, None]
+    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+    o_token = warpgroup_mma(operand, values.index(stage).slice(0, COLUMNS), out, is_async=True)
+    out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    return out, gl.convert_layout(running_max, rows), gl.convert_layout(running_sum, rows)
+
+
+@gluon.jit
+def attend_masked(out, running_max, running_sum, query, keys, values, words, barriers, count, steps, marks, scale, HALF: gl.constexpr,
+                  PACK: gl.constexpr, LISTED: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """The steps with a mask, that of the diagonal among them. Returns (out, running_max, running_sum, count)."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for step in range(steps):
+        stage = count % STAGES
+        if LISTED:
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            word = receive_word(words, stage)
+        else:
+            word = block_word(marks, 2 * step, PACK) + (block_word(marks, 2 * step + 1, PACK) << 4)
+        if (word & (0x10 << HALF)) != 0:
+            out, running_max, running_sum = masked_step(out, running_max, running_sum, query, keys, values, word, barriers, count, scale, HALF,
+                                                        128, BLOCK_D, STAGES)
+        elif (word & (1 << HALF)) != 0:
+            out, running_max, running_sum = masked_step(out, running_max, running_sum, query, keys, values, word, barriers, count, scale, HALF,
+                                                        BLOCK, BLOCK_D, STAGES)
+        else:  # a step of the other half alone
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+        count += 1
+    return out, running_max, running_sum, count
+
+
+@gluon.jit
+def attend_free(out, running_max, running_sum, query, keys, values, barriers, count, steps, scale, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """One step that all rows attend, or more: scores of a step and P V of the one before in flight together. Returns (out, running_max,
+    running_sum, count)."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
-    for step in range(masked_steps):
-        stage = count % STAGES
-        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-        word = receive_word(words, stage)
-        if (word & (0x11 << HALF)) != 0:
-            scores = begin_step(query, keys, barriers, count, STAGES)
-            scores = gl.where(word_mask(word, row, column, HALF), scores, float("-inf"))
-            p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-            operand = gl.convert_layout(p.to(query.dtype), p_layout)
-            out = out * gl.convert_layout(rescale, o_rows)[:, None]
-            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-            o_token = warpgroup_mma(operand, values.index(stage), out, is_async=True)
-            out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-        else:  # a step of the other half alone
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-        mbarrier.arrive(v_empty.index(stage), count=1)
-        count += 1
-    if free_steps > 0:
-        scores = begin_step(query, keys, barriers, count, STAGES)
+    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
+    scores = begin_step(query, keys.index(count % STAGES), zeros, barriers, count, STAGES)
+    p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
+    operand = gl.convert_layout(p.to(query.dtype), p_layout)
+    out = out * gl.convert_layout(rescale, o_rows)[:, None]
+    for step in range(steps - 1):
+        before = count % STAGES
+        stage = (count + 1) % STAGES
+        mbarrier.wait(k_full.index(stage), ((count + 1) // STAGES) & 1)
+        s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), (count // STAGES) & 1)
+        o_token = warpgroup_mma(operand, values.index(before), out, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[s_token])
+        mbarrier.arrive(k_empty.index(stage), count=1)
         p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-        operand = gl.convert_layout(p.to(query.dtype), p_layout)
+        # Over long ago, but a branch: without it ptxas waits for P V before the softmax, which shall run under it.
+        mbarrier.wait(v_full.index(before), (count // STAGES) & 1)
+        out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        operand = gl.convert_layout(p.to(query.dtype), p_layout)  # not before: it gets the registers that P V reads
         out = out * gl.convert_layout(rescale, o_rows)[:, None]
-        out, running_max, running_sum, count = attend_all(operand, out, running_max, running_sum, query, keys, values, barriers, count + 1,
-                                                          free_steps - 1, scale, BLOCK_D, STAGES)
-    return out, running_max, running_sum, count
+        count += 1
+    before = count % STAGES
+    mbarrier.wait(v_full.index(before), (count // STAGES) & 1)
+    o_token = warpgroup_mma(operand, values.index(before), out, is_async=True)
+    out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    return out, running_max, running_sum, count + 1
 
 
 @gluon.jit
@@ -130,71 +137,48 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    q_layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     scale = scale * LOG2E  # exponentials are of base 2
     row = gl.arange(0, BLOCK, layout=s_rows)
-    column = gl.arange(0, 128, layout=gl.SliceLayout(0, s_layout))
     count = 0
     tiles = 0
     mbarrier.wait(q_full.index(0), 0)
     batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
     while free_steps >= 0:
         parity = tiles % 2
-        query = q_buffers.index(parity * 2 + HALF)
+        buffer = q_buffers.index(parity * 2 + HALF)
+        query = buffer.load(q_layout)  # kept in registers: the products with K read K alone from shared memory
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
         out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
-        if LISTED:
-            if tiles > 0:  # the tile before has left its buffer by now
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(1 - parity), count=1)
-            running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
-            running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
-            if CONTINUE:
-                lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
-                seen = lse > float("-inf")
-                running_max = gl.where(seen, lse, running_max)
-                running_sum = gl.where(seen, 1.0, 0.0)
-                out = load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
-                                o_layout, HEAD_DIM, BLOCK_D)
-            out, running_max, running_sum, count = attend_listed(out, running_max, running_sum, query, k_buffers, v_buffers, words, barriers,
-                                                                 count, masked_steps, free_steps, scale, HALF, BLOCK_D, STAGES)
-            inverse = gl.where(running_sum == 0.0, 0.0, 1.0 / running_sum)
-        else:
-            scores = begin_step(query, k_buffers, barriers, count, STAGES)  # step 0: the diagonal
-            if PACK:
-                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
-            elif HALF == 0:
-                keep = row[:, None] >= column[None, :]
-            else:
-                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
-            scores = gl.where(keep, scores, float("-inf"))
-            running_max = gl.max(scores, axis=1) * scale
-            p = gl.exp2(scores * scale - running_max[:, None])
-            running_sum = gl.sum(p, axis=1)
-            operand = gl.convert_layout(p.to(query.dtype), p_layout)
-            if PACKED:
-                if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
-                    stage = count % STAGES
-                    mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-                    beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                    clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-            if tiles > 0:  # the tile before has left its buffer by now
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(1 - parity), count=1)
-            count += 1
-            for step in range(masked_steps):
-                wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
-                operand, out, running_max, running_sum = attend(
-                    operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count, scale, wanted & 1, wanted & 4,
-                    True, BLOCK_D, STAGES)
-                count += 1
-            out, running_max, running_sum, count = attend_all(operand, out, running_max, running_sum, query, k_buffers, v_buffers, barriers,
-                                                              count, free_steps, scale, BLOCK_D, STAGES)
-            inverse = 1.0 / running_sum
+        running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
+        running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
+        if CONTINUE:
+            lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
+            seen = lse > float("-inf")
+            running_max = gl.where(seen, lse, running_max)
+            running_sum = gl.where(seen, 1.0, 0.0)
+            out = load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
+                            o_layout, HEAD_DIM, BLOCK_D)
+        if PACKED:
+            if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
+                stage = count % STAGES
+                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
+                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+        out, running_max, running_sum, count = attend_masked(
+            out, running_max, running_sum, query, k_buffers, v_buffers, words, barriers, count, masked_steps if LISTED else masked_steps + 1,
+            marks, scale, HALF, PACK, LISTED, BLOCK_D, STAGES)
+        if tiles > 0:  # the tile before has left its buffer by now
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(1 - parity), count=1)
+        if free_steps > 0:
+            out, running_max, running_sum, count = attend_free(out, running_max, running_sum, query, k_buffers, v_buffers, barriers, count,
+                                                               free_steps, scale, BLOCK_D, STAGES)
+        inverse = gl.where(running_sum == 0.0, 0.0, 1.0 / running_sum)
         tiles += 1
         lse = (running_max + gl.log2(running_sum)) * LN2
         gl.store(lse_ptr + row_base + first_row + row, lse, mask=first_row + row < length)
@@ -203,10 +187,10 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
             store_rows(out_ptr + batch.to(gl.int64) * stride_ob + own_head.to(gl.int64) * stride_oh, out, token + first_row, stride_os,
                        token + length, HEAD_DIM, BLOCK_D)
         else:
-            query.store(out.to(query.dtype))  # this half of the queries has been read
+            buffer.store(out.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+                                            buffer._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
         mbarrier.wait(q_full.index(tiles % 2), (tiles // 2) & 1)
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, tiles % 2)
     tma.store_wait(0)

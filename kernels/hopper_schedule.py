@@ -141,12 +141,12 @@ def count_steps(ends, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
 
 @gluon.jit
 def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
-    """(block, bits) of a masked entry: the edges, then the free block that is left over; past the end, for no half, the block before the
-    tile: it lies wholly in the document, and what follows a document may be NaN."""
+    """(block, bits) of a masked entry: the free block that is left over, then the edges, so that a half that wants one block of a step wants
+    the first; past the end, for no half, the block before the tile: it lies wholly in the document, and what follows a document may be NaN."""
     total = ends[N_RANGES - 1]
     block = gl.maximum(low - 1, 0)
     keep = gl.where(entry < masked, 3, 0)
-    seen = low * 0
+    seen = total % 2
     for index in gl.static_range(N_RANGES):
         here = bits[index] != 0
         take = here & (seen == entry)
@@ -154,7 +154,7 @@ def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGE
         keep = gl.where(take, bits[index], keep)
         seen += gl.where(here, 1, 0)
     if total % 2 == 1:
-        if entry == seen:
+        if entry == 0:
             block = free_block(total - 1, firsts, strides, ends, N_RANGES)
     return block, keep
 

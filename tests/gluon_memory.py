@@ -1,5 +1,6 @@
 """The memory of gluon_in_python.py: pointers and tensor descriptors into CPU tensors, shared memory with its chunks of 128 bytes."""
 
+from copy import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,7 +62,7 @@ class Shared:
 
     def __init__(self, machine, flat, shape, chunk, turned=False):
         self.machine, self.flat, self.shape, self.chunk, self.turned = machine, flat, list(shape), chunk, turned
-        self.dtype = flat.dtype.type
+        self.dtype, self.part, self.whole = flat.dtype.type, slice(None), list(shape)
         assert flat.size == np.prod(shape)
 
     def index(self, number):
@@ -71,7 +72,16 @@ class Shared:
 
     def permute(self, order):
         assert order == (1, 0)
-        return Shared(self.machine, self.flat, self.shape, self.chunk, not self.turned)
+        found = copy(self)
+        found.turned = not self.turned
+        return found
+
+    def slice(self, start, length):
+        """Some rows of a matrix, which stay where they lie in it."""
+        assert start >= 0 and start + length <= self.shape[0] and len(self.shape) == 2 and not self.turned
+        found = copy(self)
+        found.part, found.shape = slice(start, start + length), [length, self.shape[1]]
+        return found
 
     def _reinterpret(self, dtype, shape, layout):
         assert dtype == self.dtype
@@ -79,10 +89,10 @@ class Shared:
 
     def _in_order(self):
         if self.chunk is None:
-            return self.flat.reshape(self.shape)
-        rows, columns = self.shape[-2:]
+            return self.flat.reshape(self.whole)[self.part]
+        *outer, rows, columns = self.whole
         wide = min(self.chunk, columns)
-        return self.flat.reshape(*self.shape[:-2], columns // wide, rows, wide).swapaxes(-3, -2)
+        return self.flat.reshape(*outer, columns // wide, rows, wide).swapaxes(-3, -2)[self.part]
 
     def read(self):
         values = self._in_order().reshape(self.shape)
