@@ -71,6 +71,8 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
                     delta = delta_buffers.index(g_stage).load(columns)
                     scores = warpgroup_mma_wait(1, deps=[s_token])
                     p = gl.exp2(scores * scale_log2)
+                    # Keeps the exponentials under dP: see hopper_forward.py.
+                    mbarrier.wait(grad_full.index(g_stage), (count // GRAD_STAGES) & 1)
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
                     mbarrier.arrive(grad_empty.index(g_stage), count=1)
                     ds = p * (dp - delta[None, :])

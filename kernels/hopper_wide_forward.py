@@ -97,11 +97,11 @@ def attend_free(out, running_max, running_sum, queries, keys, values, barriers, 
         scores = warpgroup_mma_wait(1, deps=[s_token])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         p, running_max, running_sum, rescale = softmax_step(scores, running_max, running_sum, scale)
-        p_next = gl.convert_layout(p.to(queries.dtype), p_layout)
+        mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)  # keeps the softmax under P V: see hopper_forward.py
         out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
+        operand = gl.convert_layout(p.to(queries.dtype), p_layout)
         out = out * gl.convert_layout(rescale, o_rows)[:, None]
-        operand = p_next
         count += 1
     v_stage = count % V_STAGES
     mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)

@@ -36,6 +36,7 @@ def gradient_block(dq, minus_lse, minus_delta, halves, keys, values, barriers, c
     p_token = warpgroup_mma(grad, values.index(v_stage).permute((1, 0)), start_p, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[s_token])
     p = gl.exp2(scores * scale_log2)
+    mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)  # keeps the exponentials under dP: see hopper_forward.py
     dp = warpgroup_mma_wait(0, deps=[p_token])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     ds = p * dp
