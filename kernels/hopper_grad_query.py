@@ -1,7 +1,8 @@
 """dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys, with a product for dP and
 one for dQ.
 
-Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta.
+Each of two warpgroups computes the 64 rows of one half of a query tile. LSE and delta, two numbers each in a thread, are subtracted behind
+the products: accumulators that started with them would have to be filled anew in every step.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,10 +14,10 @@ from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, word_mask
 
 
 @gluon.jit
-def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, keep, last, MASK: gl.constexpr,
+def gradient_step(dq, lse, delta, query, grad, keys, values, barriers, count, scale_log2, keep, last, MASK: gl.constexpr,
                   BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """dQ += dS K of one key tile. minus_lse, minus_delta: what the two accumulators start with. keep: bool [64, 128]. last: the next tile's
-    queries may be loaded already, while this one's dQ is finished."""
+    """dQ += dS K of one key tile. lse: of base 2. keep: bool [64, 128]. last: the next tile's queries may be loaded already, while this
+    one's dQ is finished."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
@@ -24,19 +25,17 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
     zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    start_p = zeros + minus_delta[:, None]
-    start_s = zeros + minus_lse[:, None]
     mbarrier.wait(v_full.index(stage), phase)
     mbarrier.wait(k_full.index(stage), phase)
-    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), start_s, is_async=True)
-    p_token = warpgroup_mma(grad, values.index(stage).permute((1, 0)), start_p, is_async=True)
+    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    p_token = warpgroup_mma(grad, values.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[s_token])
-    p = gl.exp2(scores * scale_log2)
+    p = gl.exp2(scores * scale_log2 - lse[:, None])
     dp = warpgroup_mma_wait(0, deps=[p_token])
     mbarrier.arrive(v_empty.index(stage), count=1)
     if last:
         mbarrier.arrive(q_empty.index(0), count=1)
-    ds = p * dp
+    ds = p * (dp - delta[:, None])
     if MASK:  # the product, for values behind a document may be NaN
         ds = gl.where(keep, ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
@@ -71,8 +70,8 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
         row = gl.arange(0, BLOCK, layout=s_rows)
         column = gl.arange(0, 128, layout=s_columns)
         inside = first_row + row < length
-        minus_lse = known_lse(lse_buffers.index(HALF).load(s_rows), LISTED) * (-1.0 / scale)
-        minus_delta = -delta_buffers.index(HALF).load(s_rows)
+        lse = known_lse(lse_buffers.index(HALF).load(s_rows), LISTED) * LOG2E
+        delta = delta_buffers.index(HALF).load(s_rows)
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
         tiles += 1
         if LISTED:
@@ -83,7 +82,7 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
                 word = receive_word(words, stage)
                 if (word & (0x11 << HALF)) != 0:
                     keep = word_mask(word, row, column, HALF) & inside[:, None]
-                    dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False,
+                    dq = gradient_step(dq, lse, delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False,
                                        True, BLOCK_D, STAGES)
                 else:  # a step of the other half alone
                     mbarrier.wait(v_full.index(stage), phase)
@@ -104,17 +103,17 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
                     mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
                     beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
                     clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False, True,
+            dq = gradient_step(dq, lse, delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False, True,
                                BLOCK_D, STAGES)
             count += 1
             for step in range(masked_steps):
                 wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
                 attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
-                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
+                dq = gradient_step(dq, lse, delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
                                    attended & inside[:, None], False, True, BLOCK_D, STAGES)
                 count += 1
         for step in range(free_steps):
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True,
+            dq = gradient_step(dq, lse, delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True,
                                step == free_steps - 1, False, BLOCK_D, STAGES)
             count += 1
         if free_steps == 0:
