@@ -59,8 +59,8 @@ class Box:
 class Shared:
     """Shared memory [..., rows, columns], where matrices lie in chunks of 128 bytes of columns."""
 
-    def __init__(self, machine, flat, shape, chunk, turned=False):
-        self.machine, self.flat, self.shape, self.chunk, self.turned = machine, flat, list(shape), chunk, turned
+    def __init__(self, machine, flat, shape, chunk, turned=False, rows=slice(None)):
+        self.machine, self.flat, self.shape, self.chunk, self.turned, self.rows = machine, flat, list(shape), chunk, turned, rows
         self.dtype = flat.dtype.type
         assert flat.size == np.prod(shape)
 
@@ -69,9 +69,14 @@ class Shared:
         assert 0 <= number < self.shape[0]
         return Shared(self.machine, self.flat[number * size : (number + 1) * size], self.shape[1:], self.chunk)
 
+    def slice(self, start, length):
+        """Rows of a matrix, to be read."""
+        assert len(self.shape) == 2 and start >= 0 and start + length <= self.shape[0]
+        return Shared(self.machine, self.flat, self.shape, self.chunk, self.turned, slice(start, start + length))
+
     def permute(self, order):
         assert order == (1, 0)
-        return Shared(self.machine, self.flat, self.shape, self.chunk, not self.turned)
+        return Shared(self.machine, self.flat, self.shape, self.chunk, not self.turned, self.rows)
 
     def _reinterpret(self, dtype, shape, layout):
         assert dtype == self.dtype
@@ -85,10 +90,11 @@ class Shared:
         return self.flat.reshape(*self.shape[:-2], columns // wide, rows, wide).swapaxes(-3, -2)
 
     def read(self):
-        values = self._in_order().reshape(self.shape)
+        values = self._in_order().reshape(self.shape)[self.rows]
         return values.T if self.turned else values.copy()
 
     def write(self, values):
+        assert self.rows == slice(None)
         place = self._in_order()
         place[...] = np.asarray(values).reshape(place.shape)
 

@@ -68,23 +68,27 @@ def test_heads_that_differ(pattern):
     check(pattern, 192, 450)
 
 
+@pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2, 2), (2, 1, 2)], ids=str)
-def test_block_masks(heads, diagonal):
-    check(random_mask(64, *heads, 8, diagonal=diagonal), 256, 500)
+def test_block_masks(heads, diagonal, dim):
+    check(random_mask(64, *heads, 8, diagonal=diagonal), dim, 500)
 
 
+@pytest.mark.parametrize("dim", [64, 192])
 @pytest.mark.parametrize("ratio", [1, 2])
-def test_packed(ratio):
+def test_packed(ratio, dim):
     pattern = pattern_of(((2, 1), (None, 2)), 64, 2, 2 // ratio)
-    inputs, grad_lse, packed, mask = packed_case(pattern, [200, 1, 64, 150], [256, 64, 64, 192], 192, F16, "cpu", extra=7)
+    inputs, grad_lse, packed, mask = packed_case(pattern, [200, 1, 64, 150], [256, 64, 64, 192], dim, F16, "cpu", extra=7)
     check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=True)
 
 
-def test_documents_do_not_see_nan(tiles):  # noqa: F811
-    check_documents(True, 192, "paper", "cpu", F16)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_documents_do_not_see_nan(tiles, dim):  # noqa: F811
+    check_documents(True, dim, "paper", "cpu", F16)
 
 
+@pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize("kind", ["paper", "mask"])
-def test_placed_blocks_and_continued(kind):
-    check_placed_blocks(192, kind, 2, 8, "cpu", F16)
+def test_placed_blocks_and_continued(kind, dim):
+    check_placed_blocks(dim, kind, 2, 8, "cpu", F16)
