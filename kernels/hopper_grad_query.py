@@ -1,7 +1,8 @@
 """dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys, with a product for dP and
 one for dQ.
 
-Each of two warpgroups computes the 64 rows of one half of a query tile. The accumulators start at -LSE / scale and -delta.
+Each of two warpgroups computes the 64 rows of one half of a query tile, and passes by the masked blocks that its half does not attend. The
+accumulators start at -LSE / scale and -delta.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,40 +10,66 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
-from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, word_mask
+from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, block_word, word_mask
 
 
 @gluon.jit
-def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, keep, last, MASK: gl.constexpr,
-                  BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
-    """dQ += dS K of one key tile. minus_lse, minus_delta: what the two accumulators start with. keep: bool [64, 128]. last: the next tile's
-    queries may be loaded already, while this one's dQ is finished."""
+def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, last, COLUMNS: gl.constexpr,
+                  HALF: gl.constexpr, MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """dQ += dS K of the first COLUMNS keys of a step, one block or two. minus_lse, minus_delta: what the two accumulators start with. MASK: by
+    the step's word. last: the next tile's queries may be loaded already, while this one's dQ is finished."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    zeros = gl.zeros([BLOCK, 128], gl.float32, s_layout)
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zeros = gl.zeros([BLOCK, COLUMNS], gl.float32, s_layout)
     stage = count % STAGES
     phase = (count // STAGES) & 1
-    start_p = zeros + minus_delta[:, None]
-    start_s = zeros + minus_lse[:, None]
+    key = keys.index(stage).slice(0, COLUMNS)
+    value = values.index(stage).slice(0, COLUMNS)
     mbarrier.wait(v_full.index(stage), phase)
     mbarrier.wait(k_full.index(stage), phase)
-    s_token = warpgroup_mma(query, keys.index(stage).permute((1, 0)), start_s, is_async=True)
-    p_token = warpgroup_mma(grad, values.index(stage).permute((1, 0)), start_p, is_async=True)
+    s_token = warpgroup_mma(query, key.permute((1, 0)), zeros + gl.convert_layout(minus_lse, s_rows)[:, None], is_async=True)
+    p_token = warpgroup_mma(grad, value.permute((1, 0)), zeros + gl.convert_layout(minus_delta, s_rows)[:, None], is_async=True)
     scores = warpgroup_mma_wait(1, deps=[s_token])
     p = gl.exp2(scores * scale_log2)
+    mbarrier.wait(k_full.index(stage), phase)  # keeps the exponentials under dP: see hopper_forward.py
     dp = warpgroup_mma_wait(0, deps=[p_token])
     mbarrier.arrive(v_empty.index(stage), count=1)
     if last:
         mbarrier.arrive(q_empty.index(0), count=1)
     ds = p * dp
     if MASK:  # the product, for values behind a document may be NaN
-        ds = gl.where(keep, ds, 0.0)
+        row = gl.arange(0, BLOCK, layout=s_rows)
+        column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, s_layout))
+        ds = gl.where(word_mask(word, row, column, HALF), ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
-    dq_token = warpgroup_mma(ds, keys.index(stage), dq, is_async=True)
+    dq_token = warpgroup_mma(ds, key, dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
     mbarrier.arrive(k_empty.index(stage), count=1)
+    return dq
+
+
+@gluon.jit
+def masked_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, HALF: gl.constexpr,
+                BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """A step of which this half may attend the first block alone, or none. word: as listed_step has it."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    attended = (word >> HALF) & 0x11
+    if attended == 0x01:
+        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, False, BLOCK, HALF, True,
+                           BLOCK_D, STAGES)
+    elif attended != 0:
+        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, False, 2 * BLOCK, HALF,
+                           True, BLOCK_D, STAGES)
+    else:  # a step of the other half alone
+        stage = count % STAGES
+        phase = (count // STAGES) & 1
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(k_empty.index(stage), count=1)
     return dq
 
 
@@ -56,7 +83,6 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     query = halves.index(HALF)
     grad = halves.index(2 + HALF)
     staging = out_buffers.index(HALF)
@@ -68,54 +94,29 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
     while free_steps >= 0:
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
-        row = gl.arange(0, BLOCK, layout=s_rows)
-        column = gl.arange(0, 128, layout=s_columns)
-        inside = first_row + row < length
         minus_lse = known_lse(lse_buffers.index(HALF).load(s_rows), LISTED) * (-1.0 / scale)
         minus_delta = -delta_buffers.index(HALF).load(s_rows)
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
         tiles += 1
-        if LISTED:
-            for step in range(masked_steps):
+        if PACKED:
+            if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
                 stage = count % STAGES
-                phase = (count // STAGES) & 1
-                mbarrier.wait(k_full.index(stage), phase)
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+                clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+        for step in range(masked_steps + 1 - LISTED):
+            if LISTED:
+                stage = count % STAGES
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
                 word = receive_word(words, stage)
-                if (word & (0x11 << HALF)) != 0:
-                    keep = word_mask(word, row, column, HALF) & inside[:, None]
-                    dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False,
-                                       True, BLOCK_D, STAGES)
-                else:  # a step of the other half alone
-                    mbarrier.wait(v_full.index(stage), phase)
-                    mbarrier.arrive(v_empty.index(stage), count=1)
-                    mbarrier.arrive(k_empty.index(stage), count=1)
-                count += 1
-        else:
-            if PACK:
-                keep = (row[:, None] >= column[None, :]) | ((column >= BLOCK) & ((marks & 2) != 0))[None, :]
-            elif HALF == 0:
-                keep = row[:, None] >= column[None, :]
             else:
-                keep = (row[:, None] + BLOCK >= column[None, :]) & ((column >= BLOCK) | ((marks & 1) != 0))[None, :]
-            keep = keep & inside[:, None]
-            if PACKED:
-                if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
-                    stage = count % STAGES
-                    mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                    beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                    clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, keep, False, True,
-                               BLOCK_D, STAGES)
+                word = block_word(marks, 2 * step, PACK) + (block_word(marks, 2 * step + 1, PACK) << 4)
+            dq = masked_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, word, HALF, BLOCK_D,
+                             STAGES)
             count += 1
-            for step in range(masked_steps):
-                wanted = marks >> (4 * step + 2 + HALF)  # bit 0: the step's first block, bit 2: its second
-                attended = (gl.where(column < BLOCK, wanted, wanted >> 2) & 1)[None, :] != 0
-                dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2,
-                                   attended & inside[:, None], False, True, BLOCK_D, STAGES)
-                count += 1
         for step in range(free_steps):
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, True,
-                               step == free_steps - 1, False, BLOCK_D, STAGES)
+            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, 0,
+                               step == free_steps - 1, 2 * BLOCK, HALF, False, BLOCK_D, STAGES)
             count += 1
         if free_steps == 0:
             mbarrier.arrive(q_empty.index(0), count=1)

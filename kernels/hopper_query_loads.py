@@ -136,14 +136,14 @@ def produce(q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sum
                 before_b = row_b
         else:
             firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-            masked, masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+            masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
             steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
             if steps > 0:
-                marks = marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+                marks = marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, N_RANGES)
                 tiles = load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
                                     free_steps, marks, rows, PACK, BLOCK_D, SLOTS, GRAD)
             for step in range(steps if GRAD else steps + gl.where(steps > 0, 1, 0)):
-                block_a, block_b = step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
+                block_a, block_b = step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
                 row_a = token + block_a * BLOCK
                 row_b = token + block_b * BLOCK
                 load_step(k_desc, v_desc, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, 0,

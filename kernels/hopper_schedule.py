@@ -3,7 +3,8 @@
 A query tile is 128 rows in two halves of one 64-token block each: two neighbouring query blocks of a head or, PACK, the same query block of two
 heads that share their KV head and their pattern. A step of its loop takes 128 keys: two key blocks, which may lie anywhere. The steps are
 1. step 0, the tile's own blocks, masked by token (PACK has one such block; a free block that is left over comes beside it);
-2. masked steps: blocks that only one half attends, at the ends of ranges, and the free block that is left over when their number is odd;
+2. masked steps: the free block that is left over when their number is odd, and blocks that only one half attends, at the ends of ranges. In
+   this order a half that attends one block of a step mostly has it first, where dQ passes by the second;
 3. free steps: pairs of blocks that all rows attend.
 Everything follows from the ranges of the pattern by arithmetic; nothing is read but the head's few range entries.
 
@@ -129,50 +130,49 @@ def free_block(entry, firsts, strides, ends, N_RANGES: gl.constexpr):
 
 @gluon.jit
 def count_steps(ends, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
-    """(masked entries, masked steps, free steps) beside step 0."""
+    """(masked steps, free steps) beside step 0."""
     total = ends[N_RANGES - 1]
     masked = total * 0
     if not PACK:  # with PACK, what is left over comes beside the diagonal
         masked += total % 2
         for index in gl.static_range(N_RANGES):
             masked += gl.where(bits[index] != 0, 1, 0)
-    return masked, (masked + 1) // 2, total // 2
+    return (masked + 1) // 2, total // 2
 
 
 @gluon.jit
-def masked_entry(entry, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
-    """(block, bits) of a masked entry: the free block that is left over, then the edges, so that a half that wants one block of a step wants
-    the first; past the end, for no half, the block before the tile: it lies wholly in the document, and what follows a document may be NaN."""
+def masked_entry(entry, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
+    """(block, bits) of a masked entry: the free block that is left over, then the edges; past the end, for no half, the block before the
+    tile: it lies wholly in the document, and what follows a document may be NaN."""
     total = ends[N_RANGES - 1]
     block = gl.maximum(low - 1, 0)
-    keep = gl.where(entry < masked, 3, 0)
     seen = total % 2
+    keep = gl.where(entry < seen, 3, 0)
+    if entry < seen:
+        block = free_block(total - 1, firsts, strides, ends, N_RANGES)
     for index in gl.static_range(N_RANGES):
         here = bits[index] != 0
         take = here & (seen == entry)
         block = gl.where(take, edges[index], block)
         keep = gl.where(take, bits[index], keep)
         seen += gl.where(here, 1, 0)
-    if total % 2 == 1:
-        if entry == 0:
-            block = free_block(total - 1, firsts, strides, ends, N_RANGES)
     return block, keep
 
 
 @gluon.jit
-def marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
+def marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr):
     """One number for the masks of a tile: bit 0, the second half attends the block before its own; bit 1, there is a free block beside the
     diagonal (PACK); from bit 2 on four bits a masked step, two for each of its blocks."""
     marks = previous + 2 * (ends[N_RANGES - 1] % 2)
     for step in gl.static_range(N_RANGES // 2 + 1):
-        block, keep_a = masked_entry(2 * step, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-        block, keep_b = masked_entry(2 * step + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+        block, keep_a = masked_entry(2 * step, low, firsts, strides, ends, edges, bits, N_RANGES)
+        block, keep_b = masked_entry(2 * step + 1, low, firsts, strides, ends, edges, bits, N_RANGES)
         marks += gl.where(step < masked_steps, (keep_a + 4 * keep_b) << (4 * step + 2), 0)
     return marks
 
 
 @gluon.jit
-def step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
+def step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, N_RANGES: gl.constexpr, PACK: gl.constexpr):
     """The two key blocks of a step."""
     entry = 2 * (step - 1 - masked_steps)
     first = free_block(entry, firsts, strides, ends, N_RANGES)
@@ -185,8 +185,8 @@ def step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, b
         else:
             second = low + 1
     elif step <= masked_steps:
-        first, keep = masked_entry(2 * (step - 1), masked, low, firsts, strides, ends, edges, bits, N_RANGES)
-        second, keep = masked_entry(2 * (step - 1) + 1, masked, low, firsts, strides, ends, edges, bits, N_RANGES)
+        first, keep = masked_entry(2 * (step - 1), low, firsts, strides, ends, edges, bits, N_RANGES)
+        second, keep = masked_entry(2 * (step - 1) + 1, low, firsts, strides, ends, edges, bits, N_RANGES)
     return first, second
 
 
@@ -218,8 +218,15 @@ def listed_step(steps_ptr, step):
 
 
 @gluon.jit
+def last_seen(word, row):
+    """The last token of a key block that a row sees, -1 for none. Bit 0 of the word: the block is attended; bit 2: it is the row's own."""
+    last = gl.where((word & 4) != 0, row, BLOCK - 1)
+    return gl.where((word & 1) != 0, last, -1)
+
+
+@gluon.jit
 def word_mask(word, row, column, HALF: gl.constexpr):
-    """bool [64, 128]: what the rows of one half attend in a listed step. row, column: 0 .. 63 and 0 .. 127."""
-    attended = gl.where(column < BLOCK, word >> HALF, word >> (4 + HALF)) & 1
-    own = gl.where(column < BLOCK, word >> (2 + HALF), word >> (6 + HALF)) & 1
-    return (attended != 0)[None, :] & ((own == 0)[None, :] | (row[:, None] >= (column & (BLOCK - 1))[None, :]))
+    """bool [64, columns]: what the rows of one half attend in a listed step. row: 0 .. 63; column: 0 .. 127, or as far as is asked for."""
+    first = last_seen(word >> HALF, row)
+    second = last_seen(word >> (4 + HALF), row)
+    return (column & (BLOCK - 1))[None, :] <= gl.where((column < BLOCK)[None, :], first[:, None], second[:, None])

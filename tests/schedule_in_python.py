@@ -14,7 +14,8 @@ BARRIERS = (NO_BARRIER,) * 8
 
 
 def where(condition, yes, no):
-    return np.where(condition, yes, no) if isinstance(condition, np.ndarray) else yes if condition else no
+    found = np.where(condition, yes, no)
+    return found if found.ndim else found.item()
 
 
 STAND_IN = SimpleNamespace(load=lambda index: TABLE[index], where=where, maximum=max, minimum=min, static_range=range)

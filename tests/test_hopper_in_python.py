@@ -83,8 +83,9 @@ def test_packed(ratio, dim):
     check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=True)
 
 
-def test_documents_do_not_see_nan(tiles):  # noqa: F811
-    check_documents(True, 192, "paper", "cpu", F16)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_documents_do_not_see_nan(tiles, dim):  # noqa: F811
+    check_documents(True, dim, "paper", "cpu", F16)
 
 
 @pytest.mark.parametrize("dim", [128, 192])

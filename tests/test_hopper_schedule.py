@@ -39,12 +39,12 @@ def visited(low, pack, n_ranges):
     """Per half of a query tile of head 0: how often each key block counts."""
     plan = SCHEDULE.plan_query_tile(0, 0, low, n_ranges, pack)
     firsts, strides, ends, edges, bits, previous = plan
-    masked, masked_steps, free_steps = SCHEDULE.count_steps(ends, bits, n_ranges, pack)
-    marks = SCHEDULE.marks_of(masked_steps, previous, masked, low, firsts, strides, ends, edges, bits, n_ranges)
+    masked_steps, free_steps = SCHEDULE.count_steps(ends, bits, n_ranges, pack)
+    marks = SCHEDULE.marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, n_ranges)
     assert 0 <= marks < 2**31
     seen = Counter(), Counter()
     for step in range(1 + masked_steps + free_steps):
-        blocks = SCHEDULE.step_blocks(step, low, masked, masked_steps, firsts, strides, ends, edges, bits, n_ranges, pack)
+        blocks = SCHEDULE.step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, n_ranges, pack)
         for half in (0, 1):
             if step == 0 and pack:
                 keep = True, marks & 2
