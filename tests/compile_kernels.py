@@ -145,8 +145,8 @@ def portable_entries() -> dict[str, Entry]:
 
 
 def hopper_entries() -> dict[str, Entry]:
-    """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys and for those in slots."""
+    """What s2_attention launches on Hopper for 8K tokens, 4 KV groups, or 128K where columns are not divided into parts: by head dim, packed,
+    in deterministic mode, for a block mask; and what context parallelism launches for its own keys and for those in slots."""
     from benchmarks.cases import as_table
     from s2_megatron import attention as op
     from s2_megatron.cp_exchange import slot_views
@@ -169,9 +169,9 @@ def hopper_entries() -> dict[str, Entry]:
         launches.clear()
 
     for dim in (64, 128, 256):
-        shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
-        query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-        for word, layout, documents in (("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)):
+        for word, layout, documents, rows in (("", ranges, None, 131072), ("parts", ranges, None, 8192), ("packed", ranges, packed, 8192),
+                                              ("mask", mask, None, 8192)):
+            query, out, grad, key, value = (torch.empty(rows, 1, heads, dim, dtype=torch.bfloat16) for heads in (8, 8, 8, 4, 4))
             tensors = query, key, value, grad, out
             if documents is not None:
                 tensors = [tensor.squeeze(1) for tensor in tensors]

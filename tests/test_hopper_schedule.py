@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.suites import s2_pattern
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_query_loads, hopper_wide_backward_loads
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_parts, hopper_query_loads, hopper_wide_backward_loads
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
 from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, on_memory, plain_functions
@@ -79,8 +80,8 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 @pytest.fixture
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
-    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps. Also goes through them in
-    passes of one block, for head dims above 128, and compares these with the tiles."""
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps; parts of a column are joined.
+    Also goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -90,9 +91,9 @@ def key_walk(monkeypatch):
         tiles = []
 
         def load_keys(*given):
-            count, batch, kv_head, token, length, first, second, present, *_ = given[6:]
+            count, batch, kv_head, token, length, first, second, present, link, *_ = given[6:]
             assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
-            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present))
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link))
             return count + 1
 
         def load_queries(word, count, *given):
@@ -100,12 +101,12 @@ def key_walk(monkeypatch):
             tiles[-1].words.append(word)
             return count + 1
 
-        produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
-        columns = take("counter n_programs fold n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        produce = plain_functions(hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
+        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
-        found, tiles = tiles, []
+        found, tiles = joined(tiles, arguments) if arguments["SPLIT"] else tiles, []
 
         def load_pass(*given):
             count, batch, kv_head, token, length, block, present, *_ = given[5:]
@@ -124,6 +125,42 @@ def key_walk(monkeypatch):
         return found, arguments
 
     return walk
+
+
+def joined(tiles, arguments):
+    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the size that all have, but for the last."""
+    columns, places = {}, {}
+    for tile in tiles:
+        last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12
+        key = tile.batch, tile.kv_head, tile.first
+        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
+        if not last:
+            assert len(tile.words) == arguments["part_steps"]
+            tile.words[-1] -= 16
+        if last and part == 0:
+            assert key not in columns
+            columns[key] = tile
+            continue
+        assert len(tile.words) <= arguments["part_steps"] and place < arguments["n_split"] * arguments["units"]
+        assert (part, key) == places.get(place, (0, key))
+        places[place] = (None if last else part + 1), key
+        if part == 0:
+            columns[key] = tile
+        else:
+            columns[key].words += tile.words
+    assert all(part is None for part, _ in places.values()), "a column without an end"
+    return list(columns.values())
+
+
+def parts_of(pattern, rows, batch=1, dim=128):
+    """(columns of a unit in parts, steps of a part, most parts of a column) of a launch; the sums take no more than they may."""
+    query, key = (torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads))
+    call = hopper._Call(query, key, key, build_layout(pattern), None)
+    arguments = call.key_tiles()[1]
+    found = call._parts(arguments["n_long"], arguments["units"], arguments.get("fold", 0))
+    assert found[0] * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20
+    assert arguments["n_programs"] == (arguments["n_long"] + arguments["n_rest"] + found[0] * (found[2] - 1)) * arguments["units"]
+    return found
 
 
 def check_passes(passes, tiles):
@@ -169,10 +206,12 @@ def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
 @pytest.mark.parametrize("mixed", [False, True])
 def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
     """Also: tiles of the blocks that the last range has, which take long, come first."""
-    random = Random(7 + mixed)
-    for _ in range(150):
+    random, split = Random(7 + mixed), 0
+    for _ in range(200):
         processors = random.choice((1, 132))
         monkeypatch.setattr(hopper, "_multiprocessors", lambda device, processors=processors: processors)
+        monkeypatch.setattr(hopper, "PART_STEPS", random.choice((2, 7, 64)))
+        monkeypatch.setattr(hopper, "MOST_SUMS", random.choice((2**18, 14 * 2**20)))  # of head dim 64: 4 columns or all
         groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
         heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
         pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
@@ -181,10 +220,12 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
         tiles, arguments = key_walk(pattern, rows, rows, batches)
         assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
         check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
+        split += arguments["SPLIT"]
         if not arguments["MIXED"]:
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
             is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
             assert is_long == sorted(is_long, reverse=True)
+    assert 20 < split < 180
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
@@ -206,11 +247,27 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
         assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
 
 
-def test_few_long_columns_are_not_joined(key_walk):
-    """Where one program with two of them would work longer than all others."""
-    pattern = RangePattern(64, 1, (HeadPattern(((4, 1), (None, 4))),) * 3)
-    tiles, arguments = key_walk(pattern, 64 * 64, 64 * 64)
-    assert arguments["fold"] == 0 and len(tiles) == arguments["n_programs"]
+def test_few_long_columns_are_divided(monkeypatch):
+    """Where one would keep a program at work longer than all others: parts of a quarter of what a multiprocessor has to do."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    divided = [
+        (4, 1, 32, 1, 128, (16, 64, 32)),  # Llama-8B with TP 8
+        (8, 1, 32, 1, 128, (16, 128, 32)),
+        (8, 1, 128, 1, 128, (64, 1280, 13)),  # Llama-70B with TP 8
+        (16, 2, 128, 1, 128, (56, 2496, 7)),  # more would take more than 14 MiB
+        (8, 1, 128, 1, 64, (64, 1280, 13)),
+        (32, 8, 8, 1, 128, (4, 128, 4)),
+        (32, 8, 32, 1, 128, (0, 0, 1)),  # columns as long as what a multiprocessor has to do
+        (32, 8, 128, 1, 128, (0, 0, 1)),
+        (32, 32, 8, 1, 128, (0, 0, 1)),
+        (8, 1, 32, 8, 128, (0, 0, 1)),
+        (8, 1, 1, 1, 128, (1, 64, 2)),
+        (4, 1, 1, 1, 128, (0, 0, 1)),
+        (8, 1, 128, 1, 192, (0, 0, 1)),
+    ]
+    for heads, kv_heads, length, batch, dim, expected in divided:
+        assert parts_of(s2_pattern(heads, kv_heads), length * 1024, batch, dim) == expected, (heads, kv_heads, length, batch, dim)
+    assert parts_of(s2_pattern(8, 1, ((16, 1),)), 128 * 1024) == (0, 0, 1), "a window has no long columns"
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
