@@ -189,7 +189,9 @@ class _Call:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
                 fold = int(distances is None and self._folds())
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
-        n_split, part_steps, parts = self._parts(n_long, units, fold)
+        n_split, part_steps, parts = (0, 0, 1) if self.packed is not None or self.single or fold else self._parts(n_long, units)
+        if n_split and self.steps is not None:
+            n_long, n_rest = n_split, n_long + n_rest - n_split
         if self.packed is None:
             programs = (n_long + n_rest + n_split * (parts - 1)) * units
         else:
@@ -212,18 +214,22 @@ class _Call:
         steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
         return steps / _multiprocessors(self.query.device)
 
-    def _parts(self, n_long, units, fold):
+    def _parts(self, n_long, units):
         """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where columns are about as long as
         what a multiprocessor has to do; a quarter of that makes a part, for what is left at the end is shared out better."""
-        if self.packed is not None or self.steps is not None or self.single or fold:
-            return 0, 0, 1
-        n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
-        runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
-                for head in self.layout.pattern.heads]  # of a pair of key blocks, which lie a stride apart
-        longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
-        mean = self._mean_steps()
+        if self.steps is None:
+            n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
+            runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
+                    for head in self.layout.pattern.heads]  # of a pair of key blocks, which lie a stride apart
+            longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
+            mean = self._mean_steps()
+        else:
+            words = self.steps.column_words()
+            longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
         part_steps = PART_STEPS * math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS)
         parts = triton.cdiv(longest, part_steps)
+        if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
+            n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
         n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
         return (n_split, part_steps, parts) if n_split and parts > 1 and longest > 1.25 * mean else (0, 0, 1)
 

@@ -5,7 +5,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from s2_megatron.kernels.hopper_columns import key_tile, listed_column, query_block_of, query_run, step_word
 from s2_megatron.kernels.hopper_memory import send_plan, send_word
-from s2_megatron.kernels.hopper_parts import part_of_program, place_of_column, visits_of_part
+from s2_megatron.kernels.hopper_parts import part_of_program, place_of_column, visits_of_part, words_of_column
 from s2_megatron.kernels.hopper_schedule import BLOCK
 
 
@@ -80,27 +80,39 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
     upward = 0
     index = gl.atomic_add(counter_ptr, 1)
     while index < n_programs:
+        part = 0
+        if SPLIT:
+            index, part = part_of_program(index, n_split, n_programs, n_long, n_rest, units, head_group)
+            place = place_of_column(index, n_split, n_long, n_rest, units, head_group)
         if LISTED:
+            exists = True
+            link = 0
+            if SPLIT:
+                n_words = words_of_column(index, place, n_long, n_rest, units, batches, head_group, lists)
+                part_first, part_end, link = visits_of_part(part, gl.where(n_words > 0, place, -1), gl.maximum(n_words, 1), part_steps)
+                exists = part_first < part_end
             batch, kv_head, first, second, entry = listed_column(index, n_long, n_rest, units, batches, head_group, lists)
             index = gl.atomic_add(counter_ptr, 1)
-            if first * BLOCK < key_rows:
+            if (first * BLOCK < key_rows) & exists:
                 words_ptr = lists[2] + entry
+                if SPLIT:
+                    words_ptr += part_first
+                    left = gl.where(n_words > 0, part_end - part_first, 1 << 28)
                 word = gl.load(words_ptr)
                 tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, 0, rows, first, second, key_rows,
-                                  0, KV_STEP, BLOCK_D)
+                                  link, KV_STEP, BLOCK_D)
                 more = word * 0 + 1
                 while more != 0:
                     words_ptr += 1
                     following = gl.load(words_ptr)  # the lists end with a word too many
+                    if SPLIT:
+                        left -= 1
+                        word |= gl.where(left == 0, 16, 0)
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
                                          words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
                     more = (word & 16) ^ 16
                     word = following
         else:
-            part = 0
-            if SPLIT:
-                index, part = part_of_program(index, n_split, n_programs, n_long, n_rest, units, head_group)
-                place = place_of_column(index, n_split, n_long, n_rest, units, head_group)
             batch, kv_head, token, length, first, second = key_tile(
                 index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
                 N_RANGES, RATIO, ORDERED, PACKED, MIXED)

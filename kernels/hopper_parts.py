@@ -38,6 +38,16 @@ def place_of_column(index, n_split, n_long, n_rest, units, head_group):
 
 
 @gluon.jit
+def words_of_column(index, place, n_long, n_rest, units, batches, head_group, lists):
+    """How many words a column in parts has in the lists of step_lists.py: up to those of the next column, which are shorter. Less than 1 for
+    one without parts, and for the last one of its list."""
+    rows_ptr, columns_ptr, words_ptr = lists
+    column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
+    entry = columns_ptr + (gl.load(rows_ptr + unit // batches) * (n_long + n_rest) + column) * 3 + 2
+    return gl.load(entry + gl.where(place >= 0, 3, 0)) - gl.load(entry)
+
+
+@gluon.jit
 def visits_of_part(part, place, visits, part_steps):
     """(first visit, end, link) of a part of a column with so many visits; a part that does not exist has none. link: what the computing
     warpgroups need to know; bit 0, it is the last part; from bit 1 the part; from bit 12 the place."""

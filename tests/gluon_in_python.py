@@ -4,9 +4,9 @@ programs run at a time, the others after them.
     monkeypatch.setattr(GluonJITFunction, "run", Machine(seed).run)
 
 Barriers count arrivals and bytes as the hardware does, phases by their parity. What is asynchronous happens as early or as late as it may, by
-chance: copies in between the steps of all partitions, products when they are waited for. What a partition stores in global memory is there when
-it releases it, or at its end. Where nothing can go on, or a barrier is arrived at too often, AssertionError. Layouts of registers are not looked at; of shared memory, the order of its chunks of 128 bytes is. fp16 only: NumPy
-has no bf16.
+chance: copies in between the steps of all partitions, products when they are waited for. What a partition stores in global memory others see
+once it releases it, or at its end. Where nothing can go on, or a barrier is arrived at too often, AssertionError. Layouts of registers are not
+looked at; of shared memory, the order of its chunks of 128 bytes is. fp16 only: NumPy has no bf16.
 """
 
 import ast
@@ -233,7 +233,7 @@ class Machine:
         """An addition of 0 reads a flag; a partition that reads a value again waits until it is another one."""
         part = self.partition
         if more:
-            assert sem != "acquire" and part.together, "other threads' stores are not released"
+            assert not part.kept or (part.together and sem in ("release", "acq_rel")), "other threads' stores are not released"
             self.release()
             pointer.memory[pointer.at] += more
             value = pointer.load() - more

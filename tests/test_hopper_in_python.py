@@ -23,6 +23,7 @@ from tests.test_hopper import (
     PAPER,
     check_documents,
     check_placed_blocks,
+    in_parts,  # noqa: F401 (a fixture)
     tiles,  # noqa: F401 (a fixture)
 )
 
@@ -69,29 +70,40 @@ def test_long_columns_in_pairs():
 
 
 @pytest.fixture
-def in_parts(monkeypatch):
-    """As with few KV heads beside many multiprocessors: short parts. A list of whether each call's columns are divided."""
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 12)
-    monkeypatch.setattr(hopper, "PART_STEPS", 3)
-    found, choose = [], hopper._Call._parts
-    monkeypatch.setattr(hopper._Call, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0])
-    yield found
-    assert all(found)
+def few_columns(in_python, in_parts, monkeypatch):  # noqa: F811
+    """For so many multiprocessors: columns are divided into parts of a few steps."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 24)
+    monkeypatch.setattr(hopper, "PART_STEPS", 2)
 
 
 @pytest.mark.parametrize("in_python", [1, 2], indirect=True)
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("heads, dim, length, batch", [((4, 1), 64, 833, 1), ((8, 1), 128, 449, 1), ((4, 2), 128, 500, 2)], ids=str)
-def test_columns_in_parts(heads, dim, length, batch, deterministic, in_parts):
+@pytest.mark.usefixtures("few_columns")
+@pytest.mark.parametrize("heads, dim, length, batch, deterministic",
+                         [((4, 1), 64, 833, 1, False), ((4, 1), 64, 833, 1, True), ((8, 1), 128, 449, 1, True), ((4, 2), 128, 500, 2, True)],
+                         ids=str)  # fmt: skip
+def test_columns_in_parts(heads, dim, length, batch, deterministic):
     check(pattern_of(((2, 1), (None, 2)), 64, *heads), dim, length, deterministic, batch)
 
 
-def test_columns_in_parts_of_heads_that_differ(in_parts):
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_of_heads_that_differ():
     check(pattern_of(PAPER, 64, 4, 1, "query"), 64, 833)
     check(RangePattern(64, 2, MIX.heads[1:] * 2), 128, 600)
 
 
-def test_columns_in_parts_with_wide_gradients_and_few_sums(in_parts, monkeypatch):
+@pytest.mark.usefixtures("few_columns")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_columns_in_parts_of_masks(deterministic):
+    check(random_mask(64, 4, 1, 1, 8), 64, 500, deterministic)
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_of_placed_blocks():
+    check_placed_blocks(64, "paper", 2, 8, "cpu", F16)
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_with_wide_gradients_and_few_sums(monkeypatch):
     """The first column of each KV head in parts, and the others not: the sums would take too much."""
     monkeypatch.setattr(hopper, "MOST_SUMS", 2**18)
     pattern = pattern_of(((2, 1), (None, 2)), 64, 8, 2)
@@ -114,7 +126,8 @@ def last_part_first(index, n_split, n_programs, n_long, n_rest, units, head_grou
     return index, part
 
 
-def test_parts_in_the_wrong_order_would_wait_for_ever(in_parts, monkeypatch):
+@pytest.mark.usefixtures("few_columns")
+def test_parts_in_the_wrong_order_would_wait_for_ever(monkeypatch):
     monkeypatch.setattr(hopper_backward_loads, "part_of_program", last_part_first)
     with pytest.raises(AssertionError, match="nothing can go on"):
         check(pattern_of(((2, 1), (None, 2)), 64, 8, 1), 64, 449)

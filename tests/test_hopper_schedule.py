@@ -80,8 +80,8 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 @pytest.fixture
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
-    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps; parts of a column are joined.
-    Also goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps, where parts are joined. Also
+    goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -102,7 +102,8 @@ def key_walk(monkeypatch):
             return count + 1
 
         produce = plain_functions(hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
-        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps order_ptr documents_ptr distance_ptr")
+        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
+                       "order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
         flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
@@ -128,7 +129,7 @@ def key_walk(monkeypatch):
 
 
 def joined(tiles, arguments):
-    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the size that all have, but for the last."""
+    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the same size, but for the last."""
     columns, places = {}, {}
     for tile in tiles:
         last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12
@@ -153,14 +154,14 @@ def joined(tiles, arguments):
 
 
 def parts_of(pattern, rows, batch=1, dim=128):
-    """(columns of a unit in parts, steps of a part, most parts of a column) of a launch; the sums take no more than they may."""
+    """(columns of a unit in parts, steps of a part, most parts of a column) of a launch."""
     query, key = (torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads))
     call = hopper._Call(query, key, key, build_layout(pattern), None)
     arguments = call.key_tiles()[1]
-    found = call._parts(arguments["n_long"], arguments["units"], arguments.get("fold", 0))
-    assert found[0] * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20
-    assert arguments["n_programs"] == (arguments["n_long"] + arguments["n_rest"] + found[0] * (found[2] - 1)) * arguments["units"]
-    return found
+    n_split, part_steps = arguments.get("n_split", 0), arguments.get("part_steps", 0)
+    further = arguments["n_programs"] - (arguments["n_long"] + arguments["n_rest"]) * arguments["units"]
+    assert n_split * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20
+    return n_split, part_steps, 1 + (further // (n_split * arguments["units"]) if n_split else further)
 
 
 def check_passes(passes, tiles):
@@ -281,7 +282,9 @@ def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
 
 
 @pytest.mark.parametrize("name", [name for name, pattern in PATTERNS.items() if isinstance(pattern, BlockMaskPattern)])
-def test_key_tiles_of_block_masks(name, key_walk):
+@pytest.mark.parametrize("part_steps", [3, 64])
+def test_key_tiles_of_block_masks(name, part_steps, key_walk, monkeypatch):
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
     for n_blocks in (1, 2, 15, 32):
         rows = 64 * n_blocks - 17
         tiles, arguments = key_walk(PATTERNS[name], rows, rows, 2)
@@ -289,16 +292,20 @@ def test_key_tiles_of_block_masks(name, key_walk):
 
 
 @pytest.mark.parametrize("more_slots", [0, 3])
+@pytest.mark.parametrize("part_steps", [2, 64])
 @pytest.mark.parametrize("name", ["paper", "query-slide", "dense-kv-head", "uneven-heads", "mask-kv-heads"])
-def test_key_tiles_of_placed_blocks(name, more_slots, key_walk):
+def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monkeypatch):
     """Also with slots behind those that the placement names, which are no keys of it."""
-    pattern = PATTERNS[name]
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
+    pattern, split = PATTERNS[name], 0
     for query_blocks, key_slot, n_blocks, n_slots in placements(pattern).values():
         if key_slot is None:
             continue
         placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
         tiles, arguments = key_walk(pattern, 64 * len(query_blocks), 64 * (n_slots + more_slots), 2, placement)
         check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
+        split += arguments["SPLIT"]
+    assert (split > 0) == (part_steps == 2)
 
 
 @pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
