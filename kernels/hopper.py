@@ -28,6 +28,7 @@ MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
 MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
 PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to hand its sums on takes as long as a few
 MOST_PARTS = 64  # of a column
+FEW_UNITS = 16  # from so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel
 MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
 _MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
@@ -189,7 +190,8 @@ class _Call:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
                 fold = int(distances is None and self._folds())
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
-        n_split, part_steps, parts = (0, 0, 1) if self.packed is not None or self.single or fold else self._parts(n_long, units)
+        few = self.packed is None and not self.single and units < FEW_UNITS
+        n_split, part_steps, parts = self._parts(n_long, units) if few and not fold else (0, 0, 1)
         if n_split and self.steps is not None:
             n_long, n_rest = n_split, n_long + n_rest - n_split
         if self.packed is None:
@@ -201,7 +203,7 @@ class _Call:
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
             head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
-            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=n_split > 0)))
+            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few)))
 
     def _folds(self):
         """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
@@ -231,7 +233,7 @@ class _Call:
         if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
             n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
         n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
-        return (n_split, part_steps, parts) if n_split and parts > 1 and longest > 1.25 * mean else (0, 0, 1)
+        return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
 
     def key_box(self, tensor):
         """Keys or values in the boxes that the kernels with a program per query tile load."""

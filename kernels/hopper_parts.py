@@ -23,9 +23,9 @@ def part_of_program(index, n_split, n_programs, n_long, n_rest, units, head_grou
     then the short columns. An index of a column is that of its program in a launch without parts."""
     further = n_programs - (n_long + n_rest) * units
     beyond = index - n_long * units
-    part = gl.where((beyond >= 0) & (beyond < further), 1 + beyond // (n_split * units), 0)
+    part = gl.where((beyond >= 0) & (beyond < further), 1 + beyond // gl.maximum(n_split * units, 1), 0)
     rest = beyond - (part - 1) * n_split * units
-    group = rest // (n_split * head_group)
+    group = rest // gl.maximum(n_split * head_group, 1)
     column_index = gl.where(beyond < 0, index, index - further)
     return gl.where(part > 0, rest + group * (n_long - n_split) * head_group, column_index), part
 

@@ -168,8 +168,8 @@ def hopper_entries() -> dict[str, Entry]:
                 found.setdefault(launch.variant, (name, launch))  # the deterministic mode shares what it can
         launches.clear()
 
-    for parts, most_sums in (("", 0), ("parts", hopper.MOST_SUMS)):
-        hopper.MOST_SUMS = most_sums
+    for parts, few in (("", 0), ("parts", hopper.FEW_UNITS)):
+        hopper.FEW_UNITS = few
         ranges, mask = build_layout(pattern), build_layout(as_table(pattern, 8192))  # which keep what is launched
         for dim in (64, 128, 256):
             shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]

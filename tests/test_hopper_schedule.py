@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.suites import s2_pattern
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_parts, hopper_query_loads, hopper_wide_backward_loads
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
-from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, on_memory, plain_functions
+from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, joined, on_memory, plain_functions
 from tests.test_step_lists import PATTERNS, placements
 
 SCHEDULE = plain_functions()
@@ -128,42 +127,6 @@ def key_walk(monkeypatch):
     return walk
 
 
-def joined(tiles, arguments):
-    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the same size, but for the last."""
-    columns, places = {}, {}
-    for tile in tiles:
-        last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12
-        key = tile.batch, tile.kv_head, tile.first
-        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
-        if not last:
-            assert len(tile.words) == arguments["part_steps"]
-            tile.words[-1] -= 16
-        if last and part == 0:
-            assert key not in columns
-            columns[key] = tile
-            continue
-        assert len(tile.words) <= arguments["part_steps"] and place < arguments["n_split"] * arguments["units"]
-        assert (part, key) == places.get(place, (0, key))
-        places[place] = (None if last else part + 1), key
-        if part == 0:
-            columns[key] = tile
-        else:
-            columns[key].words += tile.words
-    assert all(part is None for part, _ in places.values()), "a column without an end"
-    return list(columns.values())
-
-
-def parts_of(pattern, rows, batch=1, dim=128):
-    """(columns of a unit in parts, steps of a part, most parts of a column) of a launch."""
-    query, key = (torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads))
-    call = hopper._Call(query, key, key, build_layout(pattern), None)
-    arguments = call.key_tiles()[1]
-    n_split, part_steps = arguments.get("n_split", 0), arguments.get("part_steps", 0)
-    further = arguments["n_programs"] - (arguments["n_long"] + arguments["n_rest"]) * arguments["units"]
-    assert n_split * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20
-    return n_split, part_steps, 1 + (further // (n_split * arguments["units"]) if n_split else further)
-
-
 def check_passes(passes, tiles):
     """Each block of a tile in a pass of its own, with the words of the steps that attend it, in whatever order."""
     expected = {}
@@ -221,7 +184,7 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
         tiles, arguments = key_walk(pattern, rows, rows, batches)
         assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
         check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
-        split += arguments["SPLIT"]
+        split += arguments["n_split"] > 0
         if not arguments["MIXED"]:
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
             is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
@@ -246,29 +209,6 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
         assert all(len(visits) <= 8 * ratio for visits in rest) and min(map(len, long)) <= 8 * ratio
         together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
         assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
-
-
-def test_few_long_columns_are_divided(monkeypatch):
-    """Where one would keep a program at work longer than all others: parts of a quarter of what a multiprocessor has to do."""
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
-    divided = [
-        (4, 1, 32, 1, 128, (16, 64, 32)),  # Llama-8B with TP 8
-        (8, 1, 32, 1, 128, (16, 128, 32)),
-        (8, 1, 128, 1, 128, (64, 1280, 13)),  # Llama-70B with TP 8
-        (16, 2, 128, 1, 128, (56, 2496, 7)),  # more would take more than 14 MiB
-        (8, 1, 128, 1, 64, (64, 1280, 13)),
-        (32, 8, 8, 1, 128, (4, 128, 4)),
-        (32, 8, 32, 1, 128, (0, 0, 1)),  # columns as long as what a multiprocessor has to do
-        (32, 8, 128, 1, 128, (0, 0, 1)),
-        (32, 32, 8, 1, 128, (0, 0, 1)),
-        (8, 1, 32, 8, 128, (0, 0, 1)),
-        (8, 1, 1, 1, 128, (1, 64, 2)),
-        (4, 1, 1, 1, 128, (0, 0, 1)),
-        (8, 1, 128, 1, 192, (0, 0, 1)),
-    ]
-    for heads, kv_heads, length, batch, dim, expected in divided:
-        assert parts_of(s2_pattern(heads, kv_heads), length * 1024, batch, dim) == expected, (heads, kv_heads, length, batch, dim)
-    assert parts_of(s2_pattern(8, 1, ((16, 1),)), 128 * 1024) == (0, 0, 1), "a window has no long columns"
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
@@ -304,7 +244,7 @@ def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monk
         placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
         tiles, arguments = key_walk(pattern, 64 * len(query_blocks), 64 * (n_slots + more_slots), 2, placement)
         check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
-        split += arguments["SPLIT"]
+        split += arguments["n_split"] > 0
     assert (split > 0) == (part_steps == 2)
 
 
