@@ -63,6 +63,8 @@ def hopper(quick: bool = False) -> list[Group]:
         entries = ("S2", "FA-4 window") if name == "sliding window" and not quick else ("S2",)
         cases.append((Case(f"128K {name}", pattern, 128 * K), entries))
     groups.append(Group("patterns", tuple(cases)))
+    few = [Case(f"{named(length)} {heads}/1 D128", s2_pattern(heads, 1), length) for length, heads in ((32 * K, 4), (32 * K, 8), (128 * K, 8))]
+    groups.append(Group("few KV heads", tuple((case, ("S2", "FA-2 dense")) for case in (_main(32 * K), *few))))  # as with tensor parallelism
     narrow = Case("128K 16/16 D64", s2_pattern(16, 16), 128 * K, head_dim=64)
     narrow_peers = ("FA-2 dense", *(() if quick else SPARSE))
     groups.append(Group("D64", ((narrow, ("S2", "S2 deterministic", *narrow_peers)),)))  # here the deterministic mode has another backward

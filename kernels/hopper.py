@@ -1,6 +1,7 @@
 """Launches of the Hopper kernels, and which calls they compute. All tensors are views [B, heads, rows, D]."""
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -25,6 +26,10 @@ TILE = 2 * BLOCK
 MOST_RANGES = 12  # for the marks of a tile
 MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
 MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
+PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to hand its sums on takes as long as a few
+MOST_PARTS = 64  # of a column
+FEW_UNITS = 16  # from so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel
+MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
 _MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 _WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
 
@@ -185,8 +190,12 @@ class _Call:
                 n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
                 fold = int(distances is None and self._folds())
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
+        few = self.packed is None and not self.single and units < FEW_UNITS
+        n_split, part_steps, parts = self._parts(n_long, units) if few and not fold else (0, 0, 1)
+        if n_split and self.steps is not None:
+            n_long, n_rest = n_split, n_long + n_rest - n_split
         if self.packed is None:
-            programs = (n_long + n_rest) * units
+            programs = (n_long + n_rest + n_split * (parts - 1)) * units
         else:
             documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
             programs = n_tiles * units
@@ -194,14 +203,37 @@ class _Call:
         return (min(programs, _multiprocessors(self.query.device)),), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
             head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
-            **({} if self.single else dict(fold=fold)))
+            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few)))
 
     def _folds(self):
         """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
         dims above 128, whose kernel goes through a tile's two blocks one after the other, so that programs are never at the same queries."""
         longest = self.heads // self.key.shape[1] * (triton.cdiv(self.rows, BLOCK) + 2)
+        return not self.single and longest <= self._mean_steps()
+
+    def _mean_steps(self):
+        """Steps of dK and dV that a multiprocessor has, on average."""
         steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
-        return not self.single and longest * _multiprocessors(self.query.device) <= steps
+        return steps / _multiprocessors(self.query.device)
+
+    def _parts(self, n_long, units):
+        """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where columns are about as long as
+        what a multiprocessor has to do; a quarter of that makes a part, for what is left at the end is shared out better."""
+        if self.steps is None:
+            n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
+            runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
+                    for head in self.layout.pattern.heads]  # of a pair of key blocks, which lie a stride apart
+            longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
+            mean = self._mean_steps()
+        else:
+            words = self.steps.column_words()
+            longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
+        part_steps = PART_STEPS * math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS)
+        parts = triton.cdiv(longest, part_steps)
+        if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
+            n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
+        n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
+        return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
 
     def key_box(self, tensor):
         """Keys or values in the boxes that the kernels with a program per query tile load."""
@@ -263,15 +295,17 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
     shared = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
     wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = query_boxes[1:3] if wide else [_descriptor(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
-    counter = torch.zeros(1, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken
+    columns = arguments["units"] * arguments.get("n_split", 0)
+    counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
     arguments = dict(arguments, scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
                      GRAD_STEP=0 if all(shared) else 1)
     if call.single:
         s2_hopper_wide_backward_kernel[grid](*query_boxes, lse, delta, *grad_boxes, grad_key, grad_value, **arguments)
     else:
+        part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else call.nothing
         s2_hopper_backward_kernel[grid](
             *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
-            DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages, **arguments)
+            DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages, sums_ptr=part_sums, **arguments)
 
 
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):

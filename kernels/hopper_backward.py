@@ -4,7 +4,7 @@
 The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T is exp2 of the first, and
 dS^T is P^T times the second. A warpgroup passes by the query blocks that attend the other half of the tile only. DQ: dQ in the same pass, by a
 third warpgroup that multiplies dS with the keys and adds the result to an fp32 buffer through the copy engine, in whatever order the tiles
-come; without it the result is bitwise repeatable.
+come; without it the result is bitwise repeatable. SPLIT: a column may be in several programs (hopper_parts.py).
 """
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from s2_megatron.kernels.hopper_backward_loads import produce
 from s2_megatron.kernels.hopper_columns import query_block_of
 from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper_parts import add_parts, is_last
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E
 
 
@@ -93,9 +94,10 @@ def send_ds(ds, word, count, ds_buffers, ds_words, barriers, HALF: gl.constexpr,
 
 @gluon.jit
 def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words, ds_buffers,
-            ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HALF: gl.constexpr,
-            HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, WIDE: gl.constexpr, GRAD_STEP: gl.constexpr,
-            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr):
+            ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+            HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr,
+            GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+            DQ: gl.constexpr):
     """One warpgroup: the keys of half HALF of each tile."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -107,7 +109,7 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
     count = 0
     tiles = 0
     mbarrier.wait(kv_full.index(0), 0)
-    batch, kv_head, token, length, first, second, key_length, unused = receive_plan(plan, 0)
+    batch, kv_head, token, length, first, second, key_length, link = receive_plan(plan, 0)
     while key_length >= 0:
         slot = tiles % 2
         block = first if HALF == 0 else second
@@ -172,9 +174,14 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                 mbarrier.arrive(grad_empty.index(g_stage), count=1)
                 mbarrier.arrive(q_empty.index(q_stage), count=1)
             count += 1
-        dk_out = dk * scale
         row = block * BLOCK
-        if row < key_length:
+        whole = row < key_length
+        if SPLIT:
+            if whole:
+                dk, dv = add_parts(dk, dv, link, parts, HALF, BLOCK_D)
+            whole = whole & is_last(link)
+        dk_out = dk * scale
+        if whole:
             grad_head = kv_head * GRAD_STEP
             if WIDE or (PACKED and row + BLOCK > length):  # TMA would write into the next document
                 last_row = token + key_length
@@ -200,21 +207,23 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
                                                     key._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], dk_desc.layout))
         tiles += 1
         mbarrier.wait(kv_full.index(tiles % 2), (tiles // 2) & 1)
-        batch, kv_head, token, length, first, second, key_length, unused = receive_plan(plan, tiles % 2)
+        batch, kv_head, token, length, first, second, key_length, link = receive_plan(plan, tiles % 2)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group"])  # they differ from batch to batch
+@gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group", "n_split",
+                               "part_steps"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, ranges_ptr,
-                              order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, scale, rows,
-                              key_rows, heads, fold, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks,
-                              stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-                              GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
-                              GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
+                              order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, sums_ptr,
+                              scale, rows, key_rows, heads, fold, n_long, n_rest, n_programs, units, batches, head_group, n_split, part_steps,
+                              stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr,
+                              N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr,
+                              LISTED: gl.constexpr, SPLIT: gl.constexpr, KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr,
+                              WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr,
+                              DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ / scale, fp32: 64 x 64); LSE
     and delta [batch * heads * rows]. KV_STEP, GRAD_STEP: 0 where KV heads share the rows of K and V, or of their gradients. WIDE: those are of
-    another type, and are not written through descriptors."""
+    another type, and are not written through descriptors. counter: 0, and SPLIT: as many zeros behind it as there are halves in sums_ptr."""
     dtype: gl.constexpr = q_desc.dtype
     matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -259,31 +268,33 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_
         mbarrier.init(ds_empty.index(stage), count=1)
     fence_async_shared()
     barriers = (kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty)
-    columns = (counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
+    columns = (counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, n_split, part_steps, order_ptr, documents_ptr,
+               distance_ptr)
+    parts = (sums_ptr, counter_ptr)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], wide)
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       0, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                       stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       1, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                       stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (add_grad_query, (dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, barriers, RATIO, BLOCK_D, DS_STAGES)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       LISTED, SPLIT, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 4, 1], [208, 72, 24])
     else:
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       0, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                       stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
-                       1, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                       stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
-                       LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+                       LISTED, SPLIT, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
         ], [4, 1], [240, 24])

@@ -5,13 +5,14 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from s2_megatron.kernels.hopper_columns import key_tile, listed_column, query_block_of, query_run, step_word
 from s2_megatron.kernels.hopper_memory import send_plan, send_word
+from s2_megatron.kernels.hopper_parts import part_of_program, place_of_column, visits_of_part, words_of_column
 from s2_megatron.kernels.hopper_schedule import BLOCK
 
 
 @gluon.jit
 def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, token, length, first, second, key_length,
-              KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Both halves of a key tile, and its plan. Returns the count of tiles after it."""
+              link, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr):
+    """Both halves of a key tile, and its plan. link: see hopper_parts.py. Returns the count of tiles after it."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     slot = tiles % 2
     head = kv_head * KV_STEP
@@ -24,7 +25,7 @@ def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv
     tma.async_copy_global_to_shared(k_desc, [batch, head, row_b, 0], barrier, k_tiles.index(slot * 2 + 1))
     tma.async_copy_global_to_shared(v_desc, [batch, head, row_a, 0], barrier, v_tiles.index(slot * 2))
     tma.async_copy_global_to_shared(v_desc, [batch, head, row_b, 0], barrier, v_tiles.index(slot * 2 + 1))
-    send_plan(plan, slot, batch, kv_head, token, length, first, second, key_length, 0)
+    send_plan(plan, slot, batch, kv_head, token, length, first, second, key_length, link)
     mbarrier.arrive(barrier, count=1)
     return tiles + 1
 
@@ -65,31 +66,48 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
             plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-            BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
+            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     step_barriers = (q_full, q_empty, grad_full, grad_empty)
     # Query heads of one pattern visit a key tile together, a query block at a time, others one after the other.
     RUNS: gl.constexpr = RATIO if MIXED else 1
     TOGETHER: gl.constexpr = 1 if MIXED else RATIO
-    counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr = columns
+    counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, n_split, part_steps, order_ptr, documents_ptr, \
+        distance_ptr = columns
     count = 0
     tiles = 0
     upward = 0
     index = gl.atomic_add(counter_ptr, 1)
     while index < n_programs:
+        part = 0
+        if SPLIT:
+            index, part = part_of_program(index, n_split, n_programs, n_long, n_rest, units, head_group)
+            place = place_of_column(index, n_split, n_long, n_rest, units, head_group)
         if LISTED:
+            exists = True
+            link = 0
+            if SPLIT:
+                n_words = words_of_column(index, place, n_long, n_rest, units, batches, head_group, lists)
+                part_first, part_end, link = visits_of_part(part, gl.where(n_words > 0, place, -1), gl.maximum(n_words, 1), part_steps)
+                exists = part_first < part_end
             batch, kv_head, first, second, entry = listed_column(index, n_long, n_rest, units, batches, head_group, lists)
             index = gl.atomic_add(counter_ptr, 1)
-            if first * BLOCK < key_rows:
+            if (first * BLOCK < key_rows) & exists:
                 words_ptr = lists[2] + entry
+                if SPLIT:
+                    words_ptr += part_first
+                    left = gl.where(n_words > 0, part_end - part_first, 1 << 28)
                 word = gl.load(words_ptr)
                 tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, 0, rows, first, second, key_rows,
-                                  KV_STEP, BLOCK_D)
+                                  link, KV_STEP, BLOCK_D)
                 more = word * 0 + 1
                 while more != 0:
                     words_ptr += 1
                     following = gl.load(words_ptr)  # the lists end with a word too many
+                    if SPLIT:
+                        left -= 1
+                        word |= gl.where(left == 0, 16, 0)
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
                                          words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
                     more = (word & 16) ^ 16
@@ -106,21 +124,41 @@ def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad
                 upward = 0
             n_blocks = (length + BLOCK - 1) // BLOCK
             runs = gl.where(first < n_blocks, RUNS, 0)
+            link = 0
+            passed = 0  # visits of the runs before
+            if SPLIT:
+                column_visits = index * 0
+                for run in range(runs):
+                    steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + run, N_RANGES)
+                    column_visits += steps * TOGETHER
+                part_first, part_end, link = visits_of_part(part, place, column_visits, part_steps)
+                runs = gl.where(part_first < part_end, runs, 0)
+                passed = index * 0
             if runs > 0:
                 tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, token, length, first, second, length,
-                                  KV_STEP, BLOCK_D)
+                                  link, KV_STEP, BLOCK_D)
             for run in range(runs):
                 steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + run, N_RANGES)
                 visits = steps * TOGETHER
-                for visit in range(visits):
+                low = 0
+                high = visits
+                if SPLIT:
+                    low = gl.minimum(gl.maximum(part_first - passed, 0), visits)
+                    high = gl.minimum(gl.maximum(part_end - passed, 0), visits)
+                for visit in range(low, high):
                     step = visit // TOGETHER
                     member = run + visit - step * TOGETHER
                     query_block = top - 1 - gl.where(direction != 0, steps - 1 - step, step)
                     query_block -= gl.where(query_block < second, gap, 0)
-                    word = step_word(query_block, member, first, second, first_end, second_end, (run == RUNS - 1) & (visit == visits - 1))
+                    last = (run == RUNS - 1) & (visit == visits - 1)
+                    if SPLIT:
+                        last = passed + visit == part_end - 1
+                    word = step_word(query_block, member, first, second, first_end, second_end, last)
                     count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
                                          words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
                                          GRAD_STAGES)
+                if SPLIT:
+                    passed += visits
     slot = tiles % 2
     mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)
     send_plan(plan, slot, 0, 0, 0, 0, 0, 0, -1, 0)

@@ -14,7 +14,7 @@ from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, block_word, word_m
 
 
 @gluon.jit
-def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, last, COLUMNS: gl.constexpr,
+def gradient_step(dq, minus_lse, minus_delta, halves, keys, values, barriers, count, scale_log2, word, last, COLUMNS: gl.constexpr,
                   HALF: gl.constexpr, MASK: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """dQ += dS K of the first COLUMNS keys of a step, one block or two. minus_lse, minus_delta: what the two accumulators start with. MASK: by
     the step's word. last: the next tile's queries may be loaded already, while this one's dQ is finished."""
@@ -24,6 +24,9 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     zeros = gl.zeros([BLOCK, COLUMNS], gl.float32, s_layout)
+    nothing = count >> 30  # without it ptxas keeps the descriptors of all products with queries and gradients through the loop
+    query = halves.index(HALF + nothing)
+    grad = halves.index(2 + HALF + nothing)
     stage = count % STAGES
     phase = (count // STAGES) & 1
     key = keys.index(stage).slice(0, COLUMNS)
@@ -52,16 +55,16 @@ def gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barrier
 
 
 @gluon.jit
-def masked_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, HALF: gl.constexpr,
+def masked_step(dq, minus_lse, minus_delta, halves, keys, values, barriers, count, scale_log2, word, HALF: gl.constexpr,
                 BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
     """A step of which this half may attend the first block alone, or none. word: as listed_step has it."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     attended = (word >> HALF) & 0x11
     if attended == 0x01:
-        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, False, BLOCK, HALF, True,
+        dq = gradient_step(dq, minus_lse, minus_delta, halves, keys, values, barriers, count, scale_log2, word, False, BLOCK, HALF, True,
                            BLOCK_D, STAGES)
     elif attended != 0:
-        dq = gradient_step(dq, minus_lse, minus_delta, query, grad, keys, values, barriers, count, scale_log2, word, False, 2 * BLOCK, HALF,
+        dq = gradient_step(dq, minus_lse, minus_delta, halves, keys, values, barriers, count, scale_log2, word, False, 2 * BLOCK, HALF,
                            True, BLOCK_D, STAGES)
     else:  # a step of the other half alone
         stage = count % STAGES
@@ -83,8 +86,7 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
-    query = halves.index(HALF)
-    grad = halves.index(2 + HALF)
+    dtype: gl.constexpr = halves.dtype
     staging = out_buffers.index(HALF)
     scale_log2 = scale * LOG2E
     count = 0
@@ -111,11 +113,11 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
                 word = receive_word(words, stage)
             else:
                 word = block_word(marks, 2 * step, PACK) + (block_word(marks, 2 * step + 1, PACK) << 4)
-            dq = masked_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, word, HALF, BLOCK_D,
+            dq = masked_step(dq, minus_lse, minus_delta, halves, k_buffers, v_buffers, barriers, count, scale_log2, word, HALF, BLOCK_D,
                              STAGES)
             count += 1
         for step in range(free_steps):
-            dq = gradient_step(dq, minus_lse, minus_delta, query, grad, k_buffers, v_buffers, barriers, count, scale_log2, 0,
+            dq = gradient_step(dq, minus_lse, minus_delta, halves, k_buffers, v_buffers, barriers, count, scale_log2, 0,
                                step == free_steps - 1, 2 * BLOCK, HALF, False, BLOCK_D, STAGES)
             count += 1
         if free_steps == 0:
@@ -129,10 +131,10 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
                        token + length, HEAD_DIM, BLOCK_D)
         else:
             tma.store_wait(0)
-            staging.store(dq.to(query.dtype))
+            staging.store(dq.to(dtype))
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            staging._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+                                            staging._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
         mbarrier.wait(q_full.index(0), tiles & 1)
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
     tma.store_wait(0)

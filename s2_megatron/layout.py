@@ -17,7 +17,7 @@ import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
-from s2_megatron.step_lists import balanced, key_lists, query_lists
+from s2_megatron.step_lists import balanced, column_words, key_lists, query_lists
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
@@ -69,7 +69,13 @@ class DeviceSteps:
             lists = key_lists(self.pattern, *self._place, self.n_slots)
             tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
             self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
+            self._made["column words"] = column_words(lists)
         return self._made["key"]
+
+    def column_words(self) -> np.ndarray:
+        """int [KV heads, columns]: so many words has every column of `key`, none where it only pads."""
+        self.key()
+        return self._made["column words"]
 
 
 class KeyRuns(NamedTuple):

@@ -390,3 +390,10 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
     n_long = max(1, *(int((2 * counts >= longest).sum()) for _, counts in parts))
     words = np.concatenate(words) if any(map(len, words)) else np.array([LAST], dtype=np.int32)
     return KeyLists(rows, columns, words, n_long)
+
+
+def column_words(lists: KeyLists) -> np.ndarray:
+    """int [G, columns]: how many words every column of a KV head has, none where it only pads."""
+    ends, starts = np.flatnonzero(lists.words & LAST), lists.columns[:, :, 2]
+    counts = ends[np.searchsorted(ends, starts)] + 1 - starts
+    return np.where(lists.columns[:, :, 0] == lists.columns[:, :, 1], 0, counts)[lists.rows]

@@ -146,18 +146,18 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys and for those in slots."""
+    context parallelism launches for its own keys and for those in slots. All of it without and with columns of dK and dV in parts."""
     from benchmarks.cases import as_table
     from s2_megatron import attention as op
     from s2_megatron.cp_exchange import slot_views
+    from s2_megatron.kernels import hopper
     from s2_megatron.layout import PackedSequence, Placement, build_layout
     from s2_megatron.patterns import make_range_pattern
     from tests.record_launches import believe_in_hopper, record_launches
 
     believe_in_hopper()
     launches, found = record_launches(), {}
-    ranges = build_layout(make_range_pattern(block_size=64, num_heads=8, num_kv_heads=4, ranges=((16, 1), (None, 16))))
-    mask = build_layout(as_table(ranges.pattern, 8192))
+    pattern = make_range_pattern(block_size=64, num_heads=8, num_kv_heads=4, ranges=((16, 1), (None, 16)))
     packed = PackedSequence(torch.tensor([0, 5000, 8192], dtype=torch.int32), 5000)
 
     def take(*words):
@@ -168,35 +168,38 @@ def hopper_entries() -> dict[str, Entry]:
                 found.setdefault(launch.variant, (name, launch))  # the deterministic mode shares what it can
         launches.clear()
 
-    for dim in (64, 128, 256):
-        shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
-        query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-        for word, layout, documents in (("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)):
-            tensors = query, key, value, grad, out
-            if documents is not None:
-                tensors = [tensor.squeeze(1) for tensor in tensors]
-            for deterministic in (False, True):
-                call = op.AttentionCall(layout, 0.1, "thd" if documents else "sbhd", documents, None, "gluon", deterministic)
-                _, lse = op.attention_forward(*tensors[:3], call)
-                op.attention_backward(tensors[3], None, *tensors[:3], tensors[4], lse, call)
-                take(str(dim), "bf16", word, "deterministic" if deterministic else "")
-        # Even blocks are this rank's, odd ones lie in slots.
-        for word, present in (("own", 0), ("slots", 1)):
-            slots = torch.full((4, 256), -1)
-            slots[:, present::2] = torch.arange(128) if word == "own" else torch.arange(512).view(4, 128)
-            placement = Placement.make(range(0, 256, 2), 256, slots, "cpu", ranges.pattern)
-            call = op.AttentionCall(ranges, 0.1, "sbhd", None, placement, "gluon", False)
-            if word == "own":
-                keys, grads = (key, value), (key.float(), value.float())
-                out_float, lse = op.attention_forward(query, *keys, call, out_dtype=torch.float32)
-                dq = op.attention_backward_dq(grad, query, *keys, lse, lse, call, dtype=torch.float32)
-            else:
-                buffer = torch.empty(512, 64, 2, 1, dim, dtype=torch.bfloat16)
-                grads = keys = slot_views(buffer, 4)
-                op.attention_forward(query, *keys, call, initial=(out_float, lse))
-                op.attention_backward_dq(grad, query, *keys, lse, lse, call, initial=dq)
-            op.attention_backward_dkdv(grad, query, *keys, lse, lse, *grads, call)
-            take(str(dim), "bf16", word)
+    for parts, few in (("", 0), ("parts", hopper.FEW_UNITS)):
+        hopper.FEW_UNITS = few
+        ranges, mask = build_layout(pattern), build_layout(as_table(pattern, 8192))  # which keep what is launched
+        for dim in (64, 128, 256):
+            shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
+            query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
+            for word, layout, documents in (("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)):
+                tensors = query, key, value, grad, out
+                if documents is not None:
+                    tensors = [tensor.squeeze(1) for tensor in tensors]
+                for deterministic in (False, True):
+                    call = op.AttentionCall(layout, 0.1, "thd" if documents else "sbhd", documents, None, "gluon", deterministic)
+                    _, lse = op.attention_forward(*tensors[:3], call)
+                    op.attention_backward(tensors[3], None, *tensors[:3], tensors[4], lse, call)
+                    take(str(dim), "bf16", word, parts, "deterministic" if deterministic else "")
+            # Even blocks are this rank's, odd ones lie in slots.
+            for word, present in (("own", 0), ("slots", 1)):
+                slots = torch.full((4, 256), -1)
+                slots[:, present::2] = torch.arange(128) if word == "own" else torch.arange(512).view(4, 128)
+                placement = Placement.make(range(0, 256, 2), 256, slots, "cpu", ranges.pattern)
+                call = op.AttentionCall(ranges, 0.1, "sbhd", None, placement, "gluon", False)
+                if word == "own":
+                    keys, grads = (key, value), (key.float(), value.float())
+                    out_float, lse = op.attention_forward(query, *keys, call, out_dtype=torch.float32)
+                    dq = op.attention_backward_dq(grad, query, *keys, lse, lse, call, dtype=torch.float32)
+                else:
+                    buffer = torch.empty(512, 64, 2, 1, dim, dtype=torch.bfloat16)
+                    grads = keys = slot_views(buffer, 4)
+                    op.attention_forward(query, *keys, call, initial=(out_float, lse))
+                    op.attention_backward_dq(grad, query, *keys, lse, lse, call, initial=dq)
+                op.attention_backward_dkdv(grad, query, *keys, lse, lse, *grads, call)
+                take(str(dim), "bf16", word, parts)
     return {
         name: Entry(launch.kernel, 90, launch.signature, launch.constants, launch.attributes, launch.options) for name, launch in found.values()
     }

@@ -1,11 +1,12 @@
-"""Runs Gluon kernels for Hopper as plain Python on a machine without a GPU: partitions as threads, shared memory and barriers as objects.
+"""Runs Gluon kernels for Hopper as plain Python on a machine without a GPU: partitions as threads, shared memory and barriers as objects. Two
+programs run at a time, the others after them.
 
     monkeypatch.setattr(GluonJITFunction, "run", Machine(seed).run)
 
 Barriers count arrivals and bytes as the hardware does, phases by their parity. What is asynchronous happens as early or as late as it may, by
-chance: copies in between the steps of all partitions, products when they are waited for. Where nothing can go on, or a barrier is arrived at
-too often, AssertionError. Layouts of registers are not looked at; of shared memory, the order of its chunks of 128 bytes is. fp16 only: NumPy
-has no bf16.
+chance: copies in between the steps of all partitions, products when they are waited for. What a partition stores in global memory others see
+once it releases it, or at its end. Where nothing can go on, or a barrier is arrived at too often, AssertionError. Layouts of registers are not
+looked at; of shared memory, the order of its chunks of 128 bytes is. fp16 only: NumPy has no bf16.
 """
 
 import ast
@@ -89,9 +90,10 @@ class Product:
 
 
 class Partition:
-    def __init__(self, name):
-        self.name, self.turn, self.waits = name, threading.Semaphore(0), None
+    def __init__(self, name, program):
+        self.name, self.program, self.turn, self.waits = name, program, threading.Semaphore(0), None
         self.products, self.stores, self.numbers, self.unfenced, self.over = [], [], [], False, False
+        self.kept, self.together, self.polled = [], True, None  # stores that others do not see; whether a barrier followed them; a flag's value
 
 
 class Machine:
@@ -108,15 +110,16 @@ class Machine:
             if isinstance(value, torch.Tensor):
                 value = Pointer(memory_of(value))
             values[name] = Box(value) if hasattr(value, "block_shape") else value
-        self.functions, self.owners, threads = {}, [], torch.get_num_threads()
+        self.functions, self.programs, threads = {}, grid[0], torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            for program in range(grid[0]):
-                self.program, self.programs, self.copies, self.main = program, grid[0], [], Partition("main")
-                self.partition, self.failure = self.main, None
-                self.shared_bytes = self.taken = 0
-                self.plain(kernel)(**values)
-                assert self.shared_bytes <= 232448
+            for first in range(0, grid[0], 2):
+                self.parts, self.copies, self.failure, self.done = [], [], None, threading.Semaphore(0)
+                for program in range(first, min(first + 2, grid[0])):
+                    self.partition, self.shared_bytes = Partition("main", program), 0
+                    self.plain(kernel)(**values)
+                    assert self.shared_bytes <= 232448
+                self.go()
         finally:
             torch.set_num_threads(threads)
 
@@ -146,11 +149,11 @@ class Machine:
             NVMMASharedLayout=lambda bytes, bits, rank: bytes * 8 // bits, float32=np.float32, int32=np.int32, int64=np.int64, where=where,
             maximum=np.maximum, minimum=np.minimum, exp2=np.exp2, log2=np.log2, max=np.max, static_range=range,
             sum=lambda values, axis: np.sum(values, axis=axis).item() if values.ndim == 1 else np.sum(values, axis=axis),
-            zeros=lambda shape, dtype, layout: np.zeros(shape, dtype), zeros_like=np.zeros_like, thread_barrier=lambda: None,
+            zeros=lambda shape, dtype, layout: np.zeros(shape, dtype), zeros_like=np.zeros_like, thread_barrier=self.meet,
             full=lambda shape, value, dtype, layout: np.full(shape, value, dtype), arange=lambda low, high, layout: np.arange(low, high),
-            load=lambda pointer, mask=True, other=None: pointer.load(mask, other),
-            store=lambda pointer, values, mask: pointer.store(values, mask),
-            convert_layout=lambda values, layout: values, program_id=lambda axis: self.program, num_programs=lambda axis: self.programs,
+            load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other), store=self.store,
+            convert_layout=lambda values, layout: values, program_id=lambda axis: self.partition.program,
+            num_programs=lambda axis: self.programs,
             atomic_add=self.atomic_add, allocate_shared_memory=self.allocate, warp_specialize=self.specialize)
 
     def barriers(self):
@@ -166,14 +169,16 @@ class Machine:
     # Partitions: one runs at a time
 
     def specialize(self, parts, warps, registers):
+        """What comes last in a kernel: the partitions of a program wait for their turn from here on."""
         assert len(parts) == len(warps) + 1 == len(registers) + 1
-        self.parts = [Partition(f"{function.__name__} {number}") for number, (function, _) in enumerate(parts)]
-        threads = [threading.Thread(target=self.work, args=(part, *call), daemon=True) for part, call in zip(self.parts, parts)]
-        for thread in threads:
-            thread.start()
-        self.done = threading.Semaphore(0)
-        self.parts[0].turn.release()
+        for number, (function, arguments) in enumerate(parts):
+            part = Partition(f"{function.__name__} {number} of program {self.partition.program}", self.partition.program)
+            threading.Thread(target=self.work, args=(part, function, arguments), daemon=True).start()
+            self.parts.append(part)
+
+    def go(self):
         self.partition = self.parts[0]
+        self.partition.turn.release()
         self.done.acquire()
         if self.failure is not None:
             raise self.failure
@@ -186,6 +191,7 @@ class Machine:
                 with np.errstate(all="ignore"):
                     function(*arguments)
                 self.wait_stores(0)
+                self.release()
                 assert not part.products and not part.numbers
         except BaseException as error:  # noqa: BLE001 (raised in the main thread)
             self.failure = self.failure or error
@@ -223,15 +229,33 @@ class Machine:
 
     # Operations
 
-    def atomic_add(self, pointer, more):
-        """Programs run one after another, so chance deals out the numbers of a launch's one counter, which starts at 0, beforehand."""
-        assert more == 1 and pointer.load() == 0
-        while True:
-            if self.taken == len(self.owners):
-                self.owners.append(self.random.randrange(self.programs))
-            self.taken += 1
-            if self.owners[self.taken - 1] == self.program:
-                return self.taken - 1
+    def atomic_add(self, pointer, more, sem="acq_rel"):
+        """An addition of 0 reads a flag; a partition that reads a value again waits until it is another one."""
+        part = self.partition
+        if more:
+            assert not part.kept or (part.together and sem in ("release", "acq_rel")), "other threads' stores are not released"
+            self.release()
+            pointer.memory[pointer.at] += more
+            value = pointer.load() - more
+            self.switch()
+            return value
+        assert sem == "acquire"
+        seen = part.polled
+        part.waits = lambda: (pointer.at, pointer.load()) != seen
+        self.switch()
+        part.waits, part.polled = None, (pointer.at, pointer.load())
+        return part.polled[1]
+
+    def store(self, pointer, values, mask=True):
+        self.partition.kept.append(lambda: pointer.store(values, mask))
+        self.partition.together = False
+
+    def meet(self):
+        self.partition.together = True
+
+    def release(self):
+        while self.partition.kept:
+            self.partition.kept.pop(0)()
 
     def allocate(self, dtype, shape, layout):
         if layout == "barrier":

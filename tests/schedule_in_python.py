@@ -43,3 +43,28 @@ def on_memory(arguments):
     found["counter"] = programs = count()
     STAND_IN.atomic_add = lambda counter, one: next(programs)
     return lambda names: tuple(found[name] for name in names.split())
+
+
+def joined(tiles, arguments):
+    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the same size, but for the last."""
+    columns, places = {}, {}
+    for tile in tiles:
+        last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12
+        key = tile.batch, tile.kv_head, tile.first
+        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
+        if not last:
+            assert len(tile.words) == arguments["part_steps"]
+            tile.words[-1] -= 16
+        if last and part == 0:
+            assert key not in columns
+            columns[key] = tile
+            continue
+        assert len(tile.words) <= arguments["part_steps"] and place < arguments["n_split"] * arguments["units"]
+        assert (part, key) == places.get(place, (0, key))
+        places[place] = (None if last else part + 1), key
+        if part == 0:
+            columns[key] = tile
+        else:
+            columns[key].words += tile.words
+    assert all(part is None for part, _ in places.values()), "a column without an end"
+    return list(columns.values())

@@ -61,6 +61,18 @@ def tiles(request, monkeypatch):
     monkeypatch.setattr(hopper, "hopper_tiles_for", forced)
 
 
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Columns of dK and dV are divided into parts, in some call at least: short ones, so that there are many."""
+    from s2_megatron.kernels import hopper
+
+    found, choose = [], hopper._Call._parts
+    monkeypatch.setattr(hopper, "PART_STEPS", 4)
+    monkeypatch.setattr(hopper._Call, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0])
+    yield
+    assert any(found)
+
+
 def check(pattern, dim=128, dtype=BF16, length=1028, form="sbhd", batch=1, **options):
     inputs, grad_lse = make_inputs(pattern, length, dim, dtype, "cuda", batch, form=form)
     mask = token_mask(pattern, length, "cuda")
@@ -103,6 +115,40 @@ def test_ranges_of_different_number(dim):
 @pytest.mark.parametrize("dim", [128, 192])
 def test_lengths(dim, length, tiles):
     check(pattern_of(((8, 1), (None, 8)), 64, 4, 2), dim, length=length, batch=2)
+
+
+@pytest.mark.parametrize("length, batch", [(2049, 1), (4099, 1), (2500, 2)])
+@pytest.mark.parametrize("heads", [(8, 1), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_few_kv_heads(dim, heads, length, batch, in_parts):
+    check(pattern_of(((8, 1), (None, 8)), 64, *heads), dim, length=length, batch=batch)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_kv_heads_of_other_patterns(dim, in_parts):
+    check(pattern_of(PAPER, 64, 8, 1, "query"), dim, length=2500)
+    check(RangePattern(64, 1, MIX.heads), dim, length=4099)
+    check(random_mask(64, 8, 1, 1, 40), dim, length=2500, batch=2)
+    check(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 8, 2), dim, length=2500)
+
+
+@pytest.mark.parametrize("kind", ["paper", "query", "mask"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_kv_heads_of_placed_blocks(dim, kind, in_parts):
+    """Also into fp32 gradients, and into slots whose heads share their rows."""
+    check_placed_blocks(dim, kind, 2, 24, "cuda", BF16)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sums_of_parts_are_equal_bit_for_bit(dim, in_parts):
+    """Whatever part is ready first; also where dQ is added up in any order."""
+    pattern = pattern_of(((8, 1), (None, 8)), 64, 8, 1)
+    inputs, grad_lse = make_inputs(pattern, 12345, dim, BF16, "cuda", form="sbhd")
+    first = run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
+    for deterministic in (True, False) * 20:
+        more = run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=deterministic)
+        for name in ("grad_key", "grad_value"):
+            assert torch.equal(getattr(first, name), getattr(more, name)), name
 
 
 @pytest.mark.parametrize("length", [64, 1341, 1536])

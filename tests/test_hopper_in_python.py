@@ -4,10 +4,15 @@ wait for each other, in an order of events that chance decides."""
 import pytest
 import torch
 import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from s2_megatron import attention
-from s2_megatron.kernels import hopper, launch
+from s2_megatron.attention import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
+from s2_megatron.kernels import hopper, hopper_backward_loads, launch
+from s2_megatron.kernels.hopper_parts import part_of_program
+from s2_megatron.layout import build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
 from tests.conftest import HAS_GPU
 from tests.gluon_in_python import Machine
@@ -18,6 +23,7 @@ from tests.test_hopper import (
     PAPER,
     check_documents,
     check_placed_blocks,
+    in_parts,  # noqa: F401 (a fixture)
     tiles,  # noqa: F401 (a fixture)
 )
 
@@ -61,6 +67,70 @@ def test_long_columns_in_pairs():
     """With query heads that share their keys, dQ in the same pass, and an odd number of blocks."""
     pattern = RangePattern(64, 2, tuple(HeadPattern(((2, 1), (None, 2)), offset) for offset in (0, 1) for _ in range(3)))
     check(pattern, 64, 1153, deterministic=False)
+
+
+@pytest.fixture
+def few_columns(in_python, in_parts, monkeypatch):  # noqa: F811
+    """For so many multiprocessors: columns are divided into parts of a few steps."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 24)
+    monkeypatch.setattr(hopper, "PART_STEPS", 2)
+
+
+@pytest.mark.parametrize("in_python", [1, 2], indirect=True)
+@pytest.mark.usefixtures("few_columns")
+@pytest.mark.parametrize("heads, dim, length, batch, deterministic",
+                         [((4, 1), 64, 833, 1, False), ((4, 1), 64, 833, 1, True), ((8, 1), 128, 449, 1, True), ((4, 2), 128, 500, 2, True)],
+                         ids=str)  # fmt: skip
+def test_columns_in_parts(heads, dim, length, batch, deterministic):
+    check(pattern_of(((2, 1), (None, 2)), 64, *heads), dim, length, deterministic, batch)
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_of_heads_that_differ():
+    check(pattern_of(PAPER, 64, 4, 1, "query"), 64, 833)
+    check(RangePattern(64, 2, MIX.heads[1:] * 2), 128, 600)
+
+
+@pytest.mark.usefixtures("few_columns")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_columns_in_parts_of_masks(deterministic):
+    check(random_mask(64, 4, 1, 1, 8), 64, 500, deterministic)
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_of_placed_blocks():
+    check_placed_blocks(64, "paper", 2, 8, "cpu", F16)
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_columns_in_parts_with_wide_gradients_and_few_sums(monkeypatch):
+    """The first column of each KV head in parts, and the others not: the sums would take too much."""
+    monkeypatch.setattr(hopper, "MOST_SUMS", 2**18)
+    pattern = pattern_of(((2, 1), (None, 2)), 64, 8, 2)
+    (query, key, value, grad), _ = make_inputs(pattern, 700, 64, F16, "cpu", form="sbhd")
+    call = AttentionCall(build_layout(pattern), 0.2, "sbhd", None, None, "gluon", True)
+    out, lse = attention_forward(query, key, value, call)
+    sums, grads = attention_delta(grad, out, lse, call), []
+    for dtype in (F16, torch.float32):
+        grads.append([torch.full(tensor.shape, torch.nan, dtype=dtype) for tensor in (key, value)])
+        attention_backward_dkdv(grad, query, key, value, lse, sums, *grads[-1], call)
+    for one, two in zip(*grads):
+        assert torch.equal(one, two.to(F16)) and not torch.equal(one, two)
+
+
+@gluon.jit
+def last_part_first(index, n_split, n_programs, n_long, n_rest, units, head_group):
+    further = n_programs - (n_long + n_rest) * units
+    index, part = part_of_program(gl.where(index < n_long * units + further, n_long * units + further - 1 - index, index), n_split, n_programs,
+                                  n_long, n_rest, units, head_group)
+    return index, part
+
+
+@pytest.mark.usefixtures("few_columns")
+def test_parts_in_the_wrong_order_would_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(hopper_backward_loads, "part_of_program", last_part_first)
+    with pytest.raises(AssertionError, match="nothing can go on"):
+        check(pattern_of(((2, 1), (None, 2)), 64, 8, 1), 64, 449)
 
 
 @pytest.mark.parametrize("pattern", [pattern_of(PAPER, 64, 4, 2, "query"), MIX], ids=["query", "mix"])

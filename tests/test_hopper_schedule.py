@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_query_loads, hopper_wide_backward_loads
+from s2_megatron.kernels import hopper, hopper_backward_loads, hopper_parts, hopper_query_loads, hopper_wide_backward_loads
 from s2_megatron.layout import Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
-from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, on_memory, plain_functions
+from tests.schedule_in_python import BARRIERS, STAND_IN, TABLE, joined, on_memory, plain_functions
 from tests.test_step_lists import PATTERNS, placements
 
 SCHEDULE = plain_functions()
@@ -79,8 +79,8 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 @pytest.fixture
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
-    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps. Also goes through them in
-    passes of one block, for head dims above 128, and compares these with the tiles."""
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps, where parts are joined. Also
+    goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -90,9 +90,9 @@ def key_walk(monkeypatch):
         tiles = []
 
         def load_keys(*given):
-            count, batch, kv_head, token, length, first, second, present, *_ = given[6:]
+            count, batch, kv_head, token, length, first, second, present, link, *_ = given[6:]
             assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
-            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present))
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link))
             return count + 1
 
         def load_queries(word, count, *given):
@@ -100,12 +100,13 @@ def key_walk(monkeypatch):
             tiles[-1].words.append(word)
             return count + 1
 
-        produce = plain_functions(hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
-        columns = take("counter n_programs fold n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        produce = plain_functions(hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
+        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
+                       "order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
-        found, tiles = tiles, []
+        found, tiles = joined(tiles, arguments) if arguments["SPLIT"] else tiles, []
 
         def load_pass(*given):
             count, batch, kv_head, token, length, block, present, *_ = given[5:]
@@ -169,10 +170,12 @@ def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
 @pytest.mark.parametrize("mixed", [False, True])
 def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
     """Also: tiles of the blocks that the last range has, which take long, come first."""
-    random = Random(7 + mixed)
-    for _ in range(150):
+    random, split = Random(7 + mixed), 0
+    for _ in range(200):
         processors = random.choice((1, 132))
         monkeypatch.setattr(hopper, "_multiprocessors", lambda device, processors=processors: processors)
+        monkeypatch.setattr(hopper, "PART_STEPS", random.choice((2, 7, 64)))
+        monkeypatch.setattr(hopper, "MOST_SUMS", random.choice((2**18, 14 * 2**20)))  # of head dim 64: 4 columns or all
         groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
         heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
         pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
@@ -181,10 +184,12 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
         tiles, arguments = key_walk(pattern, rows, rows, batches)
         assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
         check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
+        split += arguments["n_split"] > 0
         if not arguments["MIXED"]:
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
             is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
             assert is_long == sorted(is_long, reverse=True)
+    assert 20 < split < 180
 
 
 @pytest.mark.parametrize("ratio", [1, 3])
@@ -206,13 +211,6 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
         assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
 
 
-def test_few_long_columns_are_not_joined(key_walk):
-    """Where one program with two of them would work longer than all others."""
-    pattern = RangePattern(64, 1, (HeadPattern(((4, 1), (None, 4))),) * 3)
-    tiles, arguments = key_walk(pattern, 64 * 64, 64 * 64)
-    assert arguments["fold"] == 0 and len(tiles) == arguments["n_programs"]
-
-
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
     check_words(tiles, pattern, batches, query_blocks, slots)
     lengths = {}
@@ -224,7 +222,9 @@ def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
 
 
 @pytest.mark.parametrize("name", [name for name, pattern in PATTERNS.items() if isinstance(pattern, BlockMaskPattern)])
-def test_key_tiles_of_block_masks(name, key_walk):
+@pytest.mark.parametrize("part_steps", [3, 64])
+def test_key_tiles_of_block_masks(name, part_steps, key_walk, monkeypatch):
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
     for n_blocks in (1, 2, 15, 32):
         rows = 64 * n_blocks - 17
         tiles, arguments = key_walk(PATTERNS[name], rows, rows, 2)
@@ -232,16 +232,20 @@ def test_key_tiles_of_block_masks(name, key_walk):
 
 
 @pytest.mark.parametrize("more_slots", [0, 3])
+@pytest.mark.parametrize("part_steps", [2, 64])
 @pytest.mark.parametrize("name", ["paper", "query-slide", "dense-kv-head", "uneven-heads", "mask-kv-heads"])
-def test_key_tiles_of_placed_blocks(name, more_slots, key_walk):
+def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monkeypatch):
     """Also with slots behind those that the placement names, which are no keys of it."""
-    pattern = PATTERNS[name]
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
+    pattern, split = PATTERNS[name], 0
     for query_blocks, key_slot, n_blocks, n_slots in placements(pattern).values():
         if key_slot is None:
             continue
         placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
         tiles, arguments = key_walk(pattern, 64 * len(query_blocks), 64 * (n_slots + more_slots), 2, placement)
         check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
+        split += arguments["n_split"] > 0
+    assert (split > 0) == (part_steps == 2)
 
 
 @pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
