@@ -94,7 +94,8 @@ def take_turns(runners: dict, measured: dict, ceiling: Callable[[], object] | No
             sample = milliseconds(ceiling, 8)
             if turn >= 0:
                 ceilings.append(sample)
-        for key, runner in runners.items():
+        first = turn % len(runners)  # whoever follows a rest, or the hottest of the others, is another one in each turn
+        for key, runner in [*runners.items()][first:] + [*runners.items()][:first]:
             calls, rounds = plans[key]
             if turn < 0:
                 if sum(measured[key].estimate_ms) < 100:

@@ -65,6 +65,12 @@ def _keep(handle: int) -> None:
     _kept[handle] = layout_of(handle)
 
 
+def _is_plain(*tensors) -> bool:
+    """Whether nobody looks on who wants to see an operator: no tracing, no mode, no subclass."""
+    return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+            and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors))
+
+
 def register_attention(forward: Callable, backward: Callable) -> Callable:
     """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key, value, AttentionCall).
 
@@ -83,10 +89,11 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
     def run_forward(query, key, value, *call):
         return forward(query, key, value, _put_together(*call))
 
+    def differentiate(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
+        return tuple(backward(torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, out, lse, call))
+
     def run_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        return tuple(backward(grad_out, grad_lse, query, key, value, out, lse, _put_together(*call)))
+        return differentiate(grad_out, grad_lse, query, key, value, out, lse, _put_together(*call))
 
     def fake_forward(query, key, value, *call):
         handle, form = call[5], call[7]
@@ -100,12 +107,15 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, call):  # one tuple: autograd works on each argument
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse = attention_op(query, key, value, *call)
+        def forward(ctx, query, key, value, call):  # AttentionCall, or what it was taken apart into: autograd works on each argument
+            if isinstance(call, AttentionCall):
+                out, lse = forward(query, key, value, call)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    out, lse = attention_op(query, key, value, *call)
+                ctx.layout = layout_of(call[5])  # whoever made it may have dropped it by the time of the backward
             ctx.save_for_backward(query, key, value, out, lse)
             ctx.call = call
-            ctx.layout = layout_of(call[5])  # whoever made it may have dropped it by the time of the backward
             ctx.set_materialize_grads(False)
             return out, lse
 
@@ -114,7 +124,10 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         def backward(ctx, grad_out, grad_lse):
             if grad_out is None and grad_lse is None:
                 return None, None, None, None
-            return *backward_op(grad_out, grad_lse, *ctx.saved_tensors, *ctx.call), None
+            saved, call = ctx.saved_tensors, ctx.call
+            if isinstance(call, AttentionCall):
+                return *differentiate(grad_out, grad_lse, *saved, call), None
+            return *backward_op(grad_out, grad_lse, *saved, *call), None
 
     # Not torch.library.custom_op: its wrappers cost about 0.1 ms a call, these registrations half of it.
     _library.impl("attention", run_forward, "CompositeExplicitAutograd")
@@ -124,6 +137,8 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
     torch.library.register_fake("s2_megatron::attention_backward", fake_backward, lib=_library)
 
     def attention(query, key, value, call: AttentionCall):
+        if _is_plain(query, key, value):  # the ways through the dispatcher cost a third of a call's time on the CPU
+            return Attention.apply(query, key, value, call)
         return attention_op(query, key, value, *_taken_apart(call))
 
     return attention

@@ -37,7 +37,7 @@ for backend in $backends; do
     for tool in $tools; do
         log="$logs/$tool-$backend.log"
         options=()
-        [ "$tool" = racecheck ] && options+=(--racecheck-report all --show-backtrace no --print-limit 20000)
+        [ "$tool" = racecheck ] && options+=(--racecheck-report all --show-backtrace no --print-limit 1000000)
         # Only kernels of ours (their names begin with s2_): torch's would take most of the time.
         timeout "${LIMIT:-600}" "$sanitizer" --tool "$tool" "${options[@]}" --kernel-name kernel_substring=s2_ \
             "$python" tests/sanitizer_cases.py --backend "$backend" >"$log" 2>&1 || echo "exit code $?" >>"$log"

@@ -40,6 +40,10 @@ CASES |= {"sbhd-64-fp32": ("sbhd", 150, 64, 64, F32), "block16": ("sbhd", 77, 16
 CASES |= {"mask-128": ("mask", 250, 64, 128, BF16), "placed-128": ("placed", 260, 64, 128, BF16)}
 
 
+# Calls on Hopper as with many KV heads, where dK and dV have another kernel.
+UNDIVIDED = {f"undivided-{dim}": ("sbhd", 200, 64, dim, BF16) for dim in (64, 128)} | {"undivided-mask": ("mask", 200, 64, 128, BF16)}
+
+
 def run_case(kind, length, block, dim, dtype, device, backend):
     leaves, options = make_call(kind, device, length, block, dim, dtype)
     for deterministic in (False, True):
@@ -93,6 +97,15 @@ def main(arguments=None):
         if re.search(chosen.only, name) and computes(chosen.backend, kind, *shape):
             run_case(*case, chosen.device, chosen.backend)
             done += 1
+    if chosen.backend == "gluon":
+        from s2_megatron.kernels import hopper
+
+        hopper.FEW_UNITS, few = 0, hopper.FEW_UNITS
+        for name, case in UNDIVIDED.items():
+            if re.search(chosen.only, name):
+                run_case(*case, chosen.device, chosen.backend)
+                done += 1
+        hopper.FEW_UNITS = few
     for name, (masked, dim, dtype) in PARTS.items():
         if re.search(chosen.only, name) and (chosen.backend != "gluon" or dtype.itemsize == 2):
             run_parts(masked, dim, dtype, chosen.device, chosen.backend)

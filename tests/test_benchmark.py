@@ -215,6 +215,7 @@ def cpu_clock(monkeypatch, fresh_gate):
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # asks every GPU, the first time
     monkeypatch.setattr(report, "hardware", lambda: {"gpu": "none"})
     monkeypatch.setattr(benchmark, "matmul_ceiling", lambda: (lambda: None, 10**9))
     monkeypatch.setattr(benchmark, "Tensors", lambda case: Tensors(case, "cpu"))
@@ -248,6 +249,15 @@ def test_a_group_from_end_to_end(cpu_clock, monkeypatch, capsys):
     assert "missing left out: ModuleNotFoundError" in printed and "unfit left out: takes no such thing" in printed
     assert "wrong left out: WrongResult" in printed and "crashing left out: RuntimeError: first line" in printed
     assert "second line" not in printed
+
+
+def test_another_one_begins_every_turn(monkeypatch):
+    monkeypatch.setattr(timing, "milliseconds", lambda call, calls: call() or 1.0)
+    order = []
+    runners = {name: SimpleNamespace(forward=lambda name=name: order.append(name), backward=lambda out: None) for name in "abc"}
+    measured = {name: timing.Measured(0.0, 0, (200.0, 300.0)) for name in runners}
+    timing.take_turns(runners, measured, None, 0.1, 3)
+    assert "".join(order) == "abcbcacab" and all(len(one.forward) == len(one.backward) == 3 for one in measured.values())
 
 
 def test_a_wrong_result_of_ours_ends_the_run(cpu_clock, monkeypatch):

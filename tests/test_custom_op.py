@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from s2_megatron import attention_op
 from s2_megatron.attention import AttentionCall, s2_attention
@@ -45,6 +46,26 @@ def test_compiled_is_eager_bit_for_bit(kind, compiler, device):
         return s2_attention(query, key, value, **options)
 
     assert equal(results(torch.compile(attend, backend=compiler, fullgraph=True), leaves), results(attend, leaves))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_looks_on_sees_the_operator(kind):
+    """Plain calls leave the dispatcher out; a mode gets the operators, with the same results bit for bit."""
+    leaves, options = make_call(kind, "cpu")
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def attend(query, key, value):
+        return s2_attention(query, key, value, **options)
+
+    names = set()
+    plain = results(attend, leaves)
+    with Seen():
+        assert equal(results(attend, leaves), plain)
+    assert {"s2_megatron.attention.default", "s2_megatron.attention_backward.default"} <= names
 
 
 @pytest.mark.parametrize("kind", ["sbhd", "thd", "ending"])

@@ -47,7 +47,8 @@ MIX = RangePattern(64, 3, (HeadPattern(((3, 1),)), HeadPattern(PAPER, 1), HeadPa
 
 @pytest.fixture(params=["heads", "sequence"])
 def tiles(request, monkeypatch):
-    """Both ways to fill a query tile: two heads where they can share one, two query blocks; the second also without persistent programs."""
+    """Both ways to fill a query tile: two heads where they can share one, two query blocks; the second also without persistent programs, and
+    with the kernel of dK and dV for many KV heads."""
     from s2_megatron.kernels import hopper, tiles
 
     chosen = tiles.hopper_tiles_for
@@ -59,6 +60,8 @@ def tiles(request, monkeypatch):
         return table._replace(**{name: getattr(table, name)._replace(pack=False, persistent=False) for name in ("forward", "grad_query")})
 
     monkeypatch.setattr(hopper, "hopper_tiles_for", forced)
+    if request.param == "sequence":
+        monkeypatch.setattr(hopper, "FEW_UNITS", 0)
 
 
 @pytest.fixture

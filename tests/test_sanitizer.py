@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import sanitizer_cases
-from tests.sanitizer_reports import EXPLAINED, complete, reports, unexplained
+from tests.sanitizer_reports import EXPLAINED, complete, kind_of, reports, unexplained
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "sanitize.sh"
 RACE = """\
@@ -55,6 +55,32 @@ def test_only_what_is_explained_may_be_reported():
     assert [report.split()[0] for report in unexplained(RACE, "racecheck", "gluon", [entry])] == ["Error:"]
     assert len(unexplained(RACE, "racecheck", "triton", [entry])) == 2, "explained for another backend"
     assert unexplained(INVALID, "memcheck", "triton", [entry])
+
+
+HAZARD = """\
+========= Error: Potential {kind} hazard detected at __shared__ {address} in block ({block},0,0) :
+=========     Read Thread ({reader},0,0) at s2_hopper_backward_kernel+0xa7e0 in hopper_backward.py:147
+=========     Write Thread ({writer},0,0) at s2_hopper_backward_kernel+0x7fb0 in hopper_backward_loads.py:51
+=========     Current Value : 236, Incoming Value : 238
+=========
+"""
+
+
+@pytest.mark.parametrize("kind, reader, writer, explained", [
+    ("RAW", 94, 450, True), ("WAR", 94, 450, True), ("WAR", 250, 260, True), ("WAR", 94, 40, False), ("RAW", 384, 400, False),
+    ("WAW", 94, 450, False),
+])  # fmt: skip
+def test_barriers_explain_what_two_warp_groups_do(kind, reader, writer, explained):
+    log = HAZARD.format(kind=kind, address="0x24660", block=1, reader=reader, writer=writer)
+    assert bool(unexplained(log, "racecheck", "gluon", json.loads(EXPLAINED.read_text()))) != explained
+    assert unexplained(log, "racecheck", "triton", json.loads(EXPLAINED.read_text()))
+
+
+def test_equal_reports_are_of_one_kind():
+    texts = [HAZARD.format(kind="WAR", address=address, block=block, reader=reader, writer=450)
+             for address, block, reader in (("0x24660", 1, 94), ("0x1", 2, 95), ("0x1", 2, 96))]
+    kinds = [kind_of(report) for text in texts for report in reports(text)]
+    assert kinds[0] == kinds[1] != kinds[2]
 
 
 def test_plain_triton_has_nothing_to_explain():
