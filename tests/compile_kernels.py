@@ -146,7 +146,8 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys and for those in slots. All of it without and with columns of dK and dV in parts."""
+    context parallelism launches for its own keys and for those in slots. All of it without and with columns of dK and dV in parts. Up to head
+    dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a tile."""
     from benchmarks.cases import as_table
     from s2_megatron import attention as op
     from s2_megatron.cp_exchange import slot_views
@@ -158,6 +159,7 @@ def hopper_entries() -> dict[str, Entry]:
     believe_in_hopper()
     launches, found = record_launches(), {}
     pattern = make_range_pattern(block_size=64, num_heads=8, num_kv_heads=4, ranges=((16, 1), (None, 16)))
+    one_each = make_range_pattern(block_size=64, num_heads=4, num_kv_heads=4, ranges=((16, 1), (None, 16)))
     packed = PackedSequence(torch.tensor([0, 5000, 8192], dtype=torch.int32), 5000)
 
     def take(*words):
@@ -170,12 +172,16 @@ def hopper_entries() -> dict[str, Entry]:
 
     for parts, few in (("", 0), ("parts", hopper.FEW_UNITS)):
         hopper.FEW_UNITS = few
-        ranges, mask = build_layout(pattern), build_layout(as_table(pattern, 8192))  # which keep what is launched
+        # Layouts keep what is launched.
+        ranges, mask, alone = build_layout(pattern), build_layout(as_table(pattern, 8192)), build_layout(one_each)
         for dim in (64, 128, 256):
             shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
             query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
-            for word, layout, documents in (("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)):
+            kinds = [("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)]
+            for word, layout, documents in [*kinds, ("alone", alone, None)] if dim <= 128 and not parts else kinds:
                 tensors = query, key, value, grad, out
+                if word == "alone":
+                    tensors = [tensor[:, :, :4] for tensor in tensors]
                 if documents is not None:
                     tensors = [tensor.squeeze(1) for tensor in tensors]
                 for deterministic in (False, True):
