@@ -5,9 +5,9 @@
     TRITON_INTERPRET=0 python tests/compile_kernels.py --write
 
 The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block,
-"registers": a thread, "spills": bytes stored, "serialised": [codes]}}}, the last three for sm_90. --write takes these three down for the
-installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder
-triton==X.Y.Z`, and the same with PYTHONPATH=folder.
+"registers": a thread, "spills": bytes stored, "serialised": [codes], "late": exponentials under no product, of Gluon kernels}}}, all but the
+first for sm_90. --write takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
+Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -76,7 +78,24 @@ def measured(name: str) -> dict:
     found["registers"] = max(int(number) for number in re.findall(r"Used (\d+) registers", text))
     found["spills"] = sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", text))
     found["serialised"] = sorted(set(re.findall(r"C75\d\d", text)))  # wgmma that ptxas made wait for each other
+    if entry.kernel.is_gluon():
+        found["late"] = late_exponentials(kernel.asm["cubin"])
     return found
+
+
+def late_exponentials(cubin: bytes) -> int:
+    """Exponentials in the machine code while no product is in flight: every one of a masked step, and those that ptxas moved behind a wait."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    late, in_flight = 0, False
+    for found in re.finditer(r"\bHGMMA\b|\bWARPGROUP\.DEPBAR\.LE gsb0, 0x0\b|\bMUFU\.EX2\b", code):
+        if found[0] == "MUFU.EX2":
+            late += not in_flight
+        else:
+            in_flight = found[0] == "HGMMA"
+    return late
 
 
 # Kernels in plain Triton
@@ -233,7 +252,8 @@ def main(arguments):
     elif arguments == ["--write"]:
         known = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
         found = measure([name for name in entries() if name.startswith("sm90-")])
-        known[version()] = {name: {key: numbers[key] for key in ("registers", "spills", "serialised")} for name, numbers in found.items()}
+        kept = ("registers", "spills", "serialised", "late")
+        known[version()] = {name: {key: numbers[key] for key in kept if key in numbers} for name, numbers in found.items()}
         lines = (
             f'  "{release}": {{\n' + ",\n".join(f'    "{name}": {json.dumps(numbers)}' for name, numbers in sorted(of.items())) + "\n  }"
             for release, of in sorted(known.items())

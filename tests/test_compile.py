@@ -59,15 +59,15 @@ def test_tiles_fit(capability, compiled):
 
 
 def keeps_to_the_list(release, found, of_list):
-    """No more registers, spills or serialised instructions than committed for this Triton. A change that means it takes the list down anew:
-    `TRITON_INTERPRET=0 python tests/compile_kernels.py --write`."""
+    """No more registers, spills, serialised instructions or exponentials under no product than committed for this Triton. A change that means
+    it takes the list down anew: `TRITON_INTERPRET=0 python tests/compile_kernels.py --write`."""
     committed = json.loads(COMMITTED.read_text())
     if release not in committed:
         pytest.skip(f"{COMMITTED.name} has no list for Triton {release}; make one with tests/compile_kernels.py --write")
     listed = {name: needs for name, needs in committed[release].items() if of_list(name)}
     assert set(found) == set(listed), "the list is of other kernels"
     for name, needs in found.items():
-        worse = [key for key in ("registers", "spills") if needs[key] > listed[name][key]]
+        worse = [key for key in ("registers", "spills", "late") if needs.get(key, 0) > listed[name].get(key, 0)]
         worse += [code for code in needs["serialised"] if code not in listed[name]["serialised"]]
         assert not worse, f"{name}: {needs}, in the list {listed[name]}"
 
