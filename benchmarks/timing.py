@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,13 +90,14 @@ def take_turns(runners: dict, measured: dict, ceiling: Callable[[], object] | No
     plans = {key: plan_rounds(sum(measured[key].estimate_ms), seconds, fewest) for key in runners}
     turns = max((rounds for _, rounds in plans.values()), default=0)
     ceilings: list[float] = []
+    order = random.Random(0)
     for turn in range(-1, turns):  # the first turn warms up
         if ceiling is not None:
             sample = milliseconds(ceiling, 8)
             if turn >= 0:
                 ceilings.append(sample)
-        first = turn % len(runners)  # whoever follows a rest, or the hottest of the others, is another one in each turn
-        for key, runner in [*runners.items()][first:] + [*runners.items()][:first]:
+        # In another order every turn: whoever follows the hottest of the others, or a rest, shall not always be the same one.
+        for key, runner in order.sample([*runners.items()], len(runners)):
             calls, rounds = plans[key]
             if turn < 0:
                 if sum(measured[key].estimate_ms) < 100:

@@ -228,7 +228,7 @@ class _Call:
         else:
             words = self.steps.column_words()
             longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
-        part_steps = PART_STEPS * math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS)
+        part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))  # no step at all: nothing is placed
         parts = triton.cdiv(longest, part_steps)
         if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
             n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
@@ -302,7 +302,7 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
     if call.single:
         s2_hopper_wide_backward_kernel[grid](*query_boxes, lse, delta, *grad_boxes, grad_key, grad_value, **arguments)
     else:
-        part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else call.nothing
+        part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else lse
         s2_hopper_backward_kernel[grid](
             *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
             DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages, sums_ptr=part_sums, **arguments)

@@ -1,7 +1,7 @@
 """The forward on Hopper: a warp that loads (hopper_query_loads.py) feeds two warpgroups, which compute the 64 rows of one half of a tile each.
 
-Q K^T of a step and P V of the step before are in flight together; the softmax of one warpgroup runs under the products of the other. Programs
-are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
+Q K^T of a step and P V of the step before are in flight together; a softmax runs under its own warpgroup's P V and the other one's products.
+Programs are persistent: the queries of the next tile are loaded during this one, whose buffer takes the result on its way out.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

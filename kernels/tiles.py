@@ -51,7 +51,7 @@ def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, cap
 class HopperTile(NamedTuple):
     """A kernel with a program per query tile."""
 
-    stages: int  # key tiles on their way; key blocks for head dims above 128
+    stages: int  # key tiles on their way, 2 or more (packed documents wait for V before K goes back); key blocks for head dims above 128
     heads: int  # heads whose tiles run side by side and share L2
     persistent: bool = False  # a program per multiprocessor instead of one per tile
     pack: bool = False  # two query heads of a KV head in one tile instead of two query blocks

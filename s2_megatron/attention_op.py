@@ -66,9 +66,10 @@ def _keep(handle: int) -> None:
 
 
 def _is_plain(*tensors) -> bool:
-    """Whether nobody looks on who wants to see an operator: no tracing, no mode, no subclass."""
+    """Whether nobody looks on who wants to see an operator: no tracing, no mode, no transform, no subclass."""
     return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-            and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors))
+            and not torch._C._are_functorch_transforms_active()
+            and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors))
 
 
 def register_attention(forward: Callable, backward: Callable) -> Callable:
@@ -126,7 +127,9 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
                 return None, None, None, None
             saved, call = ctx.saved_tensors, ctx.call
             if isinstance(call, AttentionCall):
-                return *differentiate(grad_out, grad_lse, *saved, call), None
+                if _is_plain(*saved, *(grad for grad in (grad_out, grad_lse) if grad is not None)):
+                    return *differentiate(grad_out, grad_lse, *saved, call), None
+                call = _taken_apart(call)
             return *backward_op(grad_out, grad_lse, *saved, *call), None
 
     # Not torch.library.custom_op: its wrappers cost about 0.1 ms a call, these registrations half of it.

@@ -48,6 +48,7 @@ def take_hopper_kernels():
     KERNELS.update(wide_forward=hopper.s2_hopper_wide_forward_kernel, wide_backward=hopper.s2_hopper_wide_backward_kernel)
     KERNELS.update(wide_grad_query=hopper.s2_hopper_wide_grad_query_kernel)
     KERNELS.update(grad_query=hopper.s2_hopper_grad_query_kernel, documents=hopper.s2_document_tiles_kernel)
+    hopper.PART_STEPS = 4  # columns of dK and dV are divided in the longer ones of these sequences
     if not HAS_GPU:
         believe_in_hopper()
 

@@ -251,13 +251,15 @@ def test_a_group_from_end_to_end(cpu_clock, monkeypatch, capsys):
     assert "second line" not in printed
 
 
-def test_another_one_begins_every_turn(monkeypatch):
+def test_every_turn_has_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(timing, "milliseconds", lambda call, calls: call() or 1.0)
     order = []
-    runners = {name: SimpleNamespace(forward=lambda name=name: order.append(name), backward=lambda out: None) for name in "abc"}
+    runners = {name: SimpleNamespace(forward=lambda name=name: order.append(name), backward=lambda out: None) for name in "abcd"}
     measured = {name: timing.Measured(0.0, 0, (200.0, 300.0)) for name in runners}
-    timing.take_turns(runners, measured, None, 0.1, 3)
-    assert "".join(order) == "abcbcacab" and all(len(one.forward) == len(one.backward) == 3 for one in measured.values())
+    timing.take_turns(runners, measured, None, 0.1, 6)
+    turns = ["".join(order[start : start + 4]) for start in range(0, 24, 4)]
+    assert len(order) == 24 and all(sorted(turn) == [*"abcd"] for turn in turns) and len(set(turns)) > 3
+    assert timing.take_turns({}, {}, None, 0.1) == []
 
 
 def test_a_wrong_result_of_ours_ends_the_run(cpu_clock, monkeypatch):

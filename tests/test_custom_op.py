@@ -66,6 +66,32 @@ def test_who_looks_on_sees_the_operator(kind):
     with Seen():
         assert equal(results(attend, leaves), plain)
     assert {"s2_megatron.attention.default", "s2_megatron.attention_backward.default"} <= names
+    names.clear()
+    total = attend(*leaves)[0].sum()
+    with Seen():
+        gradients = torch.autograd.grad(total, leaves)
+    assert "s2_megatron.attention_backward.default" in names
+    assert all(map(torch.equal, gradients, torch.autograd.grad(attend(*leaves)[0].sum(), leaves)))
+
+
+def test_compiled_autograd_takes_the_backward():
+    leaves, options = make_call("sbhd", "cpu")
+
+    def gradients():
+        for leaf in leaves:
+            leaf.grad = None
+        s2_attention(*leaves, **options)[0].sum().backward()
+        return [leaf.grad.clone() for leaf in leaves]
+
+    eager = gradients()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        assert all(map(torch.equal, gradients(), eager))
+
+
+def test_meta_tensors_have_the_shapes():
+    leaves, options = make_call("sbhd", "cpu")
+    out, lse = s2_attention(*(leaf.detach().to("meta") for leaf in leaves), **options)
+    assert out.is_meta and out.shape == leaves[0].shape and lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["sbhd", "thd", "ending"])
