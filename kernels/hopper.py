@@ -6,13 +6,12 @@ from functools import cache
 
 import torch
 import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from s2_megatron.kernels import portable
 from s2_megatron.kernels.hopper_backward import s2_hopper_backward_kernel
 from s2_megatron.kernels.hopper_forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper_grad_query import s2_hopper_grad_query_kernel
+from s2_megatron.kernels.hopper_launch import BLOCK, WIDE, Box, Launches
 from s2_megatron.kernels.hopper_rows import s2_scale_kernel
 from s2_megatron.kernels.hopper_wide_backward import s2_hopper_wide_backward_kernel
 from s2_megatron.kernels.hopper_wide_forward import s2_hopper_wide_forward_kernel
@@ -21,8 +20,7 @@ from s2_megatron.kernels.packed_rows import s2_document_tiles_kernel
 from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 from s2_megatron.printing import print_once
 
-BLOCK = 64  # tokens of a block, and of half a tile
-TILE = 2 * BLOCK
+TILE = 2 * BLOCK  # rows of a tile, of two blocks
 MOST_RANGES = 12  # for the marks of a tile
 MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
 MOST_BLOCKS = 2**19  # for the quotients of hopper_schedule.py
@@ -30,8 +28,6 @@ PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to ha
 MOST_PARTS = 64  # of a column
 FEW_UNITS = 16  # from so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel
 MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
-_MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
-_WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
 
 
 @cache
@@ -83,22 +79,6 @@ def refusal(query, key, value, layout, packed, placement, initial) -> str | None
     return None
 
 
-def _descriptor(tensor, columns, layout=_MATRIX):
-    """Boxes of 64 rows and `columns` columns; what lies outside reads as 0 and is not written."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    if strides[1] == 0:
-        shape[1] = 1
-    for dim in range(3):
-        if shape[dim] == 1:
-            strides[dim] = BLOCK
-    return TensorDescriptor(tensor, shape, strides, [1, 1, BLOCK, columns], layout)
-
-
-def _strides(letter, tensor):
-    batch, head, row, _ = tensor.stride()
-    return {f"stride_{letter}b": batch, f"stride_{letter}h": head, f"stride_{letter}s": row}
-
-
 def _documents(packed, rows, per_document, tile):
     """(table of the tiles of packed documents, its length): `tile` tokens a tile, and room for per_document - 1 more a document."""
     documents = len(packed.cu_seqlens) - 1
@@ -130,11 +110,11 @@ class _Call:
         self.nothing = layout.tensors[0]  # stands for pointers that are not read
 
     def query_tiles(self, tile):
-        """Grid and arguments of a kernel with a program per query tile."""
+        """Launches of the kernels with a program per query tile."""
         return self._kept("query", tile, self._query_tiles)
 
     def key_tiles(self):
-        """Grid and arguments of the kernel with a program per key tile."""
+        """Launches of the kernel with a program per key tile."""
         return self._kept("key", self.tiles.backward, self._key_tiles)
 
     def _kept(self, kind, tile, make):
@@ -173,9 +153,9 @@ class _Call:
         programs = n_tiles * units
         persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
-        return (grid,), dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs, PACK=pack,
-                             head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages,
-                             **(dict(V_STAGES=tile.value_stages) if self.single else {}))
+        return Launches(grid, dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs,
+                                   PACK=pack, head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages,
+                                   **(dict(V_STAGES=tile.value_stages) if self.single else {})))
 
     def _key_tiles(self, tile):
         units = self.batch * self.key.shape[1]
@@ -200,10 +180,10 @@ class _Call:
             documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
             programs = n_tiles * units
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
-        return (min(programs, _multiprocessors(self.query.device)),), dict(
+        return Launches(min(programs, _multiprocessors(self.query.device)), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
             head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
-            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few)))
+            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few))))
 
     def _folds(self):
         """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
@@ -237,20 +217,18 @@ class _Call:
 
     def key_box(self, tensor):
         """Keys or values in the boxes that the kernels with a program per query tile load."""
-        return _descriptor(tensor, self.block_dim if self.single else 64)
+        return Box(tensor, self.block_dim if self.single else 64)
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
     """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues."""
     call = _Call(query, key, value, layout, packed, placement, initial)
-    grid, arguments = call.query_tiles(call.tiles.forward)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     wide = out.dtype != query.dtype or not _loadable(out)
-    boxes = [_descriptor(query, call.block_dim), call.key_box(key), call.key_box(value)]
-    kernel = s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel
-    kernel[grid](
-        *boxes, boxes[0] if wide else _descriptor(out, call.block_dim), out, lse, initial_out, initial_lse.contiguous(), scale=scale,
-        CONTINUE=initial is not None, WIDE=wide, **_strides("o", out), **_strides("i", initial_out), **arguments)
+    boxes = [Box(query, call.block_dim), call.key_box(key), call.key_box(value), Box(query if wide else out, call.block_dim)]
+    call.query_tiles(call.tiles.forward).start(
+        s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel, boxes, [out, lse, initial_out, initial_lse.contiguous()],
+        dict(o=out, i=initial_out), scale=scale, CONTINUE=initial is not None, WIDE=wide)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
@@ -290,31 +268,29 @@ def _loadable_gradient(grad_out):
 
 def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None):
     """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
-    grid, arguments = call.key_tiles()
-    query_boxes = [_descriptor(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
+    launches = call.key_tiles()
+    boxes = [Box(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
     shared = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
     wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
-    grad_boxes = query_boxes[1:3] if wide else [_descriptor(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
-    columns = arguments["units"] * arguments.get("n_split", 0)
+    grad_boxes = boxes[1:3] if wide else [Box(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
+    columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
     counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
-    arguments = dict(arguments, scale=scale, counter_ptr=counter, **_strides("dk", grad_key), **_strides("dv", grad_value), WIDE=wide,
-                     GRAD_STEP=0 if all(shared) else 1)
+    pointers, strided = [lse, delta, grad_key, grad_value, counter], dict(dk=grad_key, dv=grad_value)
+    more = dict(scale=scale, WIDE=wide, GRAD_STEP=0 if all(shared) else 1)
     if call.single:
-        s2_hopper_wide_backward_kernel[grid](*query_boxes, lse, delta, *grad_boxes, grad_key, grad_value, **arguments)
+        launches.start(s2_hopper_wide_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
     else:
         part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else lse
-        s2_hopper_backward_kernel[grid](
-            *query_boxes, lse, delta, query_boxes[0] if sums is None else _descriptor(sums, 64, _WIDE), *grad_boxes, grad_key, grad_value,
-            DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages, sums_ptr=part_sums, **arguments)
+        sums_box = boxes[0] if sums is None else Box(sums, 64, WIDE)
+        launches.start(s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
+                       DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages)
 
 
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
-    grid, arguments = call.query_tiles(call.tiles.grad_query)
-    boxes = [_descriptor(call.query, call.block_dim), call.key_box(call.key), call.key_box(call.value)]
-    boxes.append(_descriptor(grad_out, call.block_dim))
     wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
-    kernel = s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel
-    kernel[grid](
-        *boxes, boxes[0] if wide else _descriptor(grad_query, call.block_dim), grad_query, lse, delta, start, scale=scale,
-        CONTINUE=initial is not None, WIDE=wide, **_strides("o", grad_query), **_strides("i", start), **arguments)
+    boxes = [Box(call.query, call.block_dim), call.key_box(call.key), call.key_box(call.value), Box(grad_out, call.block_dim),
+             Box(call.query if wide else grad_query, call.block_dim)]
+    call.query_tiles(call.tiles.grad_query).start(
+        s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel, boxes, [grad_query, lse, delta, start],
+        dict(o=grad_query, i=start), scale=scale, CONTINUE=initial is not None, WIDE=wide)

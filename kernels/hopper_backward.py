@@ -213,8 +213,8 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
 
 @gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group", "n_split",
                                "part_steps"])  # they differ from batch to batch
-def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, ranges_ptr,
-                              order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, counter_ptr, sums_ptr,
+def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
+                              sums_ptr, ranges_ptr, order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr,
                               scale, rows, key_rows, heads, fold, n_long, n_rest, n_programs, units, batches, head_group, n_split, part_steps,
                               stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr,
                               N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr,

@@ -7,9 +7,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_behind, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
 from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, block_word, word_mask
+
+
+@gluon.jit
+def start_softmax(initial_ptr, initial_lse_ptr, row_base, first_row, row, stride_row, length, o_layout: gl.constexpr, CONTINUE: gl.constexpr,
+                  HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """(out, running maximum, running sum) of a tile's half before its first step, CONTINUE: of an earlier call's out and LSE of these rows."""
+    s_rows: gl.constexpr = row.type.layout
+    out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
+    running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
+    running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
+    if CONTINUE:
+        lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
+        seen = lse > float("-inf")
+        running_max = gl.where(seen, lse, running_max)
+        running_sum = gl.where(seen, 1.0, 0.0)
+        out = load_rows(initial_ptr, first_row, stride_row, length, o_layout, HEAD_DIM, BLOCK_D)
+    return out, running_max, running_sum
 
 
 @gluon.jit
@@ -153,22 +170,11 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
-        out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
-        running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
-        running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
-        if CONTINUE:
-            lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
-            seen = lse > float("-inf")
-            running_max = gl.where(seen, lse, running_max)
-            running_sum = gl.where(seen, 1.0, 0.0)
-            out = load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
-                            o_layout, HEAD_DIM, BLOCK_D)
+        initial_rows = initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih
+        out, running_max, running_sum = start_softmax(initial_rows, initial_lse_ptr, row_base, first_row, row, stride_is, length, o_layout,
+                                                      CONTINUE, HEAD_DIM, BLOCK_D)
         if PACKED:
-            if (low + 2 - PACK) * BLOCK > length:  # rows behind the document may hold anything, and 0 * NaN is NaN
-                stage = count % STAGES
-                mbarrier.wait(v_full.index(stage), (count // STAGES) & 1)
-                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                clear_rows(v_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+            clear_behind(v_buffers, v_full, count, low, length, marks, PACK, STAGES)
         out, running_max, running_sum, count = attend_masked(
             out, running_max, running_sum, query, k_buffers, v_buffers, words, barriers, count, masked_steps if LISTED else masked_steps + 1,
             marks, scale, HALF, PACK, LISTED, BLOCK_D, STAGES)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_memory import clear_behind, known_lse, load_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E, block_word, word_mask
 
@@ -101,11 +101,7 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
         dq = gl.zeros([BLOCK, BLOCK_D], gl.float32, dq_layout)
         tiles += 1
         if PACKED:
-            if (low + 2 - PACK) * BLOCK > length:  # keys behind the document may hold anything, and 0 * NaN is NaN
-                stage = count % STAGES
-                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
-                clear_rows(k_buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+            clear_behind(k_buffers, k_full, count, low, length, marks, PACK, STAGES)
         for step in range(masked_steps + 1 - LISTED):
             if LISTED:
                 stage = count % STAGES

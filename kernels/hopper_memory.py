@@ -27,6 +27,16 @@ def clear_rows(buffer, low, high, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def clear_behind(buffers, full, count, low, length, marks, PACK: gl.constexpr, STAGES: gl.constexpr):
+    """Zeros in the keys or values of a tile's step 0 that lie behind its document, where that ends in it."""
+    if (low + 2 - PACK) * BLOCK > length:
+        stage = count % STAGES
+        mbarrier.wait(full.index(stage), (count // STAGES) & 1)
+        beside = (marks & 2) != 0 if PACK else False  # a block of its own in the second half
+        clear_rows(buffers.index(stage), length - low * BLOCK, gl.where(beside, BLOCK, 128), 128)
+
+
+@gluon.jit
 def send_plan(plan, slot, batch, head, token, length, low, masked_steps, free_steps, marks):
     """What the computing warpgroups have to know of a tile; free_steps is -1 when there are no more."""
     values = (batch, head, token, length, low, masked_steps, free_steps, marks)

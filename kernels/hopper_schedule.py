@@ -4,7 +4,7 @@ A query tile is 128 rows in two halves of one 64-token block each: two neighbour
 heads that share their KV head and their pattern. A step of its loop takes 128 keys: two key blocks, which may lie anywhere. The steps are
 1. step 0, the tile's own blocks, masked by token (PACK has one such block; a free block that is left over comes beside it);
 2. masked steps: the free block that is left over when their number is odd, and blocks that only one half attends, at the ends of ranges. In
-   this order a half that attends one block of a step mostly has it first, where dQ passes by the second;
+   this order a half that attends one block of a step mostly has it first, and passes by the second;
 3. free steps: pairs of blocks that all rows attend.
 Everything follows from the ranges of the pattern by arithmetic; nothing is read but the head's few range entries.
 

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from s2_megatron.kernels.hopper_forward import softmax_step
-from s2_megatron.kernels.hopper_memory import clear_rows, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper_forward import softmax_step, start_softmax
+from s2_megatron.kernels.hopper_memory import clear_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper_query_loads import produce
 from s2_megatron.kernels.hopper_schedule import BLOCK, LN2, LOG2E, block_word
 
@@ -133,16 +133,9 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
         first_row = (low + HALF * (1 - PACK)) * BLOCK
         own_head = head + HALF * PACK
         row_base = (batch * heads + own_head).to(gl.int64) * rows + token
-        out = gl.zeros([BLOCK, BLOCK_D], gl.float32, o_layout)
-        running_max = gl.full([BLOCK], -1e30, gl.float32, s_rows)  # finite: a row may have no key yet
-        running_sum = gl.zeros([BLOCK], gl.float32, s_rows)
-        if CONTINUE:
-            lse = gl.load(initial_lse_ptr + row_base + first_row + row, mask=first_row + row < length, other=float("-inf")) * LOG2E
-            seen = lse > float("-inf")
-            running_max = gl.where(seen, lse, running_max)
-            running_sum = gl.where(seen, 1.0, 0.0)
-            out = load_rows(initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih, first_row, stride_is, length,
-                            o_layout, HEAD_DIM, BLOCK_D)
+        initial_rows = initial_ptr + batch.to(gl.int64) * stride_ib + own_head.to(gl.int64) * stride_ih
+        out, running_max, running_sum = start_softmax(initial_rows, initial_lse_ptr, row_base, first_row, row, stride_is, length, o_layout,
+                                                      CONTINUE, HEAD_DIM, BLOCK_D)
         masked_blocks = 2 * masked_steps if LISTED else 2 * masked_steps + 2  # with those of step 0
         out, running_max, running_sum, count = attend_masked(
             out, running_max, running_sum, q_buffers, k_buffers, v_buffers, words, barriers, count, masked_blocks, marks, first_row, length,

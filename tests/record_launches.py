@@ -38,15 +38,20 @@ class Launch:
         return {name: self.arguments[name] for name, kind in self.signature.items() if kind == "constexpr"}
 
 
+def launch_of(kernel, *args, **kwargs) -> Launch:
+    """What Triton makes of the arguments of a launch."""
+    binder = create_function_from_signature(kernel.signature, kernel.params, _BACKEND)
+    arguments, specialization, _ = binder(*args, **kwargs)
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    return Launch(kernel, specialization, dict(arguments), options)
+
+
 def record_launches() -> list[Launch]:
     """From here on kernels are not launched in this process: the list that is returned grows instead."""
     launches = []
 
     def run(kernel, *args, grid, warmup, **kwargs):
-        binder = create_function_from_signature(kernel.signature, kernel.params, _BACKEND)
-        arguments, specialization, _ = binder(*args, **kwargs)
-        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-        launches.append(Launch(kernel, specialization, dict(arguments), options))
+        launches.append(launch_of(kernel, *args, **kwargs))
 
     JITFunction.run = run
     return launches

@@ -11,7 +11,7 @@ def parts_of(pattern, rows, batch=1, dim=128):
     """(columns of a unit in parts, steps of a part, most parts of a column) of a launch."""
     query, key = (torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads))
     call = hopper._Call(query, key, key, build_layout(pattern), None)
-    arguments = call.key_tiles()[1]
+    arguments = call.key_tiles().arguments
     n_split, part_steps = arguments.get("n_split", 0), arguments.get("part_steps", 0)
     further = arguments["n_programs"] - (arguments["n_long"] + arguments["n_rest"]) * arguments["units"]
     assert n_split * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20

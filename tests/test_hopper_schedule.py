@@ -85,7 +85,7 @@ def key_walk(monkeypatch):
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
         query, key = torch.empty(batch, pattern.num_heads, query_rows, 64), torch.empty(batch, pattern.num_kv_heads, key_rows, 64)
-        _, arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles()
+        arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles().arguments
         take = on_memory(arguments)
         tiles = []
 
@@ -115,7 +115,7 @@ def key_walk(monkeypatch):
             return count + 1
 
         wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
-        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles()[1])
+        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles().arguments)
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
         flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
@@ -258,7 +258,8 @@ def query_walk(request, monkeypatch):
     def walk(pattern, pack, query_rows, key_rows, placement=None):
         query, key = torch.empty(2, pattern.num_heads, query_rows, 64), torch.empty(2, pattern.num_kv_heads, key_rows, 64)
         call = hopper._Call(query, key, key, build_layout(pattern), None, placement)
-        (programs,), arguments = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
+        launches = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
+        programs, arguments = launches.grid[0], launches.arguments
         assert arguments["LISTED"] and arguments["PACK"] == pack
         take = on_memory(arguments)
         tiles, loads = [], []

@@ -120,8 +120,8 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
         query = torch.empty(1, pattern.num_heads, 12 * 64, 64)
         key = torch.empty(1, pattern.num_kv_heads, placement.n_slots * 64, 64)
         call = hopper._Call(query, key, key, state.layout, None, placement)
-        for arguments in (call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query), call.key_tiles()):
-            assert arguments[1]["list_steps_ptr"].device == cpu
+        for launches in (call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query), call.key_tiles()):
+            assert launches.arguments["list_steps_ptr"].device == cpu
     assert (not made_now) == made
 
 
