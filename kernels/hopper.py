@@ -248,9 +248,10 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
         _launch_dq(call, grad_out, lse, delta, grad_query, scale)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None):
-    """Writes dK and dV."""
-    _launch_dkdv(_Call(query, key, value, layout, packed, placement), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, scale)
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
+    """Writes dK and dV, with what `returned` (see attention_backward_dkdv) adds to them."""
+    _launch_dkdv(_Call(query, key, value, layout, packed, placement), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, scale,
+                 returned=returned)
 
 
 def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
@@ -266,7 +267,7 @@ def _loadable_gradient(grad_out):
     return grad_out.contiguous()
 
 
-def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None):
+def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None, returned=None):
     """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
     launches = call.key_tiles()
     boxes = [Box(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
@@ -275,8 +276,9 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
     grad_boxes = boxes[1:3] if wide else [Box(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
     columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
     counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
-    pointers, strided = [lse, delta, grad_key, grad_value, counter], dict(dk=grad_key, dv=grad_value)
-    more = dict(scale=scale, WIDE=wide, GRAD_STEP=0 if all(shared) else 1)
+    pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
+    strided = dict(dk=grad_key, dv=grad_value)
+    more = dict(scale=scale, WIDE=wide, RETURNED=returned is not None, GRAD_STEP=0 if all(shared) else 1)
     if call.single:
         launches.start(s2_hopper_wide_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
     else:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from s2_megatron.kernels.hopper_backward_loads import produce
 from s2_megatron.kernels.hopper_columns import query_block_of
-from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper_memory import add_returned, clear_rows, known_lse, receive_plan, receive_word, store_rows
 from s2_megatron.kernels.hopper_parts import add_parts, is_last
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E
 
@@ -94,10 +94,10 @@ def send_ds(ds, word, count, ds_buffers, ds_words, barriers, HALF: gl.constexpr,
 
 @gluon.jit
 def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words, ds_buffers,
-            ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
+            ds_words, plan, barriers, parts, returned, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs,
             HALF: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, WIDE: gl.constexpr,
-            GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
-            DQ: gl.constexpr):
+            RETURNED: gl.constexpr, GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr,
+            DS_STAGES: gl.constexpr, DQ: gl.constexpr):
     """One warpgroup: the keys of half HALF of each tile."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -182,6 +182,9 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
             whole = whole & is_last(link)
         dk_out = dk * scale
         if whole:
+            if RETURNED:
+                dk_out = add_returned(dk_out, returned, batch, kv_head, block, 0, HEAD_DIM, BLOCK_D)
+                dv = add_returned(dv, returned, batch, kv_head, block, 1, HEAD_DIM, BLOCK_D)
             grad_head = kv_head * GRAD_STEP
             if WIDE or (PACKED and row + BLOCK > length):  # TMA would write into the next document
                 last_row = token + key_length
@@ -214,16 +217,19 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
 @gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group", "n_split",
                                "part_steps"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
-                              sums_ptr, ranges_ptr, order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr,
-                              scale, rows, key_rows, heads, fold, n_long, n_rest, n_programs, units, batches, head_group, n_split, part_steps,
-                              stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr,
-                              N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr,
-                              LISTED: gl.constexpr, SPLIT: gl.constexpr, KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr,
-                              WIDE: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr,
-                              DS_STAGES: gl.constexpr, DQ: gl.constexpr, num_warps: gl.constexpr):
+                              returned_ptr, returned_starts_ptr, returned_entries_ptr, sums_ptr, ranges_ptr, order_ptr, documents_ptr,
+                              distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, key_rows, heads, fold, n_long, n_rest,
+                              n_programs, units, batches, head_group, n_split, part_steps, stride_dkb, stride_dkh, stride_dks, stride_dvb,
+                              stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+                              ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
+                              KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, RETURNED: gl.constexpr,
+                              BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
+                              DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ / scale, fp32: 64 x 64); LSE
     and delta [batch * heads * rows]. KV_STEP, GRAD_STEP: 0 where KV heads share the rows of K and V, or of their gradients. WIDE: those are of
-    another type, and are not written through descriptors. counter: 0, and SPLIT: as many zeros behind it as there are halves in sums_ptr."""
+    another type, and are not written through descriptors. counter: 0, and SPLIT: as many zeros behind it as there are halves in sums_ptr.
+    RETURNED: to the gradients of block b of KV head g are added those slots of returned, [slots, 64, 2 (K, V), batches, HEAD_DIM], that its
+    entries from starts[b * KV heads + g] on name; each rounded once."""
     dtype: gl.constexpr = q_desc.dtype
     matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -271,16 +277,19 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     columns = (counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, n_split, part_steps, order_ptr, documents_ptr,
                distance_ptr)
     parts = (sums_ptr, counter_ptr)
+    returned = (returned_ptr, returned_starts_ptr, returned_entries_ptr, batches, heads // RATIO)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], wide)
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
-                       stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, returned, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb,
+                       stride_dvh, stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                       GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
-                       stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, returned, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb,
+                       stride_dvh, stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                       GRAD_STAGES, DS_STAGES, DQ)),
             (add_grad_query, (dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, barriers, RATIO, BLOCK_D, DS_STAGES)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
@@ -289,11 +298,13 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     else:
         gl.warp_specialize([
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
-                       stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, returned, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb,
+                       stride_dvh, stride_dvs, 0, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                       GRAD_STAGES, DS_STAGES, DQ)),
             (compute, (dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers, v_buffers, lse_buffers, delta_buffers, words,
-                       ds_buffers, ds_words, plan, barriers, parts, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
-                       stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES, DS_STAGES, DQ)),
+                       ds_buffers, ds_words, plan, barriers, parts, returned, scale, stride_dkb, stride_dkh, stride_dks, stride_dvb,
+                       stride_dvh, stride_dvs, 1, HEAD_DIM, PACKED, LISTED, SPLIT, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                       GRAD_STAGES, DS_STAGES, DQ)),
             (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers,
                        words, plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
                        LISTED, SPLIT, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),

@@ -51,8 +51,8 @@ class Launches:
         self._compiled = {}
 
     def start(self, kernel, boxes, pointers, strided, **constants):
-        """boxes, pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose strides are stride_<letter>b, h and
-        s. constants: the other arguments, hashable."""
+        """boxes, pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose strides are
+        stride_<letter>b, h and s. constants: the other arguments, hashable."""
         kind = (kernel.__name__, *[(box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())

@@ -102,6 +102,19 @@ def store_rows(pointer, values, row, stride_row, last_row, HEAD_DIM: gl.constexp
 
 
 @gluon.jit
+def add_returned(values, returned, batch, kv_head, block, PART: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_D: gl.constexpr):
+    """fp32 [64, BLOCK_D] of dK (PART 0) or dV (1) of a block, and what came for it in slots, one after the other (context parallelism)."""
+    slots_ptr, starts_ptr, entries_ptr, batches, kv_heads = returned
+    layout: gl.constexpr = values.type.layout
+    place = block * kv_heads + kv_head
+    for entry in range(gl.load(starts_ptr + place), gl.load(starts_ptr + place + 1)):
+        slot = gl.load(entries_ptr + entry)
+        values += load_rows(slots_ptr + (PART * batches + batch) * HEAD_DIM, slot * BLOCK, 2 * batches * HEAD_DIM, (slot + 1) * BLOCK, layout,
+                            HEAD_DIM, BLOCK_D)
+    return values
+
+
+@gluon.jit
 def tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr, K_STAGES: gl.constexpr,
                 V_STAGES: gl.constexpr, ROWS: gl.constexpr, LISTED: gl.constexpr):
     """(buffers for halves of query tiles, key stages, value stages, plans, words of steps, barriers); TILES: how many tiles the first ones

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from s2_megatron.kernels.hopper_columns import query_block_of
-from s2_megatron.kernels.hopper_memory import clear_rows, known_lse, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper_memory import add_returned, clear_rows, known_lse, receive_plan, receive_word, store_rows
 from s2_megatron.kernels.hopper_schedule import BLOCK, LOG2E
 from s2_megatron.kernels.hopper_wide_backward_loads import produce
 
@@ -24,9 +24,10 @@ def keep_of(word, length, PACKED: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-            stride_b, stride_h, stride_s, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr, LISTED: gl.constexpr,
-            WIDE: gl.constexpr, GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers,
+            returned, scale, stride_b, stride_h, stride_s, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, PACKED: gl.constexpr,
+            LISTED: gl.constexpr, WIDE: gl.constexpr, RETURNED: gl.constexpr, GRAD_STEP: gl.constexpr, BLOCK_D: gl.constexpr,
+            Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
     """One warpgroup: dV of each key block, or KEYS: dK. key_buffers: K, V, dV on its way out; dK goes through that of V."""
     kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty = barriers
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -106,6 +107,9 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
         else:
             mbarrier.arrive(kv_empty.index(0), count=1)
         row = block * BLOCK
+        if RETURNED:
+            if row < key_length:
+                out = add_returned(out, returned, batch, kv_head, block, 0 if KEYS else 1, HEAD_DIM, BLOCK_D)
         grad_head = kv_head * GRAD_STEP
         if WIDE or (PACKED and row + BLOCK > length):  # TMA would write into the next document
             if KEYS:
@@ -130,11 +134,12 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
 
 @gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group"])  # they differ from batch to batch
 def s2_hopper_wide_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
-                                   ranges_ptr, order_ptr, documents_ptr, distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale,
-                                   rows, key_rows, heads, n_long, n_rest, n_programs, units, batches, head_group, stride_dkb, stride_dkh,
-                                   stride_dks, stride_dvb, stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
-                                   RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr,
-                                   KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
+                                   returned_ptr, returned_starts_ptr, returned_entries_ptr, ranges_ptr, order_ptr, documents_ptr,
+                                   distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, key_rows, heads, n_long, n_rest,
+                                   n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                                   stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
+                                   PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                                   GRAD_STEP: gl.constexpr, WIDE: gl.constexpr, RETURNED: gl.constexpr, BLOCK_D: gl.constexpr,
                                    Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in hopper_backward.py, without those of dQ."""
     dtype: gl.constexpr = q_desc.dtype
@@ -169,12 +174,15 @@ def s2_hopper_wide_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     fence_async_shared()
     barriers = (kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty)
     columns = (counter_ptr, n_programs, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, distance_ptr)
+    returned = (returned_ptr, returned_starts_ptr, returned_entries_ptr, batches, heads // RATIO)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
-        (compute, (dv_desc, dv_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-                   stride_dvb, stride_dvh, stride_dvs, False, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
-        (compute, (dk_desc, dk_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, scale,
-                   stride_dkb, stride_dkh, stride_dks, True, HEAD_DIM, PACKED, LISTED, WIDE, GRAD_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),
+        (compute, (dv_desc, dv_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, returned,
+                   scale, stride_dvb, stride_dvh, stride_dvs, False, HEAD_DIM, PACKED, LISTED, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                   GRAD_STAGES)),
+        (compute, (dk_desc, dk_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers, delta_buffers, words, plan, barriers, returned,
+                   scale, stride_dkb, stride_dkh, stride_dks, True, HEAD_DIM, PACKED, LISTED, WIDE, RETURNED, GRAD_STEP, BLOCK_D, Q_STAGES,
+                   GRAD_STAGES)),
         (produce, (q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, key_tiles, lse_buffers, delta_buffers, words,
                    plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES, RATIO, ORDERED, PACKED, MIXED,
                    LISTED, KV_STEP, BLOCK_D, Q_STAGES, GRAD_STAGES)),

@@ -185,3 +185,25 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
              + dims[None, :] * stride_dkd, (grad_key * scale).to(grad_key_ptr.dtype.element_ty), mask=store)
     tl.store(grad_value_ptr + batch * stride_dvb + kv_head.to(tl.int64) * stride_dvh + token * stride_dvs + row_offsets * stride_dvs
              + dims[None, :] * stride_dvd, grad_value.to(grad_value_ptr.dtype.element_ty), mask=store)
+
+
+@triton.jit
+def s2_add_returned_kernel(own_ptr, returned_ptr, out_ptr, starts_ptr, entries_ptr, n_batch, n_heads, part,
+                           stride_gb, stride_gh, stride_gs, stride_gd, stride_ob, stride_oh, stride_os, stride_od,
+                           BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program per block of this rank, KV head and batch: out = own + the returned slots of this block in the order of ranks, in the
+    precision of own. part: 0 for K, 1 for V."""
+    batch = (tl.program_id(0) % n_batch).to(tl.int64)
+    place = tl.program_id(0) // n_batch  # block * n_heads + head
+    head = (place % n_heads).to(tl.int64)
+    inside = tl.arange(0, BLOCK)
+    rows = (place // n_heads).to(tl.int64) * BLOCK + inside
+    dims = tl.arange(0, BLOCK_D)
+    keep = (inside >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    total = tl.load(own_ptr + batch * stride_gb + head * stride_gh + rows[:, None] * stride_gs + dims[None, :] * stride_gd, mask=keep)
+    for entry in range(tl.load(starts_ptr + place), tl.load(starts_ptr + place + 1)):
+        slot = tl.load(entries_ptr + entry).to(tl.int64)
+        row = ((slot * BLOCK + inside) * 2 + part) * n_batch + batch
+        total += tl.load(returned_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=keep).to(total.dtype)
+    target = out_ptr + batch * stride_ob + head * stride_oh + rows[:, None] * stride_os + dims[None, :] * stride_od
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=keep)

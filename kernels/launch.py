@@ -111,13 +111,15 @@ def delta(grad_out, grad_lse, out, lse, row_sums):
         portable.launch_delta(grad_out, grad_lse, out, lse.contiguous(), row_sums)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, backend="auto"):
-    """Writes dK and dV, from the final lse and the row sums of `delta`."""
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None,
+                  backend="auto"):
+    """Writes dK and dV, from the final lse and the row sums of `delta`. returned: see attention_backward_dkdv."""
     kernels = _hopper(backend, query, key, value, layout, packed, placement) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_key, grad_value)
-        kernels.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement)
+        kernels.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement,
+                              returned)
 
 
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None,

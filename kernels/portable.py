@@ -6,7 +6,7 @@ from functools import cache
 import torch
 import triton
 
-from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
+from s2_megatron.kernels.key_kernels import s2_add_returned_kernel, s2_backward_dkdv_kernel
 from s2_megatron.kernels.query_kernels import s2_delta_kernel, s2_query_kernel
 from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
 
@@ -101,9 +101,24 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed, placement)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None):
+def _add_returned(own, returned, out, part):
+    """out = own + the returned slots (see attention_backward_dkdv); own [B, G, rows, D] in fp32. part: 0 for K, 1 for V."""
+    slots, starts, entries = returned
+    batch, heads, rows, head_dim = own.shape
+    s2_add_returned_kernel[(rows // slots.shape[1] * heads * batch,)](
+        own, slots, out, starts, entries, batch, heads, part, *own.stride(), *out.stride(),
+        BLOCK=slots.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim))
+
+
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
     """Writes dK and dV, from the final lse and delta. With placed keys the heads of grad_key may share memory (stride 0 between heads): a
-    slot belongs to one KV head."""
+    slot belongs to one KV head. returned: see attention_backward_dkdv."""
+    if returned is not None:
+        own = [torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device) for tensor in (key, value)]
+        backward_dkdv(grad_out, query, key, value, lse, delta, *own, layout, scale, packed, placement)
+        for part, (wide, grad) in enumerate(zip(own, (grad_key, grad_value))):
+            _add_returned(wide, returned, grad, part)
+        return
     geometry = _Geometry(query, key, layout, packed, placement)
     tile = geometry.tiles[2]
     batch, heads = query.shape[:2]

@@ -244,17 +244,19 @@ def attention_delta(grad_out, out, lse, call: AttentionCall):
     return row_sums
 
 
-def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall) -> None:
+def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall, returned=None) -> None:
     """Writes the part of dK and dV that these queries give to these keys. Every row of a slot that the placement names is written, no other.
 
     lse: the final one, over all keys. row_sums: attention_delta's. grad_key, grad_value: like key, any dtype and strides; heads may share
-    memory (stride 0) where their slots differ.
+    memory (stride 0) where their slots differ. returned: gradients of the same keys that other queries gave, added in fp32 before the result
+    is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32 [blocks * G + 1], entries int32), of which the slots of block b of KV
+    head g are entries[starts[b * G + g]] and following, added in that order; for key in whole blocks, heads with memory of their own.
     """
     views = [canonical_view(tensor, call.tensor_format) for tensor in (grad_out, query, key, value)]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
     if query.numel():
         _implementation(call.backend).backward_dkdv(
-            *views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement, **_settings(call)
+            *views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement, returned, **_settings(call)
         )
 
 

@@ -254,10 +254,10 @@ class _SparseAttention(torch.autograd.Function):
         returning = exchange.start_return(gradients)
         if state.remote is not None:
             grad_query = attention_backward_dq(grad_out, query, *keys, lse, row_sums, remote, initial=grad_query)
-        own = tuple(torch.empty(tensor.shape, dtype=wide, device=tensor.device) for tensor in (key, value))
-        attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *own, local)
-        grad_key, grad_value = exchange.add_returned(returning.result(), own, key.dtype, local.backend)
-        return grad_query, grad_key, grad_value, None, None, None, None
+        grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
+        returned = exchange.returned(returning.result())
+        attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, local, returned)
+        return grad_query, *grads, None, None, None, None
 
 
 def _gather(tensors, order, group):

@@ -120,7 +120,7 @@ class Pending:
 class BlockExchange:
     """An ExchangePlan on a device: sends blocks of K and V, and gradients back. group: the context-parallel process group.
 
-    backend, where it is asked for: 'reference' copies with PyTorch, the others with one kernel each.
+    backend, where it is asked for: 'reference' copies with PyTorch, the others with a kernel.
     """
 
     def __init__(self, plan: ExchangePlan, group, device):
@@ -166,25 +166,9 @@ class BlockExchange:
 
         return Pending(returned, (gradients,), collective)
 
-    def add_returned(self, returned: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], dtype, backend: str) -> list[torch.Tensor]:
-        """(grad_key, grad_value) in `dtype`: this rank's own, [S/c, B, G, D] in fp32 (or wider), plus the returned ones, rank after rank."""
-        if backend != "reference":
-            from s2_megatron.kernels import exchange
-
-            results = [torch.empty_like(grad, dtype=dtype) for grad in own]
-            for part, (grad, result) in enumerate(zip(own, results)):
-                exchange.add_returned(grad, returned, result, self.return_starts, self.return_entries, part)
-            return results
-        start = 0
-        for count in self.plan.send_counts:
-            # The slots of one rank are different blocks, so that no sum depends on the order of threads.
-            span = slice(start, start + count)
-            heads, blocks = self.heads[span], self.blocks[span]
-            for part, grad in enumerate(own):
-                blockwise = grad.unflatten(0, (-1, self.plan.block_size))
-                blockwise[blocks, :, :, heads] = blockwise[blocks, :, :, heads] + returned[span, :, part].to(grad.dtype)
-            start += count
-        return [grad.to(dtype) for grad in own]
+    def returned(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """What attention_backward_dkdv adds of a buffer that came back: the slots of every block, rank after rank."""
+        return (buffer, self.return_starts, self.return_entries) if len(buffer) else None
 
 
 def slot_views(buffer: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

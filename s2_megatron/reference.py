@@ -117,15 +117,29 @@ def delta(grad_out, grad_lse, out, lse, row_sums):
         row_sums -= torch.where(torch.isinf(lse), 0.0, grad_lse.to(work))
 
 
-def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None):
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
     """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may share memory (stride 0
-    between heads): a slot belongs to one KV head."""
+    between heads): a slot belongs to one KV head. returned: see attention_backward_dkdv."""
     _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=False)
+    if returned is not None:
+        _add_returned((dk, dv), *returned)
     for grad, total in ((grad_key, dk), (grad_value, dv)):
         if grad.shape[1] > 1 and grad.stride(1) == 0:
             grad[:, 0].copy_(total.sum(1))  # all heads but one are zero in a slot
         else:
             grad.copy_(total)
+
+
+def _add_returned(grads, slots, starts, entries):
+    """To each of dK and dV [B, G, rows, D] the slots of its blocks: their first entries, then their second ones, and so on."""
+    heads = grads[0].shape[1]
+    counts = starts.diff()
+    for nth in range(int(counts.max())):
+        places = torch.nonzero(counts > nth)[:, 0]  # block * heads + head
+        slot = entries[starts[places] + nth]
+        for part, grad in enumerate(grads):
+            blocks = grad.unflatten(2, (-1, slots.shape[1]))
+            blocks[:, places % heads, places // heads] += slots[slot, :, part].movedim(2, 0).to(grad.dtype)
 
 
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):

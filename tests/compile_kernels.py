@@ -214,8 +214,11 @@ def hopper_entries() -> dict[str, Entry]:
                 slots[:, present::2] = torch.arange(128) if word == "own" else torch.arange(512).view(4, 128)
                 placement = Placement.make(range(0, 256, 2), 256, slots, "cpu", ranges.pattern)
                 call = op.AttentionCall(ranges, 0.1, "sbhd", None, placement, "gluon", False)
+                returned = None
                 if word == "own":
-                    keys, grads = (key, value), (key.float(), value.float())
+                    keys = grads = (key, value)
+                    order = torch.arange(513, dtype=torch.int32)
+                    returned = (torch.empty(512, 64, 2, 1, dim, dtype=torch.bfloat16), order, order)
                     out_float, lse = op.attention_forward(query, *keys, call, out_dtype=torch.float32)
                     dq = op.attention_backward_dq(grad, query, *keys, lse, lse, call, dtype=torch.float32)
                 else:
@@ -223,8 +226,13 @@ def hopper_entries() -> dict[str, Entry]:
                     grads = keys = slot_views(buffer, 4)
                     op.attention_forward(query, *keys, call, initial=(out_float, lse))
                     op.attention_backward_dq(grad, query, *keys, lse, lse, call, initial=dq)
-                op.attention_backward_dkdv(grad, query, *keys, lse, lse, *grads, call)
+                op.attention_backward_dkdv(grad, query, *keys, lse, lse, *grads, call, returned)
                 take(str(dim), "bf16", word, parts)
+            # All keys are at hand, and the gradients of all are wanted in fp32.
+            placement = Placement.make(range(0, 256, 2), 256, None, "cpu", ranges.pattern)
+            keys = [torch.empty(16384, 1, 4, dim, dtype=torch.bfloat16)] * 2
+            op.attention_backward_dkdv(grad, query, *keys, lse, lse, *[keys[0].float()] * 2, call._replace(placement=placement))
+            take(str(dim), "bf16", "gathered", parts)
     return {
         name: Entry(launch.kernel, 90, launch.signature, launch.constants, launch.attributes, launch.options) for name, launch in found.values()
     }

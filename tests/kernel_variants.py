@@ -98,7 +98,8 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
 
 
 def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall):
-    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; gradients of own keys in fp32."""
+    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; gradients of own keys with returned
+    ones. Every block of every KV head has one that was returned."""
     buffer = torch.randn(GROUPS, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
     slots, slot_grads = slot_views(buffer, GROUPS), slot_views(torch.empty_like(buffer), GROUPS)
     out, lse = attention_forward(query, key, value, own, out_dtype=torch.float32)
@@ -107,7 +108,11 @@ def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall):
     grad_query = attention_backward_dq(grad, query, key, value, lse, sums, own, dtype=torch.float32)
     attention_backward_dkdv(grad, query, *slots, lse, sums, *slot_grads, remote)
     attention_backward_dq(grad, query, *slots, lse, sums, remote, initial=grad_query)
-    attention_backward_dkdv(grad, query, key, value, lse, sums, *(tensor.float() for tensor in (key, value)), own)
+    places = len(key) // BLOCK * GROUPS
+    returned = torch.zeros(places, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
+    order = torch.arange(places + 1, dtype=torch.int32, device=DEVICE)
+    grads = (torch.empty(tensor.shape, dtype=query.dtype, device=DEVICE) for tensor in (key, value))
+    attention_backward_dkdv(grad, query, key, value, lse, sums, *grads, own, (returned, order, order))
 
 
 def count(backend: str) -> dict[str, dict[str, list[int]]]:

@@ -77,12 +77,12 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, dtype=F32)
     attention_backward_dkdv(grad_out, query, *slots, lse, row_sums, *grad_slots, remote)
     grad_query = attention_backward_dq(grad_out, query, *slots, lse, row_sums, remote, initial=grad_query)
-    wide = tuple(torch.empty(tensor.shape, dtype=F32, device=device) for tensor in (key, value))
-    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)
-    grads = exchange.add_returned(torch.ones_like(sent), wide, dtype, backend)
+    grads, wide = ([torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32))
+    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent)))
+    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)  # as with `all_gather`
     # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small head dims.
     more = attention_backward(grad_out, torch.ones_like(lse), query, key, value, out.to(dtype), lse, own)
-    assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *more))
+    assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *wide, *more))
 
 
 def main(arguments=None):

@@ -15,7 +15,7 @@ from s2_megatron.attention import (
     attention_forward,
     s2_attention,
 )
-from s2_megatron.cp_exchange import slot_views
+from s2_megatron.cp_exchange import BlockExchange, slot_views
 from s2_megatron.cp_plan import make_plan
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
@@ -205,11 +205,25 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     grads = [torch.zeros(tensor.shape, device=device) for tensor in (key, value)]
     wide = [torch.full(tensor.shape, float("nan"), device=device) for tensor in kv]
     attention_backward_dkdv(do, q, *kv, lse, sums, *wide, calls[0])
+    check_returned(plan, wide, (do, q, *kv, lse, sums), calls[0])
     for number, grad_part in enumerate(wide):
         grads[number][rows] += grad_part
         for group, block, slot in where:
             grads[number][block * 64 : block * 64 + 64, :, group] += returned[slot, :, number]
     return rows, out, lse, dq, grads
+
+
+def check_returned(plan, own, tensors, call):
+    """dK and dV of a rank's own keys with what other ranks send back: the fp32 sums `own` plus that in the order of ranks, rounded once."""
+    key, exchange = tensors[2], BlockExchange(plan, None, own[0].device)
+    slots = torch.randn(len(plan.send_heads), 64, 2, *key.shape[1:2], key.shape[3], device=key.device).to(key.dtype)
+    grads = [torch.full_like(key, float("nan")) for _ in own]
+    attention_backward_dkdv(*tensors, *grads, call, exchange.returned(slots))
+    for part, (grad, total) in enumerate(zip(grads, own)):
+        total = total.clone()
+        for slot, (head, block) in enumerate(zip(plan.send_heads, plan.send_blocks)):
+            total[block * 64 : block * 64 + 64, :, head] += slots[slot, :, part].float()
+        assert torch.equal(grad, total.to(grad.dtype)), part
 
 
 @pytest.mark.parametrize("size, n_blocks", [(2, 24), (3, 30), (4, 8)])
