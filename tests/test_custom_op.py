@@ -94,6 +94,15 @@ def test_meta_tensors_have_the_shapes():
     assert out.is_meta and out.shape == leaves[0].shape and lse.dtype == torch.float32
 
 
+def test_a_transform_sees_the_operator():
+    """torch.vmap calls it once for each; what left the dispatcher out would take the batched tensors for plain ones."""
+    leaves, options = make_call("sbhd", "cpu")
+    pairs = [(leaf.detach(), leaf.detach().flip(0)) for leaf in leaves]
+    both = torch.vmap(lambda *tensors: s2_attention(*tensors, **options)[0])(*(torch.stack(pair) for pair in pairs))
+    for number in range(2):
+        assert torch.equal(both[number], s2_attention(*(pair[number] for pair in pairs), **options)[0])
+
+
 @pytest.mark.parametrize("kind", ["sbhd", "thd", "ending"])
 def test_one_graph_for_all_lengths_and_documents(kind):
     """Dynamic lengths, and packed batches with other documents: two graphs at most (the number of documents may be 1)."""

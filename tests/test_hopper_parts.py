@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.suites import s2_pattern
 from s2_megatron.kernels import hopper
-from s2_megatron.layout import build_layout
+from s2_megatron.layout import Placement, build_layout
 
 
 def parts_of(pattern, rows, batch=1, dim=128):
@@ -39,3 +39,13 @@ def test_few_long_columns_are_divided(monkeypatch):
     for heads, kv_heads, length, batch, dim, expected in divided:
         assert parts_of(s2_pattern(heads, kv_heads), length * 1024, batch, dim) == expected, (heads, kv_heads, length, batch, dim)
     assert parts_of(s2_pattern(8, 1, ((16, 1),)), 128 * 1024) == (0, 0, 1), "a window has no long columns"
+
+
+def test_a_placement_without_any_key(monkeypatch):
+    """A rank may receive nothing for its KV heads: there is no longest column, and nothing is divided."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    pattern = s2_pattern(4, 2)
+    placement = Placement.make(range(8), 16, torch.full((2, 16), -1), "cpu", pattern)
+    query, key = (torch.empty(1, heads, 512, 64) for heads in (4, 2))
+    arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles().arguments
+    assert arguments["n_split"] == 0
