@@ -122,8 +122,8 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
         query_row = gl.arange(0, BLOCK, layout=columns)
         if PACKED:
             if block >= full_blocks:  # in part behind the document, or not there at all
-                clear_rows(key, gl.maximum(length - block * BLOCK, 0), BLOCK, BLOCK)
-                clear_rows(value, gl.maximum(length - block * BLOCK, 0), BLOCK, BLOCK)
+                clear_rows(key, length - block * BLOCK, BLOCK, BLOCK)
+                clear_rows(value, length - block * BLOCK, BLOCK, BLOCK)
         if tiles > 0:  # the gradients of the tile before have left its buffers by now
             tma.store_wait(0)
             mbarrier.arrive(kv_empty.index(1 - slot), count=1)

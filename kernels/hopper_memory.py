@@ -18,13 +18,14 @@ def load_pair(desc, batch, head, row_a, row_b, tiles, stage, barrier, BLOCK_D: g
 @gluon.jit
 def clear_rows(buffer, low, high, ROWS: gl.constexpr):
     """Zeros in the rows low .. high - 1 of a [ROWS, D] buffer, by one warpgroup: behind a document there may be NaN, and 0 * NaN is NaN.
-    A loop over pieces of 8 rows and 64 columns, as they lie in memory: it seldom runs, and long code in its place slows what runs always."""
+    low may be negative: a block may lie wholly behind it. A loop over pieces of 8 rows and 64 columns, as they lie in memory: it seldom runs,
+    and long code in its place slows what runs always."""
     piece: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     copy: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     CHUNKS: gl.constexpr = buffer.shape[1] // 64
     pieces = buffer._reinterpret(buffer.dtype, [CHUNKS * ROWS // 8, 8, 64], piece)
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, copy))
-    for first in range(low // 8 * 8, high, 8):
+    for first in range(gl.maximum(low, 0) // 8 * 8, high, 8):
         for chunk in range(CHUNKS):
             place = pieces.index((chunk * ROWS + first) // 8)
             held = place.load(copy)
