@@ -7,7 +7,7 @@ work        one GPU's time times the busiest rank's share of the pairs, those wi
 overhead    what the silent step took beyond its work: partial results in fp32 (in proportion to the tokens of a rank), and packing, unpacking
             and adding what travels (in proportion to its bytes); scaled by the bytes that both move through the GPU's memory
 exposed     what transfers take, at the measured rate of the link, beyond the attention beside them: K and V in the forward beside the own keys'
-            part; K and V again beside the own part of dQ; returned gradients beside the own part of dK and dV. And what was exposed when
+            part; K and V again beside the own part of dQ; returned gradients beside the received keys' part of dQ. And what was exposed when
             measured, in proportion to the bytes
 
 Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
@@ -42,10 +42,9 @@ class Layer:
         )
 
     def moved(self, ranks: int) -> int:
-        """Bytes of partial results (out, dQ, dK, dV in fp32) and of the exchange's buffers, written and read once, of the busiest rank."""
-        heads = 2 * (self.pattern.num_heads + self.pattern.num_kv_heads)
+        """Bytes of partial results (out and dQ in fp32) and of the exchange's buffers, written and read once, of the busiest rank."""
         costs = self.costs(ranks)
-        return 2 * (4 * heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
+        return 2 * (4 * 2 * self.pattern.num_heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
 
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
@@ -106,7 +105,7 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
 
     (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward"), part("step")
     backward_work = work - forward_work
-    hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, own * backward_work * (1 - SHARE_OF_DQ)
+    hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, (1 - own) * backward_work * SHARE_OF_DQ
     transfers = [sent / rate for sent in (forward, repeated, backward - repeated)]
     waits = [max(0.0, transfer - beside) for transfer, beside in zip(transfers, hidden)]
     forward_exposed, exposed = forward_exposed + waits[0], exposed + sum(waits)
