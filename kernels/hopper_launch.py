@@ -1,8 +1,9 @@
 """How the Hopper kernels are launched: once through Triton, which looks at every argument to choose what to compile, and from then on without
 that look, which takes as long as a short kernel. Written for Triton 3.6, as the kernels.
 
-Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1 or a multiple of 16, and by the
-constants. Launches that are equal in all of it, because the numbers are the same, run the same machine code.
+Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of 16 or longer than 32
+bits, and by the constants. Launches that are equal in all of it, because the numbers are the same, run the same machine code. Triton's launch
+hooks run for all of them; settings that ask for another compilation count at the first launch of a kind.
 """
 from __future__ import annotations
 
@@ -49,6 +50,9 @@ class Launches:
     def __init__(self, grid: int, arguments: dict):
         self.grid, self.arguments = (grid, 1, 1), arguments
         self._compiled = {}
+
+    def __reduce__(self):  # compiled kernels can neither be copied nor pickled
+        return type(self), (self.grid[0], self.arguments)
 
     def start(self, kernel, boxes, pointers, strided, **constants):
         """boxes, pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose strides are

@@ -18,8 +18,8 @@ def load_pair(desc, batch, head, row_a, row_b, tiles, stage, barrier, BLOCK_D: g
 @gluon.jit
 def clear_rows(buffer, low, high, ROWS: gl.constexpr):
     """Zeros in the rows low .. high - 1 of a [ROWS, D] buffer, by one warpgroup: behind a document there may be NaN, and 0 * NaN is NaN.
-    low may be negative: a block may lie wholly behind it. A loop over pieces of 8 rows and 64 columns, as they lie in memory: it seldom runs,
-    and long code in its place slows what runs always."""
+    low may be negative: a block may lie wholly behind it. high: a multiple of 8. A loop over pieces of 8 rows and 64 columns, as they lie in
+    memory: it seldom runs, and long code in its place slows what runs always."""
     piece: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     copy: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     CHUNKS: gl.constexpr = buffer.shape[1] // 64
@@ -29,7 +29,7 @@ def clear_rows(buffer, low, high, ROWS: gl.constexpr):
         for chunk in range(CHUNKS):
             place = pieces.index((chunk * ROWS + first) // 8)
             held = place.load(copy)
-            place.store(gl.where(((first + row < low) | (first + row >= high))[:, None], held, gl.zeros_like(held)))
+            place.store(gl.where((first + row < low)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
     gl.thread_barrier()
 

@@ -108,8 +108,7 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
             mbarrier.arrive(kv_empty.index(0), count=1)
         row = block * BLOCK
         if RETURNED:
-            if row < key_length:
-                out = add_returned(out, returned, batch, kv_head, block, 0 if KEYS else 1, HEAD_DIM, BLOCK_D)
+            out = add_returned(out, returned, batch, kv_head, block, 0 if KEYS else 1, HEAD_DIM, BLOCK_D)
         grad_head = kv_head * GRAD_STEP
         if WIDE or (PACKED and row + BLOCK > length):  # TMA would write into the next document
             if KEYS:

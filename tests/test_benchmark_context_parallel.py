@@ -128,15 +128,15 @@ def test_what_a_prediction_needs(measured):
 
 def test_the_documented_prediction(tmp_path, capsys, monkeypatch):
     """The command and its output as docs/context_parallel.md has them; neither GPUs nor torchrun are needed."""
-    text, command = (MEASURED.parents[2] / "docs" / "context_parallel.md").read_text(), "--predict 8 --from benchmarks/results/h200_cp4.json"
+    text, command = (MEASURED.parents[2] / "docs" / "context_parallel.md").read_text(), "--predict 8 --from benchmarks/results/h200_cp2.json"
     monkeypatch.chdir(MEASURED.parents[2])
     monkeypatch.setattr(sys, "argv", ["context_parallel.py", *command.split(), "--json", str(tmp_path / "x.json")])
     benchmark.main()
     printed = capsys.readouterr().out
     assert f"python benchmarks/context_parallel.py {command}\n" in text and printed in text
     content = json.loads((tmp_path / "x.json").read_text())
-    assert content["commit"] == "f2691e9" and [row["exchange"] for row in content["rows"] if row.get("predicted")] == ["sparse"]
-    assert len(content["rows"]) == 7
+    assert content["commit"] == "357bab4" and [row["exchange"] for row in content["rows"] if row.get("predicted")] == ["sparse"]
+    assert len(content["rows"]) == 4
 
 
 def test_a_run_over_gloo(tmp_path):

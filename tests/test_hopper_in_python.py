@@ -100,8 +100,9 @@ def test_columns_in_parts_of_masks(deterministic):
 
 
 @pytest.mark.usefixtures("few_columns")
-def test_columns_in_parts_of_placed_blocks():
-    check_placed_blocks(64, "paper", 2, 8, "cpu", F16)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_columns_in_parts_of_placed_blocks(ranks):
+    check_placed_blocks(64, "paper", ranks, 8, "cpu", F16)
 
 
 @pytest.mark.usefixtures("few_columns")
@@ -164,3 +165,8 @@ def test_documents_do_not_see_nan(tiles, dim):  # noqa: F811
 @pytest.mark.parametrize("kind", ["paper", "mask"])
 def test_placed_blocks_and_continued(kind, dim):
     check_placed_blocks(dim, kind, 2, 8, "cpu", F16)
+
+
+@pytest.mark.parametrize("dim", [64, 192])
+def test_several_ranks_return_gradients_of_a_block(dim):
+    check_placed_blocks(dim, "paper", 4, 8, "cpu", F16)

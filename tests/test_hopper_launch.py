@@ -1,5 +1,6 @@
 """Launches that leave Triton's look at their arguments out: the same machine code, grid and arguments as with it. Without a GPU."""
 
+import copy
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -9,15 +10,15 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from s2_megatron.attention import AttentionCall, attention_backward, attention_forward
-from s2_megatron.kernels import hopper, launch, portable
+from s2_megatron.attention import AttentionCall, attention_backward, attention_backward_dkdv, attention_forward
+from s2_megatron.kernels import hopper, hopper_launch, launch, portable
 from s2_megatron.kernels.hopper_launch import Box
-from s2_megatron.layout import PackedSequence, build_layout
+from s2_megatron.layout import PackedSequence, Placement, build_layout
 from tests.record_launches import launch_of
 from tests.test_attention import pattern_of
 
 BF16, F16 = torch.bfloat16, torch.float16
-LAYOUT = build_layout(pattern_of(((2, 1), (None, 4)), 64, 4, 2))
+PATTERN = pattern_of(((2, 1), (None, 4)), 64, 4, 2)
 
 
 class Compiled(NamedTuple):
@@ -28,8 +29,8 @@ class Compiled(NamedTuple):
         return lambda *values: self.start(self, grid, values)
 
 
-class Launches:
-    """Stands for Triton: every launch of a Gluon kernel, in order, as Triton would see it, and whether it was left out."""
+class Triton:
+    """Stands for it. made: every launch of a Gluon kernel as Triton would see it, (launch, grid, whether Triton was left out), in order."""
 
     def __init__(self):
         self.made = []
@@ -37,9 +38,8 @@ class Launches:
     def run(self, kernel, *args, grid, warmup, **kwargs):
         if not kernel.is_gluon():
             return None
-        seen = launch_of(kernel, *args, **kwargs)
-        self.made.append((seen, grid, False))
-        return Compiled(seen, self.start)
+        self.made.append((launch_of(kernel, *args, **kwargs), grid, False))
+        return Compiled(self.made[-1][0], self.start)
 
     def start(self, compiled, grid, values):
         """A compiled kernel is started with values for all of its arguments, in order."""
@@ -50,28 +50,38 @@ class Launches:
                 assert (value.shape, value.strides, value.padding) == (box.shape, box.strides, box.padding)
                 value = box
             given[name] = value
-        seen = launch_of(first.kernel, **given, **first.options)
-        assert seen.variant == first.variant
-        self.made.append((seen, grid, True))
+        self.made.append((launch_of(first.kernel, **given, **first.options), grid, True))
 
-    def take(self):
-        """[(variant, numbers among the arguments, grid, whether it was started without Triton)] since the last time."""
-        made, self.made = self.made, []
-        numbers = [[value for value in seen.arguments.values() if isinstance(value, (int, float))] for seen, _, _ in made]
-        return [(seen.kernel.__name__, seen.variant, own, grid, again) for own, (seen, grid, again) in zip(numbers, made)]
+
+def same(one, two) -> bool:
+    """Whether two arguments are the same tensor, boxes of the same tensor, or equal numbers."""
+    if isinstance(one, TensorDescriptor):
+        return one.base is two.base and (one.shape, one.strides, one.block_shape) == (two.shape, two.strides, two.block_shape)
+    return one is two if isinstance(one, torch.Tensor) else one == two
 
 
 @pytest.fixture
-def launches(monkeypatch):
-    made = Launches()
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: made.run(*args, **kwargs))
+def started(monkeypatch):
+    """[whether Triton was left out] of all launches, each of which was compared with what it would be through Triton."""
+    triton_, real, found = Triton(), hopper_launch.Launches.start, []
+
+    def start(launches, *args, **constants):
+        real(hopper_launch.Launches(launches.grid[0], launches.arguments), *args, **constants)
+        real(launches, *args, **constants)
+        (expected, expected_grid, through), (got, grid, again) = triton_.made[-2:]
+        assert (through, expected.kernel, expected.variant, expected_grid) == (False, got.kernel, got.variant, grid)
+        for name, value in expected.arguments.items():
+            assert same(value, got.arguments[name]), name
+        found.append(again)
+
+    monkeypatch.setattr(hopper_launch.Launches, "start", start)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "GLUON", triton.__version__)
     monkeypatch.setattr(portable, "launch_delta", lambda *args: None)  # portable kernels run slowly here, and are not what is tested
     monkeypatch.setattr(hopper, "s2_scale_kernel", defaultdict(lambda: lambda *args, **kwargs: None))
-    LAYOUT.kept.clear()
-    return made
+    return found
 
 
 def tensors(rows=200, dim=64, dtype=BF16, batch=1, form="sbhd", wider=0, shift=0):
@@ -84,18 +94,36 @@ def tensors(rows=200, dim=64, dtype=BF16, batch=1, form="sbhd", wider=0, shift=0
     return made
 
 
-def attend(query, key, value, form="sbhd", grad=torch.randn_like, **options):
-    call = AttentionCall(LAYOUT, 0.5, form, None, None, "gluon", False)._replace(**options)
-    out, lse = attention_forward(query, key, value, call)
-    attention_backward(grad(out), None, query, key, value, out, lse, call)
+class Case:
+    """Calls of one layout and one placement, of which launches are kept."""
 
+    def __init__(self):
+        self.layout = build_layout(PATTERN)
+        slots = torch.full((2, 8), -1)
+        slots[:, ::2] = torch.arange(4)
+        self.placement = Placement.make(range(0, 8, 2), 8, slots, "cpu", PATTERN)
 
-def go_on(query, key, value, shift=0, wider=0):
-    """The forward from an earlier out, `wider` elements between its rows, and an LSE that begins `shift` elements behind 16 bytes; fp32."""
-    rows, batch, heads, dim = query.shape
-    out = torch.zeros(rows, batch, heads, dim + wider)[..., :dim]
-    lse = torch.zeros(batch * heads * rows + shift)[shift:].view(batch, heads, rows)
-    attention_forward(query, key, value, AttentionCall(LAYOUT, 0.5, "sbhd", None, None, "gluon", False), (out, lse), torch.float32)
+    def call(self, form="sbhd", **options):
+        return AttentionCall(self.layout, 0.5, form, None, None, "gluon", False)._replace(**options)
+
+    def attend(self, query, key, value, form="sbhd", grad=torch.randn_like, **options):
+        call = self.call(form, **options)
+        out, lse = attention_forward(query, key, value, call)
+        attention_backward(grad(out), None, query, key, value, out, lse, call)
+
+    def go_on(self, query, key, value, shift=0, wider=0):
+        """The forward from an earlier out, `wider` elements between its rows, and an LSE that begins `shift` elements behind 16 bytes; fp32."""
+        rows, batch, heads, dim = query.shape
+        out = torch.zeros(rows, batch, heads, dim + wider)[..., :dim]
+        lse = torch.zeros(batch * heads * rows + shift)[shift:].view(batch, heads, rows)
+        attention_forward(query, key, value, self.call(), (out, lse), torch.float32)
+
+    def own_keys(self, query, key, value, dtype, slots=0):
+        """dK and dV of placed keys, `slots` of which come back."""
+        order = torch.arange(9, dtype=torch.int32).clamp(max=slots)
+        returned = (torch.randn(max(1, slots), 64, 2, 1, key.shape[3]).to(key.dtype), order, order) if slots else None
+        grads, sums = (torch.empty(key.shape, dtype=dtype) for _ in range(2)), torch.zeros(1, 4, query.shape[0])
+        attention_backward_dkdv(query, query, key, value, sums, sums, *grads, self.call(placement=self.placement), returned)
 
 
 def strided_gradient(out):
@@ -103,46 +131,52 @@ def strided_gradient(out):
 
 
 CALLS = {
-    "plain": lambda: attend(*tensors()),
-    "fp16": lambda: attend(*tensors(dtype=F16)),
-    "rows": lambda: attend(*tensors(rows=1000)),
-    "batch": lambda: attend(*tensors(batch=3)),
-    "bshd": lambda: attend(*tensors(batch=3, form="bshd"), form="bshd"),
-    "strides": lambda: attend(*tensors(wider=8)),
-    "head dim": lambda: attend(*tensors(dim=128)),
-    "smaller head dim": lambda: attend(*tensors(dim=56)),
-    "wide": lambda: attend(*tensors(dim=192)),
-    "scale": lambda: attend(*tensors(), softmax_scale=1.0),
-    "deterministic": lambda: attend(*tensors(), deterministic=True),
-    "strides of the gradient": lambda: attend(*tensors(), grad=strided_gradient),
-    "continued": lambda: go_on(*tensors()),
-    "continued, fp16": lambda: go_on(*tensors(dtype=F16)),
-    "continued, LSE off its 16 bytes": lambda: go_on(*tensors(), shift=1),
-    "continued, strides": lambda: go_on(*tensors(), wider=8),
+    "plain": lambda case: case.attend(*tensors()),
+    "fp16": lambda case: case.attend(*tensors(dtype=F16)),
+    "rows": lambda case: case.attend(*tensors(rows=1000)),
+    "batch": lambda case: case.attend(*tensors(batch=3)),
+    "bshd": lambda case: case.attend(*tensors(batch=3, form="bshd"), form="bshd"),
+    "strides": lambda case: case.attend(*tensors(wider=8)),
+    "head dim": lambda case: case.attend(*tensors(dim=128)),
+    "smaller head dim": lambda case: case.attend(*tensors(dim=56)),
+    "wide": lambda case: case.attend(*tensors(dim=192)),
+    "scale": lambda case: case.attend(*tensors(), softmax_scale=1.0),
+    "deterministic": lambda case: case.attend(*tensors(), deterministic=True),
+    "strides of the gradient": lambda case: case.attend(*tensors(), grad=strided_gradient),
+    "continued": lambda case: case.go_on(*tensors()),
+    "continued, fp16": lambda case: case.go_on(*tensors(dtype=F16)),
+    "continued, LSE off its 16 bytes": lambda case: case.go_on(*tensors(), shift=1),
+    "continued, strides": lambda case: case.go_on(*tensors(), wider=8),
+    "own keys": lambda case: case.own_keys(*tensors(256), BF16),
+    "own keys in fp32": lambda case: case.own_keys(*tensors(256), torch.float32),
+    "own keys, some return": lambda case: case.own_keys(*tensors(256), BF16, 3),
+    "own keys, more return": lambda case: case.own_keys(*tensors(256), BF16, 8),
+    "own keys of a wide head, some return": lambda case: case.own_keys(*tensors(256, dim=192), BF16, 3),
 }
 
 
-def test_second_calls_are_started_without_triton_and_equal(launches):
-    """Each call by itself, all through Triton; then all of them twice with one layout: the same variants, numbers and grids in the same order,
-    and the second time nothing through Triton."""
-    alone = {}
-    for name, call in CALLS.items():
-        LAYOUT.kept.clear()
-        call()
-        alone[name] = launches.take()
-        assert len(alone[name]) in (1, 2, 3) and not any(again for *_, again in alone[name])
-    LAYOUT.kept.clear()
-    for turn in range(2):
+def test_second_calls_are_started_without_triton_and_equal(started):
+    """Each call after each other one, with other tensors every time: the second time nothing goes through Triton."""
+    case = Case()
+    for turn in range(3):
         for name, call in CALLS.items():
-            call()
-            made = launches.take()
-            assert [launch[:4] for launch in made] == [launch[:4] for launch in alone[name]], name
-            assert turn == 0 or all(again for *_, again in made), name
+            call(case)
+            assert started and (turn == 0 or all(started)), name
+            started.clear()
 
 
-def test_packed_documents_come_through_triton(launches):
+def test_packed_documents_come_through_triton(started):
     """Their tables are made anew for every batch."""
-    packed = PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
+    case, packed = Case(), PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
     for _ in range(2):
-        attend(*tensors(form="thd"), form="thd", packed=packed)
-        assert [again for *_, again in launches.take()] == [False] * 2
+        case.attend(*tensors(form="thd"), form="thd", packed=packed)
+    assert started == [False] * 4
+
+
+def test_what_has_been_launched_can_be_copied(started):
+    """A compiled kernel cannot, and its copy is not needed."""
+    case = Case()
+    CALLS["own keys"](case)
+    (kept,) = case.placement.steps.kept.values()
+    twin = copy.deepcopy(kept)
+    assert twin.grid == kept.grid and twin.arguments.keys() == kept.arguments.keys() and kept._compiled and not twin._compiled
