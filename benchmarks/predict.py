@@ -4,8 +4,8 @@ Measured are one GPU's time for the whole sequence, the step with and without it
 hides. Counted, from the plans of both numbers of ranks, are (query, key) pairs, bytes at the collectives, and bytes of partial results. Then
 
 work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
-overhead    what the silent step took beyond its work: partial results in fp32 (in proportion to the tokens of a rank), and packing, unpacking
-            and adding what travels (in proportion to its bytes); scaled by the bytes that both move through the GPU's memory
+overhead    what the silent step took beyond its work: partial results in fp32 (in proportion to the tokens of a rank), and packing and
+            adding what travels (in proportion to its bytes); scaled by the bytes that both move through the GPU's memory
 exposed     what transfers take, at the measured rate of the link, beyond the attention beside them: K and V in the forward beside the own keys'
             part; K and V again beside the own part of dQ; returned gradients beside the received keys' part of dQ. And what was exposed when
             measured, in proportion to the bytes

@@ -94,8 +94,8 @@ def _group(units: int, wanted: int) -> int:
 
 
 class _Call:
-    """What the kernels of one call share. Grids and arguments are kept with the layout, or the step lists, for every shape: a short call would
-    wait for Python otherwise; those of packed documents change from batch to batch."""
+    """What the kernels of one call share. Launches are kept with the layout, or the step lists, for every shape: a short call would wait for
+    Python otherwise; those of packed documents change from batch to batch."""
 
     def __init__(self, query, key, value, layout, packed, placement=None, initial=None):
         self.query, self.key, self.value = query, key, value
