@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from s2_megatron.attention import canonical_view
+from s2_megatron.attention_checks import canonical_view
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.config import load_config
 from s2_megatron.layout import PackedSequence

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.cases import Case, Tensors
-from s2_megatron.attention import canonical_view, s2_attention
+from s2_megatron.attention import s2_attention
+from s2_megatron.attention_checks import canonical_view
 from s2_megatron.layout import Placement, build_layout
 from tests.oracle import check_against_eager, packed_mask, token_mask
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.cp_plan import LayerCosts, check_block_count, layer_costs, rank_pairs, zigzag_blocks
+from s2_megatron.cp_plan import LayerCosts, block_pairs, check_block_count, layer_costs, rank_pairs, zigzag_blocks
 from s2_megatron.patterns import Pattern
 
 HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
@@ -48,20 +48,12 @@ class Layer:
 
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
-        pattern, n_blocks = self.pattern, check_block_count(self.tokens, ranks, self.pattern.block_size)
-        alike = pattern.table_of if hasattr(pattern, "table_of") else pattern.heads.__getitem__
-        copies: dict = {}
-        for head in range(pattern.num_heads):
-            copies.setdefault(alike(head), []).append(head)
+        n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
         shares = []
         for rank in range(ranks):
-            own = np.zeros(n_blocks, dtype=bool)
-            own[zigzag_blocks(rank, ranks, n_blocks)] = True
-            here = everywhere = 0
-            for heads in copies.values():
-                keys = np.concatenate([pattern.key_blocks(heads[0], query) for query in np.nonzero(own)[0]])
-                here, everywhere = here + len(heads) * own[keys].sum(), everywhere + len(heads) * len(keys)
-            shares.append(here / everywhere)
+            own, held = zigzag_blocks(rank, ranks, n_blocks), np.zeros(n_blocks, dtype=bool)
+            held[own] = True
+            shares.append(block_pairs(self.pattern, own, held).sum() / block_pairs(self.pattern, own, np.ones_like(held)).sum())
         return float(min(shares))
 
 

@@ -55,7 +55,7 @@ def _needs_lists(layout, placement, initial) -> bool:
             or not layout.pattern.is_kv_efficient)
 
 
-def refusal(query, key, value, layout, packed, placement, initial) -> str | None:
+def refusal(query, key, value, layout, packed, placement, initial, more=()) -> str | None:
     """Why these kernels do not compute a call on a Hopper GPU, or None."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} is not a 16-bit type"
@@ -74,7 +74,7 @@ def refusal(query, key, value, layout, packed, placement, initial) -> str | None
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
     if _share_rows(key) != _share_rows(value):
         return "the heads of only one of key and value share their rows"
-    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value)):
+    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value, *more)):
         return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
     return None
 
@@ -95,10 +95,16 @@ def _group(units: int, wanted: int) -> int:
 
 class _Call:
     """What the kernels of one call share. Launches are kept with the layout, or the step lists, for every shape: a short call would wait for
-    Python otherwise; those of packed documents change from batch to batch."""
+    Python otherwise; those of packed documents change from batch to batch.
 
-    def __init__(self, query, key, value, layout, packed, placement=None, initial=None):
+    kv_heads: (first, end) of those that a kernel with a program per query tile computes, or None. more: key and value of the placement's slots
+    from own_slots on, or None.
+    """
+
+    def __init__(self, query, key, value, layout, packed, placement=None, initial=None, kv_heads=None, more=None):
         self.query, self.key, self.value = query, key, value
+        self.more, self.own_rows = more, 0 if more is None else placement.own_slots * BLOCK
+        self.kv_heads = kv_heads
         self.layout, self.packed = layout, packed
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.block_dim = hopper_block_dim(self.head_dim)
@@ -121,7 +127,7 @@ class _Call:
         if self.packed is not None:
             return make(tile)
         kept = (self.layout if self.steps is None else self.steps).kept
-        entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key))
+        entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
         if entry not in kept:
             kept[entry] = make(tile)
         return kept[entry]
@@ -138,10 +144,11 @@ class _Call:
 
     def _query_tiles(self, tile):
         pack = int(tile.pack and self.layout.heads_pair)
-        units = self.batch * self.heads // (1 + pack)
+        first, end = self.kv_heads or (0, self.key.shape[1])
+        members = self.heads // self.key.shape[1] // (1 + pack)  # of a KV head, in tiles
+        units = self.batch * (end - first) * members
         rows_of_tile = BLOCK if pack else TILE
         documents = order = lists = None
-        even = True
         if self.packed is None:
             n_tiles = triton.cdiv(self.rows, rows_of_tile)
         else:
@@ -149,12 +156,16 @@ class _Call:
         if self.steps is None:
             order = self.layout.head_order(1 + pack)
         else:
-            lists, even = self.steps.query(bool(pack))
+            lists = self.steps.query(bool(pack))
+            if first > 0:
+                order = torch.arange(first * members, end * members, dtype=torch.int32, device=self.query.device)
         programs = n_tiles * units
-        persistent = tile.persistent and even and order is None  # with heads of different work no multiprocessor shall wait for another
+        # Tiles from lists go to whoever is free; tiles of ranges are dealt out, which is not for heads of different work.
+        persistent = tile.persistent and (order is None or lists is not None)
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return Launches(grid, dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs,
                                    PACK=pack, head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages,
+                                   own_rows=self.own_rows, MORE=self.more is not None,
                                    **(dict(V_STAGES=tile.value_stages) if self.single else {})))
 
     def _key_tiles(self, tile):
@@ -215,20 +226,28 @@ class _Call:
         n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
         return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
 
-    def key_box(self, tensor):
-        """Keys or values in the boxes that the kernels with a program per query tile load."""
-        return Box(tensor, self.block_dim if self.single else 64)
+    def key_boxes(self):
+        """(K, V), (K, V) of the further slots or None, in the boxes that the kernels with a program per query tile load."""
+        columns = self.block_dim if self.single else 64
+        boxes = [Box(tensor, columns) for tensor in (self.key, self.value, *(self.more or ()))]
+        return boxes[:2], boxes[2:] or [None, None]
+
+    def counter(self):
+        """What a kernel with a program per query tile counts its tiles with."""
+        return self.nothing if self.steps is None else torch.zeros(1, dtype=torch.int32, device=self.query.device)
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
-    """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues."""
-    call = _Call(query, key, value, layout, packed, placement, initial)
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, kv_heads=None, more=None):
+    """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues. kv_heads, more: see _Call."""
+    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     wide = out.dtype != query.dtype or not _loadable(out)
-    boxes = [Box(query, call.block_dim), call.key_box(key), call.key_box(value), Box(query if wide else out, call.block_dim)]
+    own, further = call.key_boxes()
+    boxes = [Box(query, call.block_dim), *own, Box(query if wide else out, call.block_dim), *further]
     call.query_tiles(call.tiles.forward).start(
-        s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel, boxes, [out, lse, initial_out, initial_lse.contiguous()],
-        dict(o=out, i=initial_out), scale=scale, CONTINUE=initial is not None, WIDE=wide)
+        s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel, boxes,
+        [out, lse, initial_out, initial_lse.contiguous(), call.counter()], dict(o=out, i=initial_out), scale=scale,
+        CONTINUE=initial is not None, WIDE=wide)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
@@ -254,9 +273,10 @@ def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value,
                  returned=returned)
 
 
-def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
-    call = _Call(query, key, value, layout, packed, placement, initial)
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None, kv_heads=None,
+                more=None):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. kv_heads, more: see _Call."""
+    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
     _launch_dq(call, _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
 
 
@@ -291,8 +311,9 @@ def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=N
 def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
     wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
-    boxes = [Box(call.query, call.block_dim), call.key_box(call.key), call.key_box(call.value), Box(grad_out, call.block_dim),
-             Box(call.query if wide else grad_query, call.block_dim)]
+    own, further = call.key_boxes()
+    boxes = [Box(call.query, call.block_dim), *own, Box(grad_out, call.block_dim), Box(call.query if wide else grad_query, call.block_dim),
+             *further]
     call.query_tiles(call.tiles.grad_query).start(
-        s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel, boxes, [grad_query, lse, delta, start],
-        dict(o=grad_query, i=start), scale=scale, CONTINUE=initial is not None, WIDE=wide)
+        s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel, boxes,
+        [grad_query, lse, delta, start, call.counter()], dict(o=grad_query, i=start), scale=scale, CONTINUE=initial is not None, WIDE=wide)

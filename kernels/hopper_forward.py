@@ -202,16 +202,17 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
-def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, ranges_ptr, order_ptr,
-                             documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
-                             head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
-                             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-                             LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
-                             STAGES: gl.constexpr, num_warps: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])  # they differ from batch to batch
+def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr,
+                             counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                             heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib, stride_ih,
+                             stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
+                             PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr,
+                             CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x BLOCK_D (Q, out).
-    KV_STEP: 0 where KV heads share the rows of K and V. CONTINUE: the softmax goes on from the initial out and LSE (LISTED only). WIDE: out
-    is of another type than the queries, and is not written through its descriptor."""
+    KV_STEP: 0 where KV heads share the rows of K and V. MORE: the rows of K and V from own_rows on lie in two further tensors (LISTED only).
+    CONTINUE: the softmax goes on from the initial out and LSE (LISTED only). WIDE: out is of another type than the queries, and is not written
+    through its descriptor. counter_ptr: LISTED, a zero."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
@@ -219,7 +220,8 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
+    sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
+    work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
@@ -228,6 +230,6 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
-                   PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 2, False, False)),
+        (produce, (q_desc, sources, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
+                   PACKED, PACK, LISTED, KV_STEP, MORE, BLOCK_D, STAGES, STAGES, 2, False, False)),
     ], [4, 1], [240, 24])

@@ -136,13 +136,14 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
-def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, ranges_ptr, order_ptr,
-                                documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches,
-                                head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
-                                N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-                                LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr,
-                                STAGES: gl.constexpr, num_warps: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])  # they differ from batch to batch
+def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr,
+                                counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                                heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib,
+                                stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+                                ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                                MORE: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+                                num_warps: gl.constexpr):
     """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta [batch * heads * rows].
     """
     dtype: gl.constexpr = q_desc.dtype
@@ -158,7 +159,8 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     sums = (lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
+    sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
+    work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, out_buffers, k_buffers, v_buffers, words, plan, barriers,
@@ -167,6 +169,6 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out
         (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, out_buffers, k_buffers, v_buffers, words, plan, barriers,
                    scale, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
                    BLOCK_D, STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
-                   ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, STAGES, 1, True, False)),
+        (produce, (q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
+                   ORDERED, PACKED, PACK, LISTED, KV_STEP, MORE, BLOCK_D, STAGES, STAGES, 1, True, False)),
     ], [4, 1], [240, 24])

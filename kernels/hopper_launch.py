@@ -55,21 +55,21 @@ class Launches:
         return type(self), (self.grid[0], self.arguments)
 
     def start(self, kernel, boxes, pointers, strided, **constants):
-        """boxes, pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose strides are
-        stride_<letter>b, h and s. constants: the other arguments, hashable."""
-        kind = (kernel.__name__, *[(box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
+        """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose
+        strides are stride_<letter>b, h and s. constants: the other arguments, hashable."""
+        kind = (kernel.__name__, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())
         known = self._compiled.get(kind)
         if known is not None:
             compiled, described, rest = known
-            compiled[self.grid](*[_Described(box.tensor, *sizes) for box, sizes in zip(boxes, described)], *pointers, *rest)
+            compiled[self.grid](*[box and _Described(box.tensor, *sizes) for box, sizes in zip(boxes, described)], *pointers, *rest)
             return
         for letter, tensor in strided.items():
             constants.update(zip((f"stride_{letter}b", f"stride_{letter}h", f"stride_{letter}s"), tensor.stride()))
         named = {**self.arguments, **constants}
-        descriptors = [box.descriptor() for box in boxes]
+        descriptors = [box and box.descriptor() for box in boxes]
         compiled = kernel[self.grid](*descriptors, *pointers, **named)
         if compiled is not None:  # None from whatever stands for Triton without a GPU
-            self._compiled[kind] = (compiled, [(box.shape, box.strides) for box in descriptors],
+            self._compiled[kind] = (compiled, [box and (box.shape, box.strides) for box in descriptors],
                                     [named[name] for name in kernel.arg_names[len(boxes) + len(pointers):]])

@@ -16,6 +16,17 @@ def load_pair(desc, batch, head, row_a, row_b, tiles, stage, barrier, BLOCK_D: g
 
 
 @gluon.jit
+def load_block(desc, more_desc, own_rows, batch, head, row, tiles, first, barrier, CHUNKS: gl.constexpr):
+    """One block of 64 rows, which lies in the second tensor if it is not one of own_rows, into every other of the boxes from `first` on."""
+    if row < own_rows:
+        for chunk in gl.static_range(CHUNKS):
+            tma.async_copy_global_to_shared(desc, [batch, head, row, chunk * 64], barrier, tiles.index(first + chunk * 2))
+    else:
+        for chunk in gl.static_range(CHUNKS):
+            tma.async_copy_global_to_shared(more_desc, [batch, 0, row - own_rows, chunk * 64], barrier, tiles.index(first + chunk * 2))
+
+
+@gluon.jit
 def clear_rows(buffer, low, high, ROWS: gl.constexpr):
     """Zeros in the rows low .. high - 1 of a [ROWS, D] buffer, by one warpgroup: behind a document there may be NaN, and 0 * NaN is NaN.
     low may be negative: a block may lie wholly behind it. high: a multiple of 8. A loop over pieces of 8 rows and 64 columns, as they lie in

@@ -163,13 +163,14 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
-def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, ranges_ptr, order_ptr,
-                                  documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles, n_programs,
-                                  batches, head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr,
-                                  N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr,
-                                  LISTED: gl.constexpr, KV_STEP: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr,
-                                  BLOCK_D: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])  # they differ from batch to batch
+def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr,
+                                  counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                                  heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib,
+                                  stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
+                                  ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                                  MORE: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+                                  V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in hopper_forward.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -177,7 +178,8 @@ def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse
     q_tiles = q_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
     k_tiles = k_buffers._reinterpret(dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_tiles = v_buffers._reinterpret(dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
+    sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
+    work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
@@ -186,6 +188,6 @@ def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse
         (compute, (out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers, k_buffers, v_buffers, words, plan, barriers, rows,
                    scale, heads, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE,
                    WIDE, BLOCK_D, STAGES, V_STAGES)),
-        (produce, (q_desc, k_desc, v_desc, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
-                   PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, V_STAGES, 1, False, True)),
+        (produce, (q_desc, sources, q_desc, q_tiles, k_tiles, v_tiles, (), words, plan, barriers, work, lists, N_RANGES, RATIO, ORDERED,
+                   PACKED, PACK, LISTED, KV_STEP, MORE, BLOCK_D, STAGES, V_STAGES, 1, False, True)),
     ], [4, 1], [240, 24])

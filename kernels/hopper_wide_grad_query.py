@@ -114,14 +114,14 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
 
 
-@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group"])  # they differ from batch to batch
-def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr, ranges_ptr,
-                                     order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, heads, n_tiles,
-                                     n_programs, batches, head_group, stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is,
-                                     HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
-                                     PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-                                     CONTINUE: gl.constexpr, WIDE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-                                     V_STAGES: gl.constexpr, num_warps: gl.constexpr):
+@gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])  # they differ from batch to batch
+def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, delta_ptr,
+                                     initial_ptr, counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr,
+                                     list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob,
+                                     stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
+                                     RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr,
+                                     KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, WIDE: gl.constexpr,
+                                     BLOCK_D: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in hopper_grad_query.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -134,7 +134,8 @@ def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     sums = (lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
-    work = (ranges_ptr, order_ptr, documents_ptr, rows, n_tiles, n_programs, batches, head_group)
+    sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
+    work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     gl.warp_specialize([
         (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, k_buffers, v_buffers, words, plan, barriers, scale,
@@ -143,6 +144,6 @@ def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
         (compute, (out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, k_buffers, v_buffers, words, plan, barriers, scale,
                    stride_ob, stride_oh, stride_os, stride_ib, stride_ih, stride_is, 1, HEAD_DIM, PACKED, PACK, LISTED, CONTINUE, WIDE,
                    BLOCK_D, STAGES, V_STAGES)),
-        (produce, (q_desc, k_desc, v_desc, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
-                   ORDERED, PACKED, PACK, LISTED, KV_STEP, BLOCK_D, STAGES, V_STAGES, 1, True, True)),
+        (produce, (q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES, RATIO,
+                   ORDERED, PACKED, PACK, LISTED, KV_STEP, MORE, BLOCK_D, STAGES, V_STAGES, 1, True, True)),
     ], [4, 1], [240, 24])

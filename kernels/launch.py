@@ -37,7 +37,7 @@ def _no_hopper(device: torch.device) -> str | None:
     return None
 
 
-def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None):
+def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None, more=()):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
     if backend == "triton":
         return None
@@ -45,7 +45,7 @@ def _hopper(backend, query, key, value, layout, packed, placement=None, initial=
     if reason is None:
         from s2_megatron.kernels import hopper  # Gluon: only where it can run
 
-        reason = hopper.refusal(query, key, value, layout, packed, placement, initial)
+        reason = hopper.refusal(query, key, value, layout, packed, placement, initial, more)
         if reason is None:
             print_once("S2 attention kernels: gluon (Hopper)")
             return hopper
@@ -80,14 +80,20 @@ def _fill_between(packed, value, *tensors):
             HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width)
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto"):
-    """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
+def joins_keys(query, key, value, more, layout, placement, backend) -> bool:
+    """Whether forward and backward_dq take kv_heads and more with this placement: the kernels for Hopper do."""
+    return _hopper(backend, query, key, value, layout, None, placement, more=more) is not None
+
+
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto", **part):
+    """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues.
+    part: where `joins_keys` says so, kv_heads and more as in attention_forward."""
     kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, out)
             _fill_between(packed, float("-inf"), lse[..., None])
-        kernels.forward(query, key, value, out, lse, layout, scale, packed, placement, initial)
+        kernels.forward(query, key, value, out, lse, layout, scale, packed, placement, initial, **part)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
@@ -123,10 +129,11 @@ def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_val
 
 
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None,
-                backend="auto"):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added."""
+                backend="auto", **part):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. part: as in `forward`."""
     kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_query)
-        kernels.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial)
+        kernels.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial,
+                            **part)

@@ -12,14 +12,12 @@ from functools import lru_cache
 import torch
 
 from s2_megatron import reference
+from s2_megatron.attention_checks import canonical_view, check_call
 from s2_megatron.attention_op import FORMATS, AttentionCall, register_attention
 from s2_megatron.layout import Layout, PackedSequence, Placement
 from s2_megatron.printing import print_once
 
 BACKENDS = ("auto", "gluon", "triton", "reference")
-HEAD_DIM_LIMIT = 256
-LARGEST_TILE = 256  # rows or head dims
-SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 
 
 @torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
@@ -67,14 +65,6 @@ def _settings(call, **more):
     return {} if call.backend == "reference" else dict(backend=call.backend, **more)
 
 
-def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
-    """[B, heads, rows, D] view of a tensor in one of FORMATS."""
-    batch, heads, rows, dim = FORMATS[tensor_format]
-    if batch is None:
-        return tensor.permute(heads, rows, dim).unsqueeze(0)
-    return tensor.permute(batch, heads, rows, dim)
-
-
 def _leaves_rows(call) -> bool:
     """Whether the implementation leaves rows alone: the reference those outside of documents, and all of them empty slots."""
     return (call.packed is not None and call.backend == "reference") or (call.placement is not None and call.placement.key_slot is not None)
@@ -91,106 +81,40 @@ def _empty_for_queries(query, call, dtype):
     return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=dtype or query.dtype, device=query.device)
 
 
-def _check(query, key, value, call: AttentionCall):
-    layout, form = call.layout, call.tensor_format
-    if form not in FORMATS:
-        raise ValueError(f"tensor_format={form!r}; expected one of {', '.join(FORMATS)}")
-    dims = 3 if form == "thd" else 4
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != dims:
-            raise ValueError(f"{name} has {tensor.ndim} dimensions; tensor_format={form} has {dims}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
-            )
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
-    if call.backend != "reference" and query.dtype == torch.float64:
-        raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
-    if call.backend != "reference" and layout.block_size < SMALLEST_KERNEL_BLOCK:
-        raise ValueError(
-            f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or more; "
-            "use a larger block_size, or backend=reference"
-        )
-    q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
-    if call.backend != "reference":
-        for name, tensor in (("query", q), ("key", k), ("value", v)):
-            # The kernels' offsets inside a tile are 32-bit.
-            if LARGEST_TILE * (tensor.stride(2) + tensor.stride(3)) >= 2**31:
-                raise ValueError(f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous")
-    if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
-        raise ValueError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}"
-        )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected the same "
-            "batch and head dim, and key like value"
-        )
-    if q.shape[3] > HEAD_DIM_LIMIT:
-        raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
-    if (form == "thd") != (call.packed is not None):
-        raise ValueError(
-            f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), the others none"
-        )
-    limit = getattr(layout.pattern, "num_blocks", None)
-    longest = call.packed.max_seqlen if call.packed else k.shape[2]
-    if call.placement is None and limit is not None:
-        layout.pattern.check_length(longest)
-    if call.packed is not None:
-        if len(call.packed.cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens has {len(call.packed.cu_seqlens)} entries; expected one more than documents, at least 2")
-        for tensor in (call.packed.cu_seqlens, call.packed.starts):
-            if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
-                raise ValueError(
-                    f"cu_seqlens is {tensor.dtype} on {tensor.device}; expected contiguous int32 on {query.device}"
-                )
-        if call.packed.cu_seqlens.shape != call.packed.starts.shape:
-            raise ValueError(
-                f"cu_seqlens has {len(call.packed.cu_seqlens)} entries, cu_seqlens_padded {len(call.packed.starts)}; expected the same"
-            )
-    if call.placement is not None:
-        if call.packed is not None:
-            raise ValueError(
-                "placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence"
-            )
-        steps = call.placement.steps
-        if steps is not None and steps.pattern is not layout.pattern and steps.pattern != layout.pattern:
-            raise ValueError("the placement was made for another pattern than the layout's; make it with pattern=layout.pattern")
-        expected = len(call.placement.query_block_ids) * layout.block_size
-        if q.shape[2] != expected:
-            raise ValueError(
-                f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of {layout.block_size} are {expected}"
-            )
-        slot = call.placement.key_slot
-        if slot is not None and slot.shape[0] != layout.num_kv_heads:
-            raise ValueError(f"key_slot has {slot.shape[0]} KV heads; the layout has {layout.num_kv_heads}")
-        blocks = k.shape[2] // layout.block_size if slot is not None else -(-k.shape[2] // layout.block_size)
-        if blocks < call.placement.n_slots or (slot is None and blocks > call.placement.n_slots):
-            raise ValueError(
-                f"key has {k.shape[2]} rows, {blocks} blocks of {layout.block_size}; the placement reads {call.placement.n_slots} of them"
-            )
-        if call.placement.query_block_ids.device != query.device:
-            raise ValueError(
-                f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give Placement.make the device"
-            )
-        if limit is not None and call.placement.n_blocks > limit:
-            raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
-    elif q.shape[2] != k.shape[2]:
-        raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows")
+def joins_keys(query, key, value, more, call: AttentionCall) -> bool:
+    """Whether attention_forward and attention_backward_dq take kv_heads and more: the Gluon kernels do."""
+    if call.backend == "reference":
+        return False
+    views = (canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))
+    further = [canonical_view(tensor, call.tensor_format) for tensor in more]
+    return _implementation(call.backend).joins_keys(*views, further, call.layout.to(query.device), call.placement, call.backend)
 
 
-def attention_forward(query, key, value, call: AttentionCall, initial=None, out_dtype=None):
+def _part(kv_heads, more, form):
+    """The settings of a part of the heads and of a second key and value, where there are any."""
+    views = {} if more is None else dict(more=[canonical_view(tensor, form) for tensor in more])
+    return views if kv_heads is None else dict(views, kv_heads=kv_heads)
+
+
+def empty_lse(query, tensor_format: str) -> torch.Tensor:
+    """An LSE for query: [B, H, rows], fp32 (fp64 for fp64)."""
+    shape = canonical_view(query, tensor_format).shape[:3]
+    return torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+
+
+def attention_forward(query, key, value, call: AttentionCall, initial=None, out_dtype=None, kv_heads=None, more=None, into=None):
     """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
 
     out has query's shape and out_dtype (default query's dtype; fp32 for a part that is continued, so that it is rounded once); LSE is
     [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left alone; more, (key,
+    value) of the placement's slots from own_slots on, like key, whose heads share memory.
+    into: (out, LSE) to write, out of any type; of kv_heads (0, end) it needs no more heads than those. LSE may be the initial one.
     """
-    _check(query, key, value, call)
+    check_call(query, key, value, call, more)
     form = call.tensor_format
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
-    out = _empty_for_queries(query, call, out_dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    out, lse = (_empty_for_queries(query, call, out_dtype), empty_lse(query, form)) if into is None else into
     if call.packed is not None and call.backend == "reference":
         lse.fill_(float("-inf"))
     if initial is not None:
@@ -207,7 +131,7 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, out_
             call.packed,
             call.placement,
             initial,
-            **_settings(call),
+            **_settings(call, **_part(kv_heads, more, form)),
         )
     return out, lse
 
@@ -260,9 +184,12 @@ def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key
         )
 
 
-def attention_backward_dq(grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, dtype=None):
-    """dQ over these keys, in `dtype` (default query's). initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it."""
-    grad_query = _empty_for_queries(query, call, dtype)
+def attention_backward_dq(
+    grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, dtype=None, kv_heads=None, more=None, into=None
+):
+    """dQ over these keys, in `dtype` (default query's). initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it.
+    kv_heads, more, into (dQ): as in attention_forward."""
+    grad_query = _empty_for_queries(query, call, dtype) if into is None else into
     form = call.tensor_format
     views = [canonical_view(tensor, form) for tensor in (grad_out, query, key, value)]
     if query.numel():
@@ -276,7 +203,7 @@ def attention_backward_dq(grad_out, query, key, value, lse, row_sums, call: Atte
             call.packed,
             call.placement,
             None if initial is None else canonical_view(initial, form),
-            **_settings(call),
+            **_settings(call, **_part(kv_heads, more, form)),
         )
     return grad_query
 

@@ -27,16 +27,15 @@ from s2_megatron.attention import (
     resolve_backend,
 )
 from s2_megatron.cp_exchange import (
-    BlockExchange,
     all_gather,
     all_to_all,
     cut_order,
     documents_of_rank,
     returned_sum,
     sequence_order,
-    slot_views,
 )
 from s2_megatron.cp_plan import check_block_count, make_plan, zigzag_blocks
+from s2_megatron.cp_sparse import SparseAttention, SparseState
 from s2_megatron.kept_output import KeptOutputs, kept_attention
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import Pattern
@@ -107,7 +106,8 @@ class ContextParallel:
             return
         with torch.device(device):  # whatever device the model around it is built on
             state = self._state(seq_length, device)
-        for placement in filter(None, (state.placement, state.remote)):
+        placements = state.placements if self.comm_type == "sparse" else (state.placement,)
+        for placement in placements:
             prepare_placement(state.layout, placement, seq_length // self.size, head_dim, dtype, resolve_backend(backend, device.type))
 
     def attention(
@@ -166,28 +166,24 @@ class ContextParallel:
             return self._by_heads(query, key, value, order, self._layout.to(query.device), options)
         state = self._state(tokens, query.device)
         call = AttentionCall(state.layout, float(scale), "sbhd", None, None, backend, deterministic)
-        function = _SparseAttention if self.comm_type == "sparse" else _GatheredAttention
+        function = SparseAttention if self.comm_type == "sparse" else _GatheredAttention
         known = None if kept is None else kept.take()
         out, lse = function.apply(query, key, value, call, state, self.keep_received, known)
         if kept is not None:
             kept.keep(out, lse)
         return out
 
-    def _state(self, tokens: int, device: torch.device) -> _State:
-        """What the calls of one length and device share."""
+    def _state(self, tokens: int, device: torch.device) -> SparseState | _Gathered:
         if (tokens, device) not in self._prepared:
             n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
             layout = self._layout.to(device)
             if self.comm_type == "all_gather":
                 own = zigzag_blocks(self.rank, self.size, n_blocks)
                 placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
-                state = _State(layout, self.group, placement, order=sequence_order(tokens, self.size, device))
+                state = _Gathered(layout, self.group, placement, sequence_order(tokens, self.size, device))
             else:
                 plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
-                slots = (plan.local_slot, plan.remote_slot)
-                local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, device, self.pattern) for slot in slots)
-                exchange = BlockExchange(plan, self.group, device)
-                state = _State(layout, self.group, local, remote if sum(plan.receive_counts) else None, exchange)
+                state = SparseState.make(layout, plan, self.group, device)
             self._prepared[tokens, device] = state
         return self._prepared[tokens, device]
 
@@ -197,67 +193,13 @@ class ContextParallel:
         return _HeadsToRows.apply(out, order, self.group)
 
 
-class _State(NamedTuple):
+class _Gathered(NamedTuple):
+    """What the calls of one length and device share."""
+
     layout: object
     group: object
-    placement: Placement  # this rank's queries, and where the keys at hand lie
-    remote: Placement | None = None  # where received blocks lie; None when there are none
-    exchange: BlockExchange | None = None
-    order: torch.Tensor | None = None  # int64 [S], see cut_order
-
-
-class _SparseAttention(torch.autograd.Function):
-    """The exchange runs beside the part of the attention that needs no remote key; the softmax then goes on with what came.
-
-    known: (out, LSE) where they have been computed before; nothing is then sent or computed before the backward. Returns (out, LSE), LSE
-    without a gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, query, key, value, call, state, keep_received, known):
-        ctx.call, ctx.state = call, state
-        out, lse, received = (*known, None) if known is not None else _SparseAttention._compute(query, key, value, call, state)
-        ctx.save_for_backward(query, key, value, out, lse, *([received] if keep_received and received is not None else []))
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def _compute(query, key, value, call, state):
-        local = call._replace(placement=state.placement)
-        pending = state.exchange.start(key, value, call.backend)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out, lse = attention_forward(query, key, value, local, out_dtype=wide if state.remote is not None else None)
-        received = pending.result()
-        if state.remote is not None:
-            remote = call._replace(placement=state.remote)
-            out, lse = attention_forward(query, *slot_views(received, key.shape[2]), remote, initial=(out, lse))
-        return out, lse, received
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out, _):
-        query, key, value, out, lse, *kept = ctx.saved_tensors
-        state, exchange = ctx.state, ctx.state.exchange
-        local = ctx.call._replace(placement=state.placement)
-        # Enqueued first: it comes while delta and the local part of dQ are computed.
-        pending = None if kept else exchange.start(key, value, local.backend)
-        row_sums = attention_delta(grad_out, out, lse, local)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        dtype = None if state.remote is None else wide
-        grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, local, dtype=dtype)
-        received = kept[0] if kept else pending.result()
-        gradients = torch.empty_like(received)
-        if state.remote is not None:
-            remote = ctx.call._replace(placement=state.remote)
-            keys, grads = slot_views(received, key.shape[2]), slot_views(gradients, key.shape[2])
-            attention_backward_dkdv(grad_out, query, *keys, lse, row_sums, *grads, remote)
-        returning = exchange.start_return(gradients)
-        if state.remote is not None:
-            grad_query = attention_backward_dq(grad_out, query, *keys, lse, row_sums, remote, initial=grad_query)
-        grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
-        returned = exchange.returned(returning.result())
-        attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, local, returned)
-        return grad_query, *grads, None, None, None, None
+    placement: Placement  # this rank's queries
+    order: torch.Tensor  # int64 [S], see cut_order
 
 
 def _gather(tensors, order, group):
@@ -267,7 +209,7 @@ def _gather(tensors, order, group):
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """All keys and values on every rank, as _SparseAttention otherwise. No communication is hidden: it is what that is compared with."""
+    """All keys and values on every rank, as SparseAttention otherwise. No communication is hidden: it is what that is compared with."""
 
     @staticmethod
     def forward(ctx, query, key, value, call, state, keep_received, known):

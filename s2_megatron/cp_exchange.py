@@ -6,6 +6,7 @@ S/c tokens of one of c ranks, B batch, G KV heads, D head dim. A slot is one blo
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,12 @@ def all_gather(tensor: torch.Tensor, group) -> torch.Tensor:
     return gathered
 
 
+def one_host(group) -> bool:
+    """Whether the ranks of a group are on one host, by torchrun's numbering (or that of one process for each GPU)."""
+    ranks_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(torch.cuda.device_count(), 1)
+    return len({rank // ranks_a_host for rank in dist.get_process_group_ranks(group)}) == 1
+
+
 @cache
 def _side_stream(device: torch.device):
     return torch.cuda.Stream(device)
@@ -98,10 +105,11 @@ class Pending:
 
     It runs on a stream of its own, which first waits for what the current stream holds. All memory comes from the current stream's pool and is
     held here until the current stream waits, so that nothing of it is used again too early. On a CPU it has run when the constructor is back.
+    received: the result, in which there is nothing before `result()`.
     """
 
     def __init__(self, received: torch.Tensor, held: tuple, collective: Callable[[], None]):
-        self._received, self._held = received, held
+        self.received, self._held = received, held
         self._stream = _side_stream(received.device) if received.is_cuda else None
         if self._stream is None:
             collective()
@@ -112,9 +120,9 @@ class Pending:
 
     def result(self) -> torch.Tensor:
         if self._stream is not None:
-            torch.cuda.current_stream(self._received.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.received.device).wait_stream(self._stream)
         self._held = None
-        return self._received
+        return self.received
 
 
 class BlockExchange:

@@ -167,6 +167,51 @@ def make_plan(pattern: Pattern, rank: int, size: int, n_blocks: int) -> Exchange
     )
 
 
+def block_pairs(pattern: Pattern, query_blocks: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """How many (query, key) pairs of blocks every query head attends, int64[H]. held: bool[n], the key blocks that count."""
+    found: dict = {}
+    counts = np.zeros(pattern.num_heads, dtype=np.int64)
+    for head in range(pattern.num_heads):
+        name = pattern.table_of(head) if isinstance(pattern, BlockMaskPattern) else pattern.heads[head]
+        if name not in found:
+            found[name] = _pairs_of_head(pattern, name, query_blocks, held)
+        counts[head] = found[name]
+    return counts
+
+
+def _pairs_of_head(pattern, name, query_blocks, held) -> int:
+    if isinstance(pattern, BlockMaskPattern):
+        indptr, indices = pattern.tables[name]
+        before = np.append(0, np.cumsum(held[indices[: indptr[len(held)]]]))
+        return int((before[indptr[query_blocks + 1]] - before[indptr[query_blocks]]).sum())
+    total = 0
+    for nearest, limit, stride in name.bounds():
+        before = np.append(0, np.cumsum(held & ((np.arange(len(held)) + name.offset) % stride == 0)))
+        high = np.maximum(query_blocks - nearest + 1, 0)
+        low = np.zeros_like(high) if limit is None else np.clip(query_blocks - limit + 1, 0, high)
+        total += int((before[high] - before[low]).sum())
+    return total
+
+
+# Bytes a second that a rank receives: through the NVLink of a host (186e9 measured, docs/context_parallel.md), or a network of 400 Gb/s a GPU.
+LINK_RATE, NETWORK_RATE = 150e9, 40e9
+ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
+
+
+@lru_cache(maxsize=256)
+def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, same_host: bool) -> int:
+    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks of the plan take to come; all at most.
+
+    products: matmuls of a tile, 2 in the forward. An estimate from the rates above, the same in every run: the order of sums depends on it.
+    """
+    seconds = sum(plan.receive_counts) * plan.slot_bytes(head_dim, itemsize) / (LINK_RATE if same_host else NETWORK_RATE)
+    held = np.zeros(plan.n_blocks, dtype=bool)
+    held[plan.query_blocks] = True
+    pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
+    work = np.cumsum(pairs) * plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE
+    return min(int(np.searchsorted(work, seconds)) + 1, plan.num_kv_heads)
+
+
 @dataclass(frozen=True)
 class LayerCosts:
     """What a layer costs the ranks of context parallelism, for one sequence. Lists have one entry per rank."""

@@ -17,7 +17,7 @@ import torch
 
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern, RangePattern
-from s2_megatron.step_lists import balanced, column_words, key_lists, query_lists
+from s2_megatron.step_lists import column_words, key_lists, query_lists
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 
@@ -56,11 +56,10 @@ class DeviceSteps:
     def _on_device(self, *arrays) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self._device) for array in arrays]
 
-    def query(self, pack: bool) -> tuple[list[torch.Tensor], bool]:
-        """([rows, tiles, steps] of QueryLists, whether all heads have about the same number of steps)"""
+    def query(self, pack: bool) -> list[torch.Tensor]:
+        """[rows, tiles, steps] of QueryLists."""
         if pack not in self._made:
-            lists = query_lists(self.pattern, *self._place, pack)
-            self._made[pack] = self._on_device(*lists), balanced(lists)
+            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack))
         return self._made[pack]
 
     def key(self) -> list:
@@ -119,22 +118,24 @@ class Placement:
     """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole blocks only.
 
     Query row r is token `query_block_ids[r // block_size] * block_size + r % block_size`. Key block k of KV head g lies in slot
-    `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot k.
+    `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot k. The slots from own_slots on
+    are those of a second key and value, counted from 0 there.
     """
 
     query_block_ids: torch.Tensor  # int32 [query blocks], ascending
     query_rank: torch.Tensor  # int32 [n_blocks + 1]: how many of query_block_ids are smaller
     key_slot: torch.Tensor | None  # int32 [KV heads, n_blocks]
     n_blocks: int  # blocks of the whole (global) sequence
-    n_slots: int  # slots that the key and value must have at least
+    n_slots: int  # slots that the key and value must have at least, both of them together where there are two
+    own_slots: int  # as many of them lie in the first key and value: all, where there is no second one
     tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
     runs: KeyRuns | None = None  # of key_slot, for the pattern that the placement was made for
     steps: DeviceSteps | None = None  # likewise
 
     @classmethod
-    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None) -> Placement:
+    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None, own_slots=None) -> Placement:
         """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it will be used with,
-        for faster kernels. Raises ValueError when they do not fit."""
+        for faster kernels. own_slots: where there is a second key and value. Raises ValueError when they do not fit."""
         ids = np.asarray(query_block_ids, dtype=np.int64)
         if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
             raise ValueError(
@@ -163,6 +164,7 @@ class Placement:
             None if slots is None else torch.from_numpy(np.ascontiguousarray(slots)).to(device),
             n_blocks,
             n_slots,
+            n_slots if own_slots is None else own_slots,
             tile_blocks,
             runs,
             steps,

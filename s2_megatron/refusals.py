@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 from packaging.version import Version
 
-from s2_megatron.attention import HEAD_DIM_LIMIT
+from s2_megatron.attention_checks import HEAD_DIM_LIMIT
 from s2_megatron.context_parallel import COMM_TYPES, ContextSettings
 from s2_megatron.cp_plan import check_block_count
 from s2_megatron.sparsity import ResolvedSparsity

@@ -296,12 +296,6 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
     return QueryLists(rows, np.stack(tiles), np.concatenate(steps))
 
 
-def balanced(lists: QueryLists) -> bool:
-    """Whether all lists have the same number of steps, within 10 %."""
-    steps = lists.tiles[:, :, 1:].sum(axis=(1, 2), dtype=np.int64)
-    return bool(10 * steps.max() <= 11 * steps.min())
-
-
 def _column_words(attended: _Attended, halves: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """(words without a member, words per column) of a head. halves: int64 [columns, 2], places of key blocks among the present ones."""
     words, counts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]

@@ -165,7 +165,7 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys and for those in slots. All of it without and with columns of dK and dV in parts. Up to head
+    context parallelism launches for its own keys, for those in slots, and for both at once. All of it without and with columns of dK and dV in parts. Up to head
     dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a tile."""
     from benchmarks.cases import as_table
     from s2_megatron import attention as op
@@ -228,6 +228,12 @@ def hopper_entries() -> dict[str, Entry]:
                     op.attention_backward_dq(grad, query, *keys, lse, lse, call, initial=dq)
                 op.attention_backward_dkdv(grad, query, *keys, lse, lse, *grads, call, returned)
                 take(str(dim), "bf16", word, parts)
+            joined = torch.arange(256).expand(4, -1) // 2 + torch.tensor([0, 128]).repeat(128)
+            placement = Placement.make(range(0, 256, 2), 256, joined, "cpu", ranges.pattern, own_slots=128)
+            both = dict(kv_heads=(1, 4), more=keys)
+            op.attention_forward(query, key, value, call._replace(placement=placement), **both)
+            op.attention_backward_dq(grad, query, key, value, lse, lse, call._replace(placement=placement), **both)
+            take(str(dim), "bf16", "joined", parts)
             # All keys are at hand, and the gradients of all are wanted in fp32.
             placement = Placement.make(range(0, 256, 2), 256, None, "cpu", ranges.pattern)
             keys = [torch.empty(16384, 1, 4, dim, dtype=torch.bfloat16)] * 2

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from s2_megatron.attention import canonical_view, s2_attention
+from s2_megatron.attention import s2_attention
+from s2_megatron.attention_checks import canonical_view
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.layout import build_layout
 

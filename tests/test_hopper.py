@@ -1,6 +1,7 @@
 """The Hopper kernels against fp64, by the same bound as the others: error at most twice that of eager attention in the same dtype."""
 
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,13 +11,12 @@ from s2_megatron import printing
 from s2_megatron.attention import (
     AttentionCall,
     attention_backward_dkdv,
-    attention_backward_dq,
     attention_delta,
-    attention_forward,
     s2_attention,
 )
-from s2_megatron.cp_exchange import BlockExchange, slot_views
+from s2_megatron.cp_exchange import BlockExchange
 from s2_megatron.cp_plan import make_plan
+from s2_megatron.cp_sparse import SparseState, compute, gradients, place
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import HeadPattern, RangePattern
 from tests.oracle import check_against_eager, eager, make_inputs, random_mask, run_op, token_mask
@@ -179,34 +179,61 @@ def test_more_ranges_than_a_plan_holds(dim):
     check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), dim, length=1500)
 
 
+class Handed(NamedTuple):
+    """Stands for a BlockExchange, and for what is pending: received, the blocks of other ranks; returned_gradients, what goes back."""
+
+    plan: object
+    received: torch.Tensor
+    returned_gradients: list
+
+    def start(self, *_):
+        return self
+
+    def result(self):
+        return self.received
+
+    def start_return(self, gradients):
+        self.returned_gradients.append(gradients)
+        return self
+
+    def returned(self, _):
+        return None
+
+
+class Chosen(SparseState):
+    """So many KV heads attend the own keys first: 1, none, or all."""
+
+    def heads_first(self, query, products):
+        return min((1, self.layout.num_kv_heads, 0)[self.exchange.plan.rank % 3], self.layout.num_kv_heads)
+
+
 def placed_results(inputs, pattern, size, n_blocks, rank):
-    """One rank of context parallelism by hand: its own keys, then the others' from slots of one KV head each. Returns what it adds:
-    (rows, out, LSE, dQ), and dK, dV of all blocks."""
+    """One rank of context parallelism: its own keys, and the others' in slots of one KV head each. Returns what it adds: (rows, out, LSE, dQ),
+    and dK, dV of all blocks."""
     query, key, value, grad = inputs
     device = query.device
     plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, device), 0.2
     own = torch.tensor(plan.query_blocks, device=device)
     rows = (own[:, None] * 64 + torch.arange(64, device=device)).reshape(-1)
-    local, remote = (Placement.make(plan.query_blocks, n_blocks, slot, device, pattern) for slot in (plan.local_slot, plan.remote_slot))
-    calls = [AttentionCall(layout, scale, "sbhd", None, placement, "gluon", True) for placement in (local, remote)]
     where = [(group, block, slot) for group, row in enumerate(plan.remote_slot) for block, slot in enumerate(row) if slot >= 0]
     buffer = torch.full((len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype)
     for group, block, slot in where:
         for part, tensor in enumerate((key, value)):
             buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
     q, do, *kv = (tensor[rows] for tensor in (query, grad, key, value))
-    slots, returned = slot_views(buffer, key.shape[2]), torch.full_like(buffer, float("nan"))
-    part = attention_forward(q, *kv, calls[0], out_dtype=torch.float32)
-    out, lse = attention_forward(q, *slots, calls[1], initial=part)
-    sums = attention_delta(do, out, lse, calls[0])
-    dq = attention_backward_dq(do, q, *kv, lse, sums, calls[0], dtype=torch.float32)
-    dq = attention_backward_dq(do, q, *slots, lse, sums, calls[1], initial=dq)
-    attention_backward_dkdv(do, q, *slots, lse, sums, *slot_views(returned, key.shape[2]), calls[1])
+    call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
+    state = Chosen(layout, Handed(plan, buffer, []), True, *place(plan, pattern, device))
+    out, lse, _ = compute(q, *kv, call, state)
+    dq, *rounded = gradients(do, q, *kv, out, lse, call=call, state=state)
+    (returned,) = state.exchange.returned_gradients
+    own = call._replace(placement=state.own)
+    sums = attention_delta(do, out, lse, own)
     grads = [torch.zeros(tensor.shape, device=device) for tensor in (key, value)]
     wide = [torch.full(tensor.shape, float("nan"), device=device) for tensor in kv]
-    attention_backward_dkdv(do, q, *kv, lse, sums, *wide, calls[0])
-    check_returned(plan, wide, (do, q, *kv, lse, sums), calls[0])
+    attention_backward_dkdv(do, q, *kv, lse, sums, *wide, own)
+    check_returned(plan, wide, (do, q, *kv, lse, sums), own)
     for number, grad_part in enumerate(wide):
+        assert torch.equal(grad_part.to(key.dtype), rounded[number])
         grads[number][rows] += grad_part
         for group, block, slot in where:
             grads[number][block * 64 : block * 64 + 64, :, group] += returned[slot, :, number]

@@ -270,7 +270,8 @@ def query_walk(request, monkeypatch):
             tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
             return len(tiles)
 
-        def load_blocks(desc, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest):
+        def load_blocks(sources, part, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest):
+            desc = sources[part]
             assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
             assert with_word == (desc == "K") and count == sum(name == desc for name, _ in loads) and rest[-1] == single
             blocks = (row_a // 64,) if single else (row_a // 64, row_b // 64)
@@ -279,14 +280,14 @@ def query_walk(request, monkeypatch):
                 tiles[-1].blocks += [(blocks[0], word)] if single else [(blocks[0], word & 15), (blocks[1], word >> 4)]
 
         functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
-        work = take("ranges_ptr order_ptr documents_ptr rows n_tiles n_programs batches head_group")
+        work = take("ranges_ptr order_ptr documents_ptr counter rows n_tiles n_programs batches head_group")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP BLOCK_D STAGES STAGES")
+        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP MORE BLOCK_D STAGES STAGES")
         everything = []
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
             tiles.clear(), loads.clear()
-            functions.produce("Q", "K", "V", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            functions.produce("Q", "KV", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
             check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
         for tile in everything:

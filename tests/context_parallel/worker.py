@@ -180,7 +180,7 @@ def wrong(group):
         both("head offsets of rank 0", "a2a", (type(case.pattern), "tensor_parallel_slice", local))
     # Of the layout and of the lists made for it: that they differ would be refused.
     build, make = context_parallel.build_layout, Placement.make
-    moved_placement = staticmethod(lambda *place: make(*place[:-1], moved(place[-1], 3)))
+    moved_placement = staticmethod(lambda *place, **more: make(*place[:-1], moved(place[-1], 3), **more))
     both("another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3))),
          (Placement, "make", moved_placement))
     return results

@@ -1,0 +1,155 @@
+"""The attention of comm type `sparse`: what a rank computes before and after the blocks of other ranks come, with autograd.
+
+To attend the rank's own keys first and to continue with what came hides the exchange, but visits every query tile twice. Where the kernels take
+keys from two tensors (joins_keys), only so many KV heads do that as it takes (cp_plan.heads_beside): the first ones. The others attend all keys
+at once afterwards, from where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from s2_megatron.attention import (
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    empty_lse,
+    joins_keys,
+)
+from s2_megatron.cp_exchange import BlockExchange, one_host, slot_views
+from s2_megatron.cp_plan import ExchangePlan, heads_beside
+from s2_megatron.layout import Placement
+from s2_megatron.patterns import Pattern
+
+FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS = 2, 3  # matmuls of a tile
+
+
+class SparseState(NamedTuple):
+    """What the calls of one length and device share."""
+
+    layout: object
+    exchange: BlockExchange
+    same_host: bool  # whether all ranks are on one
+    own: Placement  # this rank's queries and keys
+    received: Placement | None  # its queries, and where received blocks lie; None when there are none
+    joined: Placement | None  # its queries, its keys, and from own_slots on the received blocks
+
+    @classmethod
+    def make(cls, layout, plan: ExchangePlan, group, device) -> SparseState:
+        return cls(layout, BlockExchange(plan, group, device), one_host(group), *place(plan, layout.pattern, device))
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [placement for placement in (self.own, self.received, self.joined) if placement is not None]
+
+    def heads_first(self, query: torch.Tensor, products: int) -> int:
+        """KV heads that attend own keys while the blocks are on their way, if the kernels join keys. products: matmuls of a tile."""
+        return heads_beside(self.layout.pattern, self.exchange.plan, query.shape[3], query.itemsize, products, self.same_host)
+
+
+def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Placement | None, Placement | None]:
+    """(own, received, joined) of a SparseState."""
+
+    def placed(slots, own_slots=None):
+        return Placement.make(plan.query_blocks, plan.n_blocks, slots, device, pattern, own_slots=own_slots)
+
+    own, n_own = placed(plan.local_slot), len(plan.query_blocks)
+    if not sum(plan.receive_counts):
+        return own, None, None
+    return own, placed(plan.remote_slot), placed(np.where(plan.remote_slot < 0, plan.local_slot, plan.remote_slot + n_own), n_own)
+
+
+class _Heads:
+    """The KV heads that visit their tiles twice, the first ones, and the others. first: how many those are."""
+
+    def __init__(self, query, key, first: int):
+        groups = key.shape[2]
+        self.first, self.rest = first > 0, first < groups
+        # None: all of them, which is all that other kernels compute.
+        self.first_heads, self.rest_heads = ((0, first), (first, groups)) if 0 < first < groups else (None, None)
+        self._shape = (*query.shape[:2], query.shape[2] // groups * first, query.shape[3])
+        self._query = query
+
+    def partial(self) -> torch.Tensor:
+        """For what the first heads get from their own keys, which is rounded after the received ones."""
+        return self._query.new_empty(self._shape, dtype=torch.promote_types(self._query.dtype, torch.float32))
+
+
+class SparseAttention(torch.autograd.Function):
+    """call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the backward. known: (out,
+    LSE) where they have been computed before; nothing is then sent or computed before the backward. Returns (out, LSE), LSE without a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, call, state, keep_received, known):
+        ctx.call, ctx.state = call, state
+        out, lse, received = (*known, None) if known is not None else compute(query, key, value, call, state)
+        ctx.save_for_backward(query, key, value, out, lse, *([received] if keep_received and received is not None else []))
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out, _):
+        return *gradients(grad_out, *ctx.saved_tensors, call=ctx.call, state=ctx.state), None, None, None, None
+
+
+def compute(query, key, value, call, state):
+    """(out, LSE, received blocks)"""
+    own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
+    pending = state.exchange.start(key, value, call.backend)
+    if state.received is None:
+        return *attention_forward(query, key, value, own), pending.result()
+    slots = slot_views(pending.received, key.shape[2])
+    joins = joins_keys(query, key, value, slots, joined)
+    heads = _Heads(query, key, state.heads_first(query, FORWARD_PRODUCTS) if joins else key.shape[2])
+    result = torch.empty(query.shape, dtype=query.dtype, device=query.device), empty_lse(query, call.tensor_format)
+    if heads.first:
+        early = heads.partial(), result[1]
+        attention_forward(query, key, value, own, kv_heads=heads.first_heads, into=early)
+    buffer = pending.result()
+    if heads.first:
+        attention_forward(query, *slots, received, initial=early, kv_heads=heads.first_heads, into=result)
+    if heads.rest:
+        attention_forward(query, key, value, joined, kv_heads=heads.rest_heads, more=slots, into=result)
+    return *result, buffer
+
+
+def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
+    """(dQ, dK, dV). kept: the received blocks, where they were saved."""
+    exchange, groups = state.exchange, key.shape[2]
+    own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
+    # Enqueued first: it comes while delta and the first heads' part of dQ are computed.
+    pending = None if kept else exchange.start(key, value, call.backend)
+    buffer = kept[0] if kept else pending.received
+    row_sums = attention_delta(grad_out, out, lse, own)
+    grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    slots, slot_gradients = slot_views(buffer, groups), torch.empty_like(buffer)
+    shared = (grad_out, query)
+    if state.received is None:
+        attention_backward_dq(*shared, key, value, lse, row_sums, own, into=grad_query)
+        heads = None
+    else:
+        joins = joins_keys(query, key, value, slots, joined)
+        first = (0 if kept else state.heads_first(query, QUERY_GRADIENT_PRODUCTS)) if joins else groups
+        heads = _Heads(query, key, first)
+        if heads.first:
+            early = attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.first_heads, into=heads.partial())
+    if pending is not None:
+        pending.result()
+    if heads is not None:
+        attention_backward_dkdv(*shared, *slots, lse, row_sums, *slot_views(slot_gradients, groups), received)
+    returning = exchange.start_return(slot_gradients)
+    if heads is not None and heads.first:
+        attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=early, kv_heads=heads.first_heads, into=grad_query)
+    if heads is not None and heads.rest:
+        attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.rest_heads, more=slots, into=grad_query)
+    grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
+    returned = exchange.returned(returning.result())
+    attention_backward_dkdv(*shared, key, value, lse, row_sums, *grads, own, returned)
+    return grad_query, *grads
