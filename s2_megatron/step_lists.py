@@ -20,6 +20,7 @@ from s2_megatron.patterns import HeadPattern, Pattern
 MOST_SLOTS, MOST_ROW_BLOCKS, MOST_MEMBERS = 2**24, 2**19, 127  # what the bits of a step and of a word can hold
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 LAST = 1 << 4  # the bit of a word that ends a column
+LONG = 1.5
 # Where masked entries stand in a tile, by flags: own blocks, the free entry left over, half 0 alone, half 1 alone.
 _ENTRY_KIND = np.array([0, 2, 3, 1] + [0] * 12)
 
@@ -54,7 +55,8 @@ class KeyLists(NamedTuple):
     columns: np.ndarray  # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing), first word. Longest first. Columns
     # that only pad a list to the length of the others: (n_slots, n_slots, 0)
     words: np.ndarray  # int32 [words]; one of LAST when there are none
-    n_long: int  # columns of a list with at least half of the words of the longest column of all lists; the most of any list, 1 at least
+    n_long: int  # columns of a list that have more words than LONG times the mean of all lists, if none has, at least half of those of the
+    # longest column; the most of any list, 1 at least. They are computed first: columns of about one length pass by the same queries together
 
 
 def _heads(pattern: Pattern, n_blocks: int) -> list[HeadPattern | int]:
@@ -380,8 +382,10 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
     columns = np.full((len(parts), most, 3), (n_slots, n_slots, 0), dtype=np.int32)
     for index, (part, _) in enumerate(parts):
         columns[index, : len(part)] = part
-    longest = max(int(counts.max(initial=0)) for _, counts in parts)
-    n_long = max(1, *(int((2 * counts >= longest).sum()) for _, counts in parts))
+    every = np.concatenate([counts for _, counts in parts])
+    long = every > LONG * every.mean() if len(every) else every
+    limit = every[long].min() if long.any() else every.max(initial=0) / 2
+    n_long = max(1, *(int((counts >= limit).sum()) for _, counts in parts))
     words = np.concatenate(words) if any(map(len, words)) else np.array([LAST], dtype=np.int32)
     return KeyLists(rows, columns, words, n_long)
 

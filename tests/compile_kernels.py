@@ -165,8 +165,8 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys, for those in slots, and for both at once. All of it without and with columns of dK and dV in parts. Up to head
-    dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a tile."""
+    context parallelism launches for its own keys, for those in slots, and for both at once. All of it without and with columns of dK and dV in
+    parts. Up to head dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a tile."""
     from benchmarks.cases import as_table
     from s2_megatron import attention as op
     from s2_megatron.cp_exchange import slot_views

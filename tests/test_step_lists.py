@@ -176,8 +176,9 @@ def check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, lists):
         # Longest first, and equally long ones as they were.
         assert [tuple(column[:2]) for column in columns] == sorted(pairs, key=lambda pair: -len(words_of[pair]))
     assert read == set(range(len(lists.words))) or not read
-    longest = max(max(counts, default=0) for counts in lengths.values())
-    assert lists.n_long == max(1, *(sum(2 * count >= longest for count in counts) for counts in lengths.values()))
+    every = [count for counts in lengths.values() for count in counts]
+    long = [count for count in every if count > 1.5 * sum(every) / len(every)] or [count for count in every if 2 * count >= max(every)]
+    assert lists.n_long == max(1, *(sum(count >= min(long, default=0) for count in counts) for counts in lengths.values()))
     assert lists.columns.shape[:2] == (len(lengths), max(1, *map(len, lengths.values())))
 
 
