@@ -19,7 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.cp_plan import LayerCosts, block_pairs, check_block_count, layer_costs, rank_pairs, zigzag_blocks
+from s2_megatron.cp_plan import (
+    LayerCosts,
+    block_pairs,
+    check_block_count,
+    heads_beside,
+    layer_costs,
+    make_plan,
+    rank_pairs,
+    zigzag_blocks,
+)
 from s2_megatron.patterns import Pattern
 
 HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
@@ -42,9 +51,15 @@ class Layer:
         )
 
     def moved(self, ranks: int) -> int:
-        """Bytes of partial results (out and dQ in fp32) and of the exchange's buffers, written and read once, of the busiest rank."""
-        costs = self.costs(ranks)
-        return 2 * (4 * 2 * self.pattern.num_heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
+        """Bytes of partial results (out and dQ of the first heads, in fp32) and of the exchange's buffers, written and read once, of the
+        busiest rank."""
+        costs, n_blocks = self.costs(ranks), check_block_count(self.tokens, ranks, self.pattern.block_size)
+        plans = [make_plan(self.pattern, rank, ranks, n_blocks) for rank in range(ranks)]
+        first = max(
+            sum(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, True) for products in (2, 3)) for plan in plans
+        )
+        heads = first * self.pattern.num_heads // self.pattern.num_kv_heads
+        return 2 * (4 * heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
 
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""

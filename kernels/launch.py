@@ -67,7 +67,8 @@ def prepare(layout, placement, rows, head_dim, dtype, backend):
         tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows)
         for tile in (tiles.forward, tiles.grad_query):
             placement.steps.query(bool(tile.pack and layout.heads_pair))
-        placement.steps.key()
+        if placement.own_slots == placement.n_slots:  # dK and dV of two tensors come from two calls
+            placement.steps.key()
 
 
 def _fill_between(packed, value, *tensors):

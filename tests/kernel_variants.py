@@ -20,6 +20,7 @@ from s2_megatron.attention import (
     attention_backward_dkdv,
     attention_backward_dq,
     attention_forward,
+    joins_keys,
 )
 from s2_megatron.cp_exchange import slot_views
 from s2_megatron.kernels.key_kernels import s2_backward_dkdv_kernel
@@ -74,6 +75,9 @@ def batches(kind: str):
                 slots = torch.full((GROUPS, n_blocks), -1)
                 slots[:, 0] = torch.arange(GROUPS)
                 options["remote"] = Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN)
+                slots = torch.arange(n_blocks).expand(GROUPS, n_blocks).clone()
+                slots[:, 0] = n_blocks + torch.arange(GROUPS)
+                options["joined"] = Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN, own_slots=n_blocks)
             yield n_blocks * BLOCK, "sbhd", options
     else:
         for length in LENGTHS:
@@ -89,7 +93,7 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
     if form == "bhsd":
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value))
     if "remote" in options:
-        calls = [AttentionCall(layout, 0.1, form, None, options[name], backend, False) for name in ("placement", "remote")]
+        calls = [AttentionCall(layout, 0.1, form, None, options[name], backend, False) for name in ("placement", "remote", "joined")]
         return run_parts(query, key, value, *calls)
     for deterministic in (False, True):
         call = AttentionCall(layout, 0.1, form, options.get("packed"), options.get("placement"), backend, deterministic)
@@ -97,9 +101,9 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
         attention_backward(torch.ones_like(out), torch.ones_like(lse), query, key, value, out, lse, call)
 
 
-def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall):
-    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; gradients of own keys with returned
-    ones. Every block of every KV head has one that was returned."""
+def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall, joined: AttentionCall):
+    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; both at once; gradients of own keys with
+    returned ones. Every block of every KV head has one that was returned."""
     buffer = torch.randn(GROUPS, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
     slots, slot_grads = slot_views(buffer, GROUPS), slot_views(torch.empty_like(buffer), GROUPS)
     out, lse = attention_forward(query, key, value, own, out_dtype=torch.float32)
@@ -108,6 +112,10 @@ def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall):
     grad_query = attention_backward_dq(grad, query, key, value, lse, sums, own, dtype=torch.float32)
     attention_backward_dkdv(grad, query, *slots, lse, sums, *slot_grads, remote)
     attention_backward_dq(grad, query, *slots, lse, sums, remote, initial=grad_query)
+    if joins_keys(query, key, value, slots, joined):
+        part = dict(kv_heads=(len(key) // BLOCK % 3 + 1, GROUPS), more=slots)
+        attention_forward(query, key, value, joined, into=(torch.empty_like(query), lse), **part)
+        attention_backward_dq(grad, query, key, value, lse, sums, joined, **part)
     places = len(key) // BLOCK * GROUPS
     returned = torch.zeros(places, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
     order = torch.arange(places + 1, dtype=torch.int32, device=DEVICE)

@@ -22,11 +22,13 @@ from s2_megatron.attention import (
     attention_backward_dq,
     attention_delta,
     attention_forward,
+    joins_keys,
     s2_attention,
 )
 from s2_megatron.cp_exchange import BlockExchange, slot_views
 from s2_megatron.cp_plan import make_plan
-from s2_megatron.layout import Placement, build_layout
+from s2_megatron.cp_sparse import place
+from s2_megatron.layout import build_layout
 from tests.calls import KINDS, computes, make_call, results
 from tests.oracle import make_inputs, random_mask
 from tests.test_attention import PAPER, pattern_of
@@ -57,11 +59,10 @@ PARTS = {"parts-64": (False, 64, BF16), "parts-128": (False, 128, BF16), "parts-
 
 def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     """All kernels of context parallelism as it calls them, in one process: blocks packed for the other rank, the attention of the own keys
-    continued over slots, the backward in parts, returned gradients added."""
+    continued over slots, or of both at once, the backward in parts, returned gradients added."""
     pattern = random_mask(block, 4, 2, 2, n_blocks) if masked else pattern_of(PAPER, block, 4, 2)
     layout, plan = build_layout(pattern, device), make_plan(pattern, 1, 2, n_blocks)
-    placements = [Placement.make(plan.query_blocks, n_blocks, slots, device, pattern) for slots in (plan.local_slot, plan.remote_slot)]
-    own, remote = (AttentionCall(layout, 0.1, "sbhd", None, placement, backend, False) for placement in placements)
+    own, remote, both = (AttentionCall(layout, 0.1, "sbhd", None, placed, backend, False) for placed in place(plan, pattern, device))
     (query, key, value, grad_out), _ = make_inputs(pattern, len(plan.query_blocks) * block, dim, dtype, device, form="sbhd")
 
     exchange = BlockExchange(plan, None, device)
@@ -77,6 +78,10 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, dtype=F32)
     attention_backward_dkdv(grad_out, query, *slots, lse, row_sums, *grad_slots, remote)
     grad_query = attention_backward_dq(grad_out, query, *slots, lse, row_sums, remote, initial=grad_query)
+    if joins_keys(query, key, value, slots, both):
+        part = dict(kv_heads=(1, 2), more=slots)  # the first KV head's query heads keep what they have
+        attention_forward(query, key, value, both, into=(out, lse), **part)
+        attention_backward_dq(grad_out, query, key, value, lse, row_sums, both, into=grad_query, **part)
     grads, wide = ([torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32))
     attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent)))
     attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)  # as with `all_gather`

@@ -10,7 +10,15 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-from s2_megatron.attention import AttentionCall, attention_backward, attention_backward_dkdv, attention_forward
+from s2_megatron.attention import (
+    AttentionCall,
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_forward,
+    empty_lse,
+)
+from s2_megatron.cp_exchange import slot_views
 from s2_megatron.kernels import hopper, hopper_launch, launch, portable
 from s2_megatron.kernels.hopper_launch import Box
 from s2_megatron.layout import PackedSequence, Placement, build_layout
@@ -102,6 +110,9 @@ class Case:
         slots = torch.full((2, 8), -1)
         slots[:, ::2] = torch.arange(4)
         self.placement = Placement.make(range(0, 8, 2), 8, slots, "cpu", PATTERN)
+        slots = slots.clone()
+        slots[:, 1::2] = 4 + torch.arange(8).view(2, 4)
+        self.joined = Placement.make(range(0, 8, 2), 8, slots, "cpu", PATTERN, own_slots=4)
 
     def call(self, form="sbhd", **options):
         return AttentionCall(self.layout, 0.5, form, None, None, "gluon", False)._replace(**options)
@@ -124,6 +135,13 @@ class Case:
         returned = (torch.randn(max(1, slots), 64, 2, 1, key.shape[3]).to(key.dtype), order, order) if slots else None
         grads, sums = (torch.empty(key.shape, dtype=dtype) for _ in range(2)), torch.zeros(1, 4, query.shape[0])
         attention_backward_dkdv(query, query, key, value, sums, sums, *grads, self.call(placement=self.placement), returned)
+
+    def two_tensors(self, query, key, value, **heads):
+        """Forward and dQ over placed keys and eight slots."""
+        more = slot_views(torch.randn(8, 64, 2, 1, key.shape[3]).to(key.dtype), 2)
+        call, lse = self.call(placement=self.joined), empty_lse(query, "sbhd")
+        attention_forward(query, key, value, call, more=more, into=(torch.empty_like(query), lse), **heads)
+        attention_backward_dq(query, query, key, value, lse, lse, call, more=more, **heads)
 
 
 def strided_gradient(out):
@@ -151,6 +169,10 @@ CALLS = {
     "own keys in fp32": lambda case: case.own_keys(*tensors(256), torch.float32),
     "own keys, some return": lambda case: case.own_keys(*tensors(256), BF16, 3),
     "own keys, more return": lambda case: case.own_keys(*tensors(256), BF16, 8),
+    "two tensors": lambda case: case.two_tensors(*tensors(256)),
+    "two tensors, the first KV head": lambda case: case.two_tensors(*tensors(256), kv_heads=(0, 1)),
+    "two tensors, the second KV head": lambda case: case.two_tensors(*tensors(256), kv_heads=(1, 2)),
+    "two tensors of a wide head": lambda case: case.two_tensors(*tensors(256, dim=192), kv_heads=(1, 2)),
     "own keys of a wide head, some return": lambda case: case.own_keys(*tensors(256, dim=192), BF16, 3),
 }
 

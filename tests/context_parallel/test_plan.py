@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from s2_megatron import context_parallel, layout
+from s2_megatron import context_parallel, cp_exchange, cp_plan, cp_sparse, layout
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.context_parallel import ContextParallel, check_comm_type
-from s2_megatron.cp_plan import check_block_count, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
+from s2_megatron.cp_plan import block_pairs, check_block_count, heads_beside, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
 from s2_megatron.kernels import hopper, launch
 from s2_megatron.patterns import RangePattern, make_range_pattern
 from tests.context_parallel.cases import CASES
@@ -33,6 +33,40 @@ def test_needed_blocks_by_definition(name, size):
             for query in zigzag_blocks(rank, size, n_blocks):
                 expected[head // ratio, pattern.key_blocks(head, int(query))] = True
         assert np.array_equal(needed[rank], expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_of_blocks_by_definition(name):
+    pattern = CASES[name].pattern
+    queries, held = np.arange(3, 24, 2), np.arange(24) % 5 < 3
+    expected = [sum(held[pattern.key_blocks(head, int(query))].sum() for query in queries) for head in range(pattern.num_heads)]
+    assert block_pairs(pattern, queries, held).tolist() == expected
+
+
+def test_heads_that_hide_the_exchange(monkeypatch):
+    """As many as it takes, more over a slow network, fewer where the rest of a step takes longer; never none, never more than there are."""
+    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=16, ranges=((16, 1), (None, 16)))
+    plan = make_plan(pattern, 1, 4, 2048)
+    found = {(products, host): heads_beside(pattern, plan, 128, 2, products, host) for products in (2, 3) for host in (True, False)}
+    seconds = sum(plan.receive_counts) * 2 * 64 * 128 * 2 / cp_plan.LINK_RATE
+    held = np.isin(np.arange(2048), plan.query_blocks)
+    flops = np.cumsum(block_pairs(pattern, plan.query_blocks, held)[::2] * 2) * 64 * 64 * 4 * 128
+    assert flops[found[2, True] - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[found[2, True] - 1] / cp_plan.ATTENTION_RATE
+    assert 1 < found[3, True] < found[2, True] < found[3, False] <= found[2, False] <= 16
+    monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
+    heads_beside.cache_clear()
+    assert heads_beside(pattern, plan, 128, 2, 2, True) == 1
+    monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1e30)
+    heads_beside.cache_clear()
+    assert heads_beside(pattern, plan, 128, 2, 2, True) == 16
+    heads_beside.cache_clear()
+
+
+@pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True)])
+def test_one_host(local, ranks, same, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    monkeypatch.setattr(cp_exchange.dist, "get_process_group_ranks", lambda group: ranks)
+    assert cp_exchange.one_host(None) == same
 
 
 @pytest.mark.parametrize("name", ["paper-gqa", "mask-kv-heads", "dense-heads"])
@@ -102,6 +136,7 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     monkeypatch.setattr(launch, "GLUON", "")
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
+    monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)
     pattern = CASES[pattern].pattern
     if isinstance(pattern, BlockMaskPattern):
         pattern = dataclasses.replace(pattern, block_size=64)
@@ -111,17 +146,21 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     with torch.device("meta"):  # as Megatron may build the layers
         cp.prepare(48 * 64, cpu, 64, dtype, "auto")
     state = cp._state(48 * 64, cpu)
-    assert cp._prepared == {(48 * 64, cpu): state} and (state.remote is not None) == (comm_type == "sparse")
+    assert cp._prepared == {(48 * 64, cpu): state}
+    placements = state.placements if comm_type == "sparse" else [state.placement]
+    assert len(placements) == (3 if comm_type == "sparse" else 1)
 
     made_now = []
     for name in ("query_lists", "key_lists"):
         monkeypatch.setattr(layout, name, partial(lambda make, *args: made_now.append(make) or make(*args), getattr(layout, name)))
-    for placement in filter(None, (state.placement, state.remote)):
+    for placement in placements:
         query = torch.empty(1, pattern.num_heads, 12 * 64, 64)
         key = torch.empty(1, pattern.num_kv_heads, placement.n_slots * 64, 64)
         call = hopper._Call(query, key, key, state.layout, None, placement)
-        for launches in (call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query), call.key_tiles()):
-            assert launches.arguments["list_steps_ptr"].device == cpu
+        made_launches = [call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query)]
+        if placement.own_slots == placement.n_slots:
+            made_launches.append(call.key_tiles())
+        assert all(launches.arguments["list_steps_ptr"].device == cpu for launches in made_launches)
     assert (not made_now) == made
 
 
