@@ -13,6 +13,8 @@ exposed    the median step minus that of the same step whose collectives do noth
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence over this step
 
+--first-heads N: with sparse, so many KV heads attend the rank's own keys first, beside the exchange; else as many as that is estimated to take.
+
 --predict N adds the row of `sparse` on N ranks that follows from the measured ones (predict.py says how), marked "predicted" in the table and
 the JSON; with --from FILE nothing is measured, and the rows of a JSON are the measured ones.
 
@@ -41,6 +43,7 @@ from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel, check_comm_type
 from s2_megatron.cp_exchange import count_traffic
 from s2_megatron.cp_plan import layer_costs
+from s2_megatron.cp_sparse import SparseState
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import make_range_pattern
 from tests.context_parallel.cases import Case
@@ -257,6 +260,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
     parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several; checked and timed alike")
     parser.add_argument("--keep-received", action="store_true")
+    parser.add_argument("--first-heads", type=int, metavar="N", help="KV heads that visit their query tiles twice, of each rank")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
@@ -289,6 +293,8 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    if args.first_heads is not None:
+        SparseState.heads_first = lambda state, query, products: min(args.first_heads, state.layout.num_kv_heads)
     bench = Bench(args, dist.group.WORLD, device)
     first = dist.get_rank() == 0
     rows: list[dict] = []

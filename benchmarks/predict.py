@@ -4,8 +4,9 @@ Measured are one GPU's time for the whole sequence, the step with and without it
 hides. Counted, from the plans of both numbers of ranks, are (query, key) pairs, bytes at the collectives, and bytes of partial results. Then
 
 work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
-overhead    what the silent step took beyond its work: partial results in fp32 (in proportion to the tokens of a rank), and packing and
-            adding what travels (in proportion to its bytes); scaled by the bytes that both move through the GPU's memory
+overhead    the second visit of the first heads (cp_plan.heads_beside: on more ranks more heads take it), by the bytes of their partial
+            results; and what else the silent step took beyond its work, in proportion to the bytes that travel, which are packed and added
+            (where that is negative, to the work)
 exposed     what transfers take, at the measured rate of the link, beyond the attention beside them: K and V in the forward beside the own keys'
             part; K and V again beside the own part of dQ; returned gradients beside the received keys' part of dQ. And what was exposed when
             measured, in proportion to the bytes
@@ -33,6 +34,7 @@ from s2_megatron.patterns import Pattern
 
 HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
+SECOND_VISIT = 2.3e9  # bytes of partial results a ms, written and read: 128K, CP 4, one H200, all heads against none (NOTES.md, version 37)
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,15 @@ class Layer:
             self.pattern, ranks, self.tokens, exchange, head_dim=self.head_dim, itemsize=self.itemsize, keep_received=self.keep_received
         )
 
-    def moved(self, ranks: int) -> int:
-        """Bytes of partial results (out and dQ of the first heads, in fp32) and of the exchange's buffers, written and read once, of the
-        busiest rank."""
-        costs, n_blocks = self.costs(ranks), check_block_count(self.tokens, ranks, self.pattern.block_size)
+    def partial(self, ranks: int) -> int:
+        """Bytes of partial results, out and dQ of the first heads in fp32, written and read once, of the busiest rank."""
+        n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
         plans = [make_plan(self.pattern, rank, ranks, n_blocks) for rank in range(ranks)]
         first = max(
             sum(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, True) for products in (2, 3)) for plan in plans
         )
         heads = first * self.pattern.num_heads // self.pattern.num_kv_heads
-        return 2 * (4 * heads * self.head_dim * self.tokens // ranks + max(costs.sent_forward) + max(costs.sent_backward))
+        return 2 * 4 * heads * self.head_dim * self.tokens // ranks
 
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
@@ -99,18 +100,20 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
     pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
     forward, backward = max(after.sent_forward), max(after.sent_backward)
     repeated = 0 if layer.keep_received else forward
-    memory = layer.moved(ranks) / layer.moved(base["ranks"])
+    visits_before, visits = (layer.partial(number) / SECOND_VISIT for number in (base["ranks"], ranks))
     traffic = (forward + backward) / (base["sent_forward"] + base["sent_backward"])
     own = layer.own_share(ranks)
 
-    def part(kind: str) -> tuple[float, float, float]:
-        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled."""
+    def part(kind: str, share: float) -> tuple[float, float, float]:
+        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled. share: of the second visits."""
         # A step that sends cannot be the faster one: where it was, its time is the better estimate of both.
         alone, silent = base[f"one_gpu_{kind}_ms"], min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
         overhead, exposed = silent - alone * max(before.pairs) / pairs, base[f"{kind}_ms"] - silent
-        return alone * max(after.pairs) / pairs, max(0.0, overhead) * memory, max(0.0, exposed) * traffic
+        other = overhead - share * visits_before
+        other *= traffic if other > 0 else max(after.pairs) / max(before.pairs)  # negative: it took less than its share of one GPU
+        return alone * max(after.pairs) / pairs, share * visits + other, max(0.0, exposed) * traffic
 
-    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward"), part("step")
+    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward", 0.5), part("step", 1.0)
     backward_work = work - forward_work
     hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, (1 - own) * backward_work * SHARE_OF_DQ
     transfers = [sent / rate for sent in (forward, repeated, backward - repeated)]
