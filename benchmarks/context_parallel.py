@@ -294,7 +294,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     if args.first_heads is not None:
-        SparseState.heads_first = lambda state, query, products: min(args.first_heads, state.layout.num_kv_heads)
+        SparseState.heads_first = lambda state, *shape: min(args.first_heads, state.layout.num_kv_heads)
     bench = Bench(args, dist.group.WORLD, device)
     first = dist.get_rank() == 0
     rows: list[dict] = []

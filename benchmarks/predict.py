@@ -7,9 +7,9 @@ work        one GPU's time times the busiest rank's share of the pairs, those wi
 overhead    the second visit of the first heads (cp_plan.heads_beside: on more ranks more heads take it), by the bytes of their partial
             results; and what else the silent step took beyond its work, in proportion to the bytes that travel, which are packed and added
             (where that is negative, to the work)
-exposed     what transfers take, at the measured rate of the link, beyond the attention beside them: K and V in the forward beside the own keys'
-            part; K and V again beside the own part of dQ; returned gradients beside the received keys' part of dQ. And what was exposed when
-            measured, in proportion to the bytes
+exposed     what transfers take, at the measured rate of the link, beyond the attention that could be beside them if all heads went twice: K and
+            V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the received keys'
+            part of dQ. And what was exposed when measured, in proportion to the bytes
 
 Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
 """
@@ -30,6 +30,7 @@ from s2_megatron.cp_plan import (
     rank_pairs,
     zigzag_blocks,
 )
+from s2_megatron.cp_sparse import FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS
 from s2_megatron.patterns import Pattern
 
 HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
@@ -52,15 +53,17 @@ class Layer:
             self.pattern, ranks, self.tokens, exchange, head_dim=self.head_dim, itemsize=self.itemsize, keep_received=self.keep_received
         )
 
-    def partial(self, ranks: int) -> int:
-        """Bytes of partial results, out and dQ of the first heads in fp32, written and read once, of the busiest rank."""
+    def partial(self, ranks: int) -> tuple[int, int]:
+        """Bytes of partial results of the forward and of the backward, out and dQ of the first heads in fp32, written and read once; of the
+        rank with the most of them."""
         n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
         plans = [make_plan(self.pattern, rank, ranks, n_blocks) for rank in range(ranks)]
-        first = max(
-            sum(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, True) for products in (2, 3)) for plan in plans
-        )
-        heads = first * self.pattern.num_heads // self.pattern.num_kv_heads
-        return 2 * 4 * heads * self.head_dim * self.tokens // ranks
+
+        def moved(products: int) -> int:
+            first = max(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, True) for plan in plans)
+            return 2 * 4 * first * self.pattern.num_heads // self.pattern.num_kv_heads * self.head_dim * self.tokens // ranks
+
+        return moved(FORWARD_PRODUCTS), 0 if self.keep_received else moved(QUERY_GRADIENT_PRODUCTS)
 
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
@@ -100,20 +103,20 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
     pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
     forward, backward = max(after.sent_forward), max(after.sent_backward)
     repeated = 0 if layer.keep_received else forward
-    visits_before, visits = (layer.partial(number) / SECOND_VISIT for number in (base["ranks"], ranks))
+    partial_before, partial = layer.partial(base["ranks"]), layer.partial(ranks)
     traffic = (forward + backward) / (base["sent_forward"] + base["sent_backward"])
     own = layer.own_share(ranks)
 
-    def part(kind: str, share: float) -> tuple[float, float, float]:
-        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled. share: of the second visits."""
+    def part(kind: str, passes: int) -> tuple[float, float, float]:
+        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled. passes: 1 or both of `partial`."""
         # A step that sends cannot be the faster one: where it was, its time is the better estimate of both.
         alone, silent = base[f"one_gpu_{kind}_ms"], min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
         overhead, exposed = silent - alone * max(before.pairs) / pairs, base[f"{kind}_ms"] - silent
-        other = overhead - share * visits_before
+        other = overhead - sum(partial_before[:passes]) / SECOND_VISIT
         other *= traffic if other > 0 else max(after.pairs) / max(before.pairs)  # negative: it took less than its share of one GPU
-        return alone * max(after.pairs) / pairs, share * visits + other, max(0.0, exposed) * traffic
+        return alone * max(after.pairs) / pairs, sum(partial[:passes]) / SECOND_VISIT + other, max(0.0, exposed) * traffic
 
-    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward", 0.5), part("step", 1.0)
+    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward", 1), part("step", 2)
     backward_work = work - forward_work
     hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, (1 - own) * backward_work * SHARE_OF_DQ
     transfers = [sent / rate for sent in (forward, repeated, backward - repeated)]

@@ -158,9 +158,9 @@ class _Call:
         else:
             lists = self.steps.query(bool(pack))
             if first > 0:
-                order = torch.arange(first * members, end * members, dtype=torch.int32, device=self.query.device)
+                order = torch.arange(first * members, end * members, dtype=torch.int32).to(self.query.device)  # no kernel: none in a graph
         programs = n_tiles * units
-        # Tiles from lists go to whoever is free; tiles of ranges are dealt out, which is not for heads of different work.
+        # Tiles from lists are taken one after the other; tiles of ranges are dealt out, which is not for heads of different work.
         persistent = tile.persistent and (order is None or lists is not None)
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return Launches(grid, dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs,

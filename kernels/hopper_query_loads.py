@@ -153,7 +153,7 @@ def walk_ranges(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, 
 def walk_lists(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, RATIO: gl.constexpr,
                ORDERED: gl.constexpr, PACK: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr, BLOCK_D: gl.constexpr,
                K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr, SINGLE: gl.constexpr):
-    """Whichever tile is next when a program has loaded one: tiles differ, and a collective of other ranks' keys may hold multiprocessors for a
+    """Whichever tile is next when a program begins with one: tiles differ, and a collective of other ranks' keys may hold multiprocessors for a
     while. Returns how many there were."""
     ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group = work
     count = 0

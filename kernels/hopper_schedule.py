@@ -37,7 +37,7 @@ def shared_out(position, program, programs, n_programs, backwards):
 
 @gluon.jit
 def head_of_unit(unit, batches, order_ptr, ORDERED: gl.constexpr):
-    """(batch, head): heads with the most work first when the heads of a layer differ."""
+    """(batch, head). ORDERED: by a list, of heads with the most work first where the heads of a layer differ, or of some of the heads."""
     head = unit // batches
     batch = unit - head * batches
     if ORDERED:

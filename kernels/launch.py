@@ -89,7 +89,7 @@ def joins_keys(query, key, value, more, layout, placement, backend) -> bool:
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto", **part):
     """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues.
     part: where `joins_keys` says so, kv_heads and more as in attention_forward."""
-    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
+    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial, part.get("more", ())) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, out)
@@ -132,7 +132,7 @@ def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_val
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None,
                 backend="auto", **part):
     """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. part: as in `forward`."""
-    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial) or portable
+    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial, part.get("more", ())) or portable
     with on_device(query.device):
         if packed is not None:
             _fill_between(packed, 0.0, grad_query)

@@ -75,10 +75,10 @@ def _empty_like(tensor, call):
     return (torch.zeros if _leaves_rows(call) else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _empty_for_queries(query, call, dtype):
+def _empty_for_queries(query, call):
     """The same for query's shape: of placed queries every row is written."""
     leaves_rows = call.packed is not None and call.backend == "reference"
-    return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=dtype or query.dtype, device=query.device)
+    return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
 
 
 def joins_keys(query, key, value, more, call: AttentionCall) -> bool:
@@ -102,19 +102,20 @@ def empty_lse(query, tensor_format: str) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
 
 
-def attention_forward(query, key, value, call: AttentionCall, initial=None, out_dtype=None, kv_heads=None, more=None, into=None):
+def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None):
     """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
 
-    out has query's shape and out_dtype (default query's dtype; fp32 for a part that is continued, so that it is rounded once); LSE is
-    [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is continued, so that it is rounded once) and strides,
+    LSE perhaps the initial one.
     Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left alone; more, (key,
-    value) of the placement's slots from own_slots on, like key, whose heads share memory.
-    into: (out, LSE) to write, out of any type; of kv_heads (0, end) it needs no more heads than those. LSE may be the initial one.
+    value) of the placement's slots from own_slots on, like key, whose heads share memory. For kv_heads (0, end) the out of `into` and of
+    `initial` needs no more heads than those.
     """
     check_call(query, key, value, call, more)
     form = call.tensor_format
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
-    out, lse = (_empty_for_queries(query, call, out_dtype), empty_lse(query, form)) if into is None else into
+    out, lse = (_empty_for_queries(query, call), empty_lse(query, form)) if into is None else into
     if call.packed is not None and call.backend == "reference":
         lse.fill_(float("-inf"))
     if initial is not None:
@@ -185,11 +186,11 @@ def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key
 
 
 def attention_backward_dq(
-    grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, dtype=None, kv_heads=None, more=None, into=None
+    grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None
 ):
-    """dQ over these keys, in `dtype` (default query's). initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it.
-    kv_heads, more, into (dQ): as in attention_forward."""
-    grad_query = _empty_for_queries(query, call, dtype) if into is None else into
+    """dQ over these keys. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it. kv_heads, more, into (dQ, of any
+    type): as in attention_forward."""
+    grad_query = _empty_for_queries(query, call) if into is None else into
     form = call.tensor_format
     views = [canonical_view(tensor, form) for tensor in (grad_out, query, key, value)]
     if query.numel():

@@ -101,6 +101,16 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         there = 0 if more is None else more[0].shape[FORMATS[form][2]] // layout.block_size
         if there < further:
             raise ValueError(f"the second key has {there} blocks of {layout.block_size}; the placement reads {further} of them")
+        for tensor in more or ():
+            view = canonical_view(tensor, form)
+            like = (*k.shape[:2], view.shape[2], k.shape[3])
+            if view.shape != like or tensor.shape != more[0].shape or tensor.dtype != key.dtype or tensor.device != key.device:
+                raise ValueError(
+                    f"the second key or value is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected {key.dtype} on {key.device}, "
+                    f"of key's shape {list(key.shape)} but for its rows, and both of the same"
+                )
+            if view.stride(1) != 0 and view.shape[1] > 1:
+                raise ValueError("the second key or value has heads with memory of their own; expected slots of one KV head each (stride 0)")
         if call.placement.query_block_ids.device != query.device:
             raise ValueError(
                 f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give Placement.make the device"

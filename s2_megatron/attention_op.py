@@ -20,7 +20,7 @@ FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "th
 _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, int layout, "
     "float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, SymInt n_blocks, SymInt n_slots, "
-    "int tile_blocks"
+    "SymInt own_slots, int tile_blocks"
 )
 
 _library = torch.library.Library("s2_megatron", "DEF")
@@ -50,13 +50,13 @@ def _taken_apart(call: AttentionCall) -> tuple:
         call.backend,
         call.deterministic,
         0 if packed is None else packed.max_seqlen,
-        *((0, 0, 0) if placement is None else (placement.n_blocks, placement.n_slots, placement.tile_blocks)),
+        *((0,) * 4 if placement is None else (placement.n_blocks, placement.n_slots, placement.own_slots, placement.tile_blocks)),
     )
 
 
-def _put_together(cu_seqlens, padded, ids, rank, slot, layout, scale, form, backend, deterministic, longest, n_blocks, n_slots, tile_blocks):
+def _put_together(cu_seqlens, padded, ids, rank, slot, layout, scale, form, backend, deterministic, longest, *sizes):
     packed = None if cu_seqlens is None else PackedSequence(cu_seqlens, longest, padded)
-    placement = None if ids is None else Placement(ids, rank, slot, n_blocks, n_slots, tile_blocks)
+    placement = None if ids is None else Placement(ids, rank, slot, *sizes)
     return AttentionCall(layout_of(layout), scale, form, packed, placement, backend, deterministic)
 
 

@@ -3,7 +3,7 @@
     cp = ContextParallel(pattern, group, "sparse")
     out = cp.attention(query, key, value)     # [S/c, B, heads, D] of this rank, in Megatron's zigzag order
 
-sparse      every rank receives the key blocks that its pattern attends, and no others (cp_plan.py), beside the attention of its own keys
+sparse      every rank receives the key blocks that its pattern attends, and no others (cp_plan.py), beside work without them (cp_sparse.py)
 all_gather  every rank receives all keys and values: the plain reference
 a2a         every rank receives the whole sequence of some heads (Ulysses, arXiv 2309.14509): KV heads must be a multiple of the ranks
 
@@ -106,7 +106,10 @@ class ContextParallel:
             return
         with torch.device(device):  # whatever device the model around it is built on
             state = self._state(seq_length, device)
-        placements = state.placements if self.comm_type == "sparse" else (state.placement,)
+        if self.comm_type == "sparse":
+            placements = state.read_by_kernels(head_dim, dtype.itemsize, self.keep_received)
+        else:
+            placements = [state.placement]
         for placement in placements:
             prepare_placement(state.layout, placement, seq_length // self.size, head_dim, dtype, resolve_backend(backend, device.type))
 

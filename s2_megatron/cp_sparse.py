@@ -43,13 +43,17 @@ class SparseState(NamedTuple):
     def make(cls, layout, plan: ExchangePlan, group, device) -> SparseState:
         return cls(layout, BlockExchange(plan, group, device), one_host(group), *place(plan, layout.pattern, device))
 
-    @property
-    def placements(self) -> list[Placement]:
-        return [placement for placement in (self.own, self.received, self.joined) if placement is not None]
-
-    def heads_first(self, query: torch.Tensor, products: int) -> int:
+    def heads_first(self, head_dim: int, itemsize: int, products: int) -> int:
         """KV heads that attend own keys while the blocks are on their way, if the kernels join keys. products: matmuls of a tile."""
-        return heads_beside(self.layout.pattern, self.exchange.plan, query.shape[3], query.itemsize, products, self.same_host)
+        return heads_beside(self.layout.pattern, self.exchange.plan, head_dim, itemsize, products, self.same_host)
+
+    def read_by_kernels(self, head_dim: int, itemsize: int, keep_received: bool) -> list[Placement]:
+        """Those whose lists calls will ask for, where the kernels join keys."""
+        if self.received is None:
+            return [self.own]
+        first = (self.heads_first(head_dim, itemsize, products) for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS))
+        rest = keep_received or min(first) < self.layout.num_kv_heads
+        return [self.own, self.received, *([self.joined] if rest else [])]
 
 
 def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Placement | None, Placement | None]:
@@ -80,6 +84,13 @@ class _Heads:
         return self._query.new_empty(self._shape, dtype=torch.promote_types(self._query.dtype, torch.float32))
 
 
+def _heads(query, key, value, slots, joined, state: SparseState, products: int) -> _Heads:
+    """products: matmuls of a tile that run beside an exchange, 0 where there is none."""
+    if state.received is None or not joins_keys(query, key, value, slots, joined):
+        return _Heads(query, key, key.shape[2])
+    return _Heads(query, key, state.heads_first(query.shape[3], query.itemsize, products) if products else 0)
+
+
 class SparseAttention(torch.autograd.Function):
     """call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the backward. known: (out,
     LSE) where they have been computed before; nothing is then sent or computed before the backward. Returns (out, LSE), LSE without a gradient.
@@ -103,17 +114,14 @@ def compute(query, key, value, call, state):
     """(out, LSE, received blocks)"""
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
     pending = state.exchange.start(key, value, call.backend)
-    if state.received is None:
-        return *attention_forward(query, key, value, own), pending.result()
     slots = slot_views(pending.received, key.shape[2])
-    joins = joins_keys(query, key, value, slots, joined)
-    heads = _Heads(query, key, state.heads_first(query, FORWARD_PRODUCTS) if joins else key.shape[2])
+    heads = _heads(query, key, value, slots, joined, state, FORWARD_PRODUCTS)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device), empty_lse(query, call.tensor_format)
+    early = result if state.received is None else (heads.partial(), result[1])
     if heads.first:
-        early = heads.partial(), result[1]
         attention_forward(query, key, value, own, kv_heads=heads.first_heads, into=early)
     buffer = pending.result()
-    if heads.first:
+    if heads.first and state.received is not None:
         attention_forward(query, *slots, received, initial=early, kv_heads=heads.first_heads, into=result)
     if heads.rest:
         attention_forward(query, key, value, joined, kv_heads=heads.rest_heads, more=slots, into=result)
@@ -121,33 +129,28 @@ def compute(query, key, value, call, state):
 
 
 def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
-    """(dQ, dK, dV). kept: the received blocks, where they were saved."""
+    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head has to go twice."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
     # Enqueued first: it comes while delta and the first heads' part of dQ are computed.
     pending = None if kept else exchange.start(key, value, call.backend)
     buffer = kept[0] if kept else pending.received
+    slots, slot_gradients = slot_views(buffer, groups), torch.empty_like(buffer)
+    heads = _heads(query, key, value, slots, joined, state, 0 if kept else QUERY_GRADIENT_PRODUCTS)
     row_sums = attention_delta(grad_out, out, lse, own)
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    slots, slot_gradients = slot_views(buffer, groups), torch.empty_like(buffer)
+    early = grad_query if state.received is None else heads.partial()
     shared = (grad_out, query)
-    if state.received is None:
-        attention_backward_dq(*shared, key, value, lse, row_sums, own, into=grad_query)
-        heads = None
-    else:
-        joins = joins_keys(query, key, value, slots, joined)
-        first = (0 if kept else state.heads_first(query, QUERY_GRADIENT_PRODUCTS)) if joins else groups
-        heads = _Heads(query, key, first)
-        if heads.first:
-            early = attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.first_heads, into=heads.partial())
+    if heads.first:
+        attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.first_heads, into=early)
     if pending is not None:
         pending.result()
-    if heads is not None:
+    if state.received is not None:
         attention_backward_dkdv(*shared, *slots, lse, row_sums, *slot_views(slot_gradients, groups), received)
     returning = exchange.start_return(slot_gradients)
-    if heads is not None and heads.first:
+    if heads.first and state.received is not None:
         attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=early, kv_heads=heads.first_heads, into=grad_query)
-    if heads is not None and heads.rest:
+    if heads.rest:
         attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.rest_heads, more=slots, into=grad_query)
     grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
     returned = exchange.returned(returning.result())

@@ -154,8 +154,10 @@ class Placement:
             if slots.ndim != 2 or slots.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(slots.shape)}; expected [KV heads, n_blocks={n_blocks}]")
             n_slots = int(slots.max()) + 1
-            if isinstance(pattern, RangePattern):
+            if isinstance(pattern, RangePattern) and own_slots is None:  # only kernels that take steps know a second key
                 runs = KeyRuns.make(pattern, slots, device)
+        if own_slots is not None and not 0 < own_slots <= n_slots:
+            raise ValueError(f"own_slots={own_slots}; expected 1 to {n_slots}, the slots that key_slot names, or None where there is one key")
         if pattern is not None:
             steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
         return cls(

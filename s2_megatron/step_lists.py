@@ -20,7 +20,7 @@ from s2_megatron.patterns import HeadPattern, Pattern
 MOST_SLOTS, MOST_ROW_BLOCKS, MOST_MEMBERS = 2**24, 2**19, 127  # what the bits of a step and of a word can hold
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 LAST = 1 << 4  # the bit of a word that ends a column
-LONG = 1.5
+LONG = 1.5  # times the mean number of words, from where on a column is a long one
 # Where masked entries stand in a tile, by flags: own blocks, the free entry left over, half 0 alone, half 1 alone.
 _ENTRY_KIND = np.array([0, 2, 3, 1] + [0] * 12)
 
@@ -55,8 +55,8 @@ class KeyLists(NamedTuple):
     columns: np.ndarray  # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing), first word. Longest first. Columns
     # that only pad a list to the length of the others: (n_slots, n_slots, 0)
     words: np.ndarray  # int32 [words]; one of LAST when there are none
-    n_long: int  # columns of a list that have more words than LONG times the mean of all lists, if none has, at least half of those of the
-    # longest column; the most of any list, 1 at least. They are computed first: columns of about one length pass by the same queries together
+    n_long: int  # columns of a list with more words than LONG times the mean (of all lists; where no column has so many: with half as many as
+    # the longest, or more); the most of any list, 1 at least. They are computed first: equally long ones pass by the same queries together
 
 
 def _heads(pattern: Pattern, n_blocks: int) -> list[HeadPattern | int]:

@@ -219,8 +219,9 @@ def hopper_entries() -> dict[str, Entry]:
                     keys = grads = (key, value)
                     order = torch.arange(513, dtype=torch.int32)
                     returned = (torch.empty(512, 64, 2, 1, dim, dtype=torch.bfloat16), order, order)
-                    out_float, lse = op.attention_forward(query, *keys, call, out_dtype=torch.float32)
-                    dq = op.attention_backward_dq(grad, query, *keys, lse, lse, call, dtype=torch.float32)
+                    out_float, dq, lse = query.float(), query.float(), op.empty_lse(query, "sbhd")
+                    op.attention_forward(query, *keys, call, into=(out_float, lse))
+                    op.attention_backward_dq(grad, query, *keys, lse, lse, call, into=dq)
                 else:
                     buffer = torch.empty(512, 64, 2, 1, dim, dtype=torch.bfloat16)
                     grads = keys = slot_views(buffer, 4)

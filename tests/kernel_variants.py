@@ -20,6 +20,7 @@ from s2_megatron.attention import (
     attention_backward_dkdv,
     attention_backward_dq,
     attention_forward,
+    empty_lse,
     joins_keys,
 )
 from s2_megatron.cp_exchange import slot_views
@@ -106,10 +107,11 @@ def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall, join
     returned ones. Every block of every KV head has one that was returned."""
     buffer = torch.randn(GROUPS, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
     slots, slot_grads = slot_views(buffer, GROUPS), slot_views(torch.empty_like(buffer), GROUPS)
-    out, lse = attention_forward(query, key, value, own, out_dtype=torch.float32)
-    out, lse = attention_forward(query, *slots, remote, initial=(out, lse))
+    early = torch.empty(query.shape, device=query.device), empty_lse(query, "sbhd")
+    attention_forward(query, key, value, own, into=early)
+    _, lse = attention_forward(query, *slots, remote, initial=early)
     grad, sums = torch.ones_like(query), torch.zeros_like(lse)
-    grad_query = attention_backward_dq(grad, query, key, value, lse, sums, own, dtype=torch.float32)
+    grad_query = attention_backward_dq(grad, query, key, value, lse, sums, own, into=early[0])
     attention_backward_dkdv(grad, query, *slots, lse, sums, *slot_grads, remote)
     attention_backward_dq(grad, query, *slots, lse, sums, remote, initial=grad_query)
     if joins_keys(query, key, value, slots, joined):

@@ -22,6 +22,7 @@ from s2_megatron.attention import (
     attention_backward_dq,
     attention_delta,
     attention_forward,
+    empty_lse,
     joins_keys,
     s2_attention,
 )
@@ -72,10 +73,11 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     gradients = torch.full_like(buffer, torch.nan)
     slots, grad_slots = slot_views(buffer, 2), slot_views(gradients, 2)
 
-    out, lse = attention_forward(query, key, value, own, out_dtype=F32)
-    out, lse = attention_forward(query, *slots, remote, initial=(out, lse))
+    partial = [torch.full(query.shape, torch.nan, dtype=F32, device=device) for _ in range(2)]
+    early = attention_forward(query, key, value, own, into=(partial[0], empty_lse(query, "sbhd")))
+    out, lse = attention_forward(query, *slots, remote, initial=early)
     row_sums = attention_delta(grad_out, out, lse, own)
-    grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, dtype=F32)
+    grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, into=partial[1])
     attention_backward_dkdv(grad_out, query, *slots, lse, row_sums, *grad_slots, remote)
     grad_query = attention_backward_dq(grad_out, query, *slots, lse, row_sums, remote, initial=grad_query)
     if joins_keys(query, key, value, slots, both):

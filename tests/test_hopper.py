@@ -201,10 +201,11 @@ class Handed(NamedTuple):
 
 
 class Chosen(SparseState):
-    """So many KV heads attend the own keys first: 1, none, or all."""
+    """So many KV heads attend the own keys first: 1, all, none, or 2."""
 
-    def heads_first(self, query, products):
-        return min((1, self.layout.num_kv_heads, 0)[self.exchange.plan.rank % 3], self.layout.num_kv_heads)
+    def heads_first(self, *shape):
+        groups = self.layout.num_kv_heads
+        return min((1, groups, 0, 2)[self.exchange.plan.rank % 4], groups)
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):

@@ -127,7 +127,7 @@ class Case:
         rows, batch, heads, dim = query.shape
         out = torch.zeros(rows, batch, heads, dim + wider)[..., :dim]
         lse = torch.zeros(batch * heads * rows + shift)[shift:].view(batch, heads, rows)
-        attention_forward(query, key, value, self.call(), (out, lse), torch.float32)
+        attention_forward(query, key, value, self.call(), (out, lse), into=(torch.empty(query.shape), empty_lse(query, "sbhd")))
 
     def own_keys(self, query, key, value, dtype, slots=0):
         """dK and dV of placed keys, `slots` of which come back."""

@@ -110,6 +110,16 @@ def test_placements_that_do_not_fit_are_refused():
         attention_forward(*tensors, call)
     with pytest.raises(ValueError, match="the placement reads 51"):
         attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [[0, 1, 2, 50]] * 2)))
+    two = call._replace(placement=Placement.make(range(4), 6, [[0, 1, 2, 3, 4, 5]] * 2, own_slots=4))
+    with pytest.raises(ValueError, match="the second key has 0 blocks of 16; the placement reads 2"):
+        attention_forward(*tensors, two)
+    for wrong, message in ((torch.zeros(32, 1, 2, 8), "of key's shape"), (torch.zeros(32, 1, 2, 32), "memory of their own"),
+                           (torch.zeros(32, 1, 1, 32, dtype=torch.float64).expand(-1, -1, 2, -1), "float64")):
+        wrong = wrong if wrong.shape[3] == 8 else wrong[..., : tensors[1].shape[3]]
+        with pytest.raises(ValueError, match=message):
+            attention_forward(*tensors, two, more=(wrong, wrong))
+    with pytest.raises(ValueError, match="own_slots=7; expected 1 to 6"):
+        Placement.make(range(4), 6, own_slots=7)
     other = pattern_of(UNEVEN, 16, 2, 2)
     with pytest.raises(ValueError, match="made for another pattern"):
         attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [range(4)] * 2, pattern=other)))

@@ -62,9 +62,14 @@ def test_heads_that_hide_the_exchange(monkeypatch):
     heads_beside.cache_clear()
 
 
-@pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True)])
+@pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True),
+                                                 (None, [4, 5], True), (None, [3, 4], False)])  # fmt: skip
 def test_one_host(local, ranks, same, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    """By torchrun's number of processes, without it by that of GPUs."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     monkeypatch.setattr(cp_exchange.dist, "get_process_group_ranks", lambda group: ranks)
     assert cp_exchange.one_host(None) == same
 
@@ -128,15 +133,17 @@ class Ranks:
         return 1
 
 
+@pytest.mark.parametrize("rest", ["", "1"], ids=["all heads twice", "one head once"])
 @pytest.mark.parametrize("dtype, made", [(torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")])
-def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, monkeypatch):
+def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, monkeypatch):
     """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "GLUON", "")
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)
+    monkeypatch.setattr(cp_sparse, "heads_beside", lambda pattern, *_: pattern.num_kv_heads - len(rest))
     pattern = CASES[pattern].pattern
     if isinstance(pattern, BlockMaskPattern):
         pattern = dataclasses.replace(pattern, block_size=64)
@@ -147,8 +154,8 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
         cp.prepare(48 * 64, cpu, 64, dtype, "auto")
     state = cp._state(48 * 64, cpu)
     assert cp._prepared == {(48 * 64, cpu): state}
-    placements = state.placements if comm_type == "sparse" else [state.placement]
-    assert len(placements) == (3 if comm_type == "sparse" else 1)
+    placements = state.read_by_kernels(64, 2, False) if comm_type == "sparse" else [state.placement]
+    assert len(placements) == (len(rest) + 2 if comm_type == "sparse" else 1)
 
     made_now = []
     for name in ("query_lists", "key_lists"):
