@@ -35,7 +35,7 @@ from s2_megatron.patterns import Pattern
 
 HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
-SECOND_VISIT = 2.3e9  # bytes of partial results a ms, written and read: 128K, CP 4, one H200, all heads against none (NOTES.md, version 37)
+SECOND_VISIT = 3.3e9  # bytes of partial results a ms, written and read: 128K on four H200s, --first-heads 32 against 13 and 9 (NOTES.md)
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,15 @@ def test_nothing_is_present():
     assert not key.columns.any() and key.words.tolist() == [16] and key.n_long == 1
 
 
+def test_long_columns():
+    """Stripes, two of which a column joins, against a window of two blocks; without columns far beyond the mean, half of the longest counts."""
+    stripes = key_lists(ranges_of(((2, 1), (None, 8)), 1, 1), np.arange(64), None, 64, 64)
+    lengths = np.diff(np.append(stripes.columns[0, :, 2], len(stripes.words)))
+    assert sorted(lengths.tolist()) == [2, *[3] * 23, *[4] * 4, 16, 32, 48, 64] and stripes.n_long == 4, "the mean is 7.7"
+    window = key_lists(ranges_of(((2, 1),), 1, 1), np.arange(64), None, 64, 64)
+    assert window.n_long == window.columns.shape[1] == 32
+
+
 def test_lists_are_kept():
     steps = DeviceSteps(PATTERNS["paper"], np.arange(N), None, N, N, "cpu")
     assert steps.query(True) is steps.query(True) is not steps.query(False) and steps.key() is steps.key()
