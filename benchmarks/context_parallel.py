@@ -13,7 +13,8 @@ exposed    the median step minus that of the same step whose collectives do noth
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence over this step
 
---first-heads N: with sparse, so many KV heads attend the rank's own keys first, beside the exchange; else as many as that is estimated to take.
+--first-heads N: on Hopper, so many KV heads of sparse attend the rank's own keys first, beside the exchange; without it as many as are
+estimated to hide it.
 
 --predict N adds the row of `sparse` on N ranks that follows from the measured ones (predict.py says how), marked "predicted" in the table and
 the JSON; with --from FILE nothing is measured, and the rows of a JSON are the measured ones.
@@ -237,6 +238,8 @@ def predict_from(args) -> None:
     """The predictions from the rows of a JSON; with --json all of them in another one."""
     content = json.loads(args.source.read_text())
     settings = argparse.Namespace(**content["settings"])
+    if getattr(settings, "first_heads", None) is not None:
+        raise ValueError("its rows were measured with --first-heads, which --predict estimates; measure without it")
     card = content["hardware"]["gpu"] if "hardware" in content else content["device"]
     print(f"from {args.source}: {card}, commit {content['commit']}")
     itemsize = getattr(torch, content.get("dtype", "bfloat16")).itemsize
@@ -269,6 +272,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.source and not args.predict:
         parser.error("--from is for --predict, which says for how many ranks")
+    if args.first_heads is not None and (args.predict or args.first_heads < 0):
+        parser.error("--first-heads is 0 or more, and not for --predict, which estimates it")
     return args
 
 

@@ -6,7 +6,7 @@ hides. Counted, from the plans of both numbers of ranks, are (query, key) pairs,
 work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
 overhead    the second visit of the first heads (cp_plan.heads_beside: on more ranks more heads take it), by the bytes of their partial
             results; and what else the silent step took beyond its work, in proportion to the bytes that travel, which are packed and added
-            (where that is negative, to the work)
+            (where that is negative: in proportion to the work)
 exposed     what transfers take, at the measured rate of the link, beyond the attention that could be beside them if all heads went twice: K and
             V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the received keys'
             part of dQ. And what was exposed when measured, in proportion to the bytes

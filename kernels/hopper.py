@@ -158,7 +158,8 @@ class _Call:
         else:
             lists = self.steps.query(bool(pack))
             if first > 0:
-                order = torch.arange(first * members, end * members, dtype=torch.int32).to(self.query.device)  # no kernel: none in a graph
+                # Copied, not computed there: it is kept, and must not be filled by a captured graph alone.
+                order = torch.arange(first * members, end * members, dtype=torch.int32, device="cpu").to(self.query.device)
         programs = n_tiles * units
         # Tiles from lists are taken one after the other; tiles of ranges are dealt out, which is not for heads of different work.
         persistent = tile.persistent and (order is None or lists is not None)

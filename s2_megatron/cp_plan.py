@@ -193,7 +193,8 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
     return total
 
 
-# Bytes a second that a rank receives: through NVLink (115 MB in 0.69 to 0.77 ms on four H200s, NOTES.md), or a network of 400 Gb/s a GPU.
+# Bytes a second that a rank receives: through NVLink (115 MB in 0.69 to 0.77 ms on four H200s, NOTES.md: 167e9 and 150e9), or a network of
+# 400 Gb/s a GPU.
 LINK_RATE, NETWORK_RATE = 170e9, 40e9
 ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
 

@@ -117,6 +117,7 @@ def compute(query, key, value, call, state):
     slots = slot_views(pending.received, key.shape[2])
     heads = _heads(query, key, value, slots, joined, state, FORWARD_PRODUCTS)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device), empty_lse(query, call.tensor_format)
+    # Where nothing is received, the own keys' part is the result.
     early = result if state.received is None else (heads.partial(), result[1])
     if heads.first:
         attention_forward(query, key, value, own, kv_heads=heads.first_heads, into=early)
@@ -129,7 +130,7 @@ def compute(query, key, value, call, state):
 
 
 def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
-    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head has to go twice."""
+    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head goes twice where the kernels join keys."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
     # Enqueued first: it comes while delta and the first heads' part of dQ are computed.

@@ -157,7 +157,7 @@ class Placement:
             if isinstance(pattern, RangePattern) and own_slots is None:  # only kernels that take steps know a second key
                 runs = KeyRuns.make(pattern, slots, device)
         if own_slots is not None and not 0 < own_slots <= n_slots:
-            raise ValueError(f"own_slots={own_slots}; expected 1 to {n_slots}, the slots that key_slot names, or None where there is one key")
+            raise ValueError(f"own_slots={own_slots}; expected 1 to {n_slots}, the slots of both keys, or None where there is one key")
         if pattern is not None:
             steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
         return cls(

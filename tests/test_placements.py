@@ -8,6 +8,7 @@ from s2_megatron.attention import (
     attention_backward,
     attention_forward,
 )
+from s2_megatron.attention_op import _put_together, _taken_apart
 from s2_megatron.layout import Placement, build_layout
 from tests.oracle import make_inputs, random_mask, run_op
 from tests.test_attention import BACKENDS, F32, GOOD, PAPER, UNEVEN, pattern_of
@@ -115,9 +116,9 @@ def test_placements_that_do_not_fit_are_refused():
         attention_forward(*tensors, two)
     for wrong, message in ((torch.zeros(32, 1, 2, 8), "of key's shape"), (torch.zeros(32, 1, 2, 32), "memory of their own"),
                            (torch.zeros(32, 1, 1, 32, dtype=torch.float64).expand(-1, -1, 2, -1), "float64")):
-        wrong = wrong if wrong.shape[3] == 8 else wrong[..., : tensors[1].shape[3]]
         with pytest.raises(ValueError, match=message):
             attention_forward(*tensors, two, more=(wrong, wrong))
+    assert _put_together(*_taken_apart(two)).placement.own_slots == 4, "an operator's arguments hold it, too"
     with pytest.raises(ValueError, match="own_slots=7; expected 1 to 6"):
         Placement.make(range(4), 6, own_slots=7)
     other = pattern_of(UNEVEN, 16, 2, 2)

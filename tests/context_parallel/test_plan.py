@@ -156,6 +156,7 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     assert cp._prepared == {(48 * 64, cpu): state}
     placements = state.read_by_kernels(64, 2, False) if comm_type == "sparse" else [state.placement]
     assert len(placements) == (len(rest) + 2 if comm_type == "sparse" else 1)
+    assert comm_type != "sparse" or len(state.read_by_kernels(64, 2, True)) == 3, "dQ of kept blocks takes one pass"
 
     made_now = []
     for name in ("query_lists", "key_lists"):
