@@ -124,8 +124,17 @@ def test_what_a_prediction_needs(measured):
         predict(rows[1:], layer, 8)
     with pytest.raises(ValueError, match="multiple of"):
         predict(rows, layer, 7)
-    with pytest.raises(SystemExit):
-        benchmark.parse(["--from", str(MEASURED)])
+    for wrong in (["--from", str(MEASURED)], ["--first-heads", "2", "--predict", "8"], ["--first-heads", "-1"]):
+        with pytest.raises(SystemExit):
+            benchmark.parse(wrong)
+
+
+def test_rows_with_chosen_first_heads_are_not_predicted_from(tmp_path):
+    content = json.loads(MEASURED.read_text())
+    content["settings"]["first_heads"] = 32
+    (path := tmp_path / "x.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="--first-heads"):
+        benchmark.predict_from(benchmark.parse(["--predict", "8", "--from", str(path)]))
 
 
 def test_the_documented_prediction(tmp_path, capsys, monkeypatch):

@@ -225,7 +225,8 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
     state = Chosen(layout, Handed(plan, buffer, []), True, *place(plan, pattern, device))
     out, lse, _ = compute(q, *kv, call, state)
-    dq, *rounded = gradients(do, q, *kv, out, lse, call=call, state=state)
+    kept = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
+    dq, *rounded = gradients(do, q, *kv, out, lse, *kept, call=call, state=state)
     (returned,) = state.exchange.returned_gradients
     own = call._replace(placement=state.own)
     sums = attention_delta(do, out, lse, own)
