@@ -16,6 +16,9 @@ speed-up   one GPU computing the whole sequence over this step
 --first-heads N: on Hopper, so many KV heads of sparse attend the rank's own keys first, beside the exchange; without it as many as are
 estimated to hide it.
 
+--transport: of sparse, as --s2-cp-transport; `copies` and `collective` name it, auto says which it took. The JSON's transfer_ms is one exchange
+of K and V that nothing runs beside, without packing.
+
 --predict N adds the row of `sparse` on N ranks that follows from the measured ones (predict.py says how), marked "predicted" in the table and
 the JSON; with --from FILE nothing is measured, and the rows of a JSON are the measured ones.
 
@@ -31,8 +34,9 @@ import os
 import statistics
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -40,11 +44,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from benchmarks.predict import Layer, explained, predict
-from s2_megatron.attention import s2_attention
+from s2_megatron import cp_copies
+from s2_megatron.attention import resolve_backend, s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel, check_comm_type
-from s2_megatron.cp_exchange import count_traffic
 from s2_megatron.cp_plan import layer_costs
 from s2_megatron.cp_sparse import SparseState
+from s2_megatron.cp_transport import count_traffic
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import make_range_pattern
 from tests.context_parallel.cases import Case
@@ -56,13 +61,13 @@ LEAD_CYCLES = 4_000_000  # of a GPU, about 2 ms
 
 @contextmanager
 def silent_collectives():
-    """The collectives of the exchange return at once; what they would have received stays as it was."""
-    kept = dist.all_to_all_single, dist.all_gather_into_tensor
-    dist.all_to_all_single = dist.all_gather_into_tensor = lambda *args, **kwargs: None
-    try:
+    """The collectives of the exchange return at once, and so do copies; what would have been received stays as it was."""
+    silent = [(dist, "all_to_all_single"), (dist, "all_gather_into_tensor")]
+    silent += [(cp_copies.Arena, name) for name in ("send", "arrive", "release")]
+    with ExitStack() as stack:
+        for owner, name in silent:
+            stack.enter_context(patch.object(owner, name, lambda *args, **kwargs: None))
         yield
-    finally:
-        dist.all_to_all_single, dist.all_gather_into_tensor = kept
 
 
 def pattern_of(args):
@@ -160,14 +165,15 @@ class Bench:
         )  # fmt: skip
         case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
         for deterministic in (False, True):
-            found = check_case(case, (comm_type,), self.dtype, self.group, self.device, self.backend, deterministic)[comm_type]
+            settings = dict(deterministic=deterministic, transport=args.transport)
+            found = check_case(case, (comm_type,), self.dtype, self.group, self.device, self.backend, **settings)[comm_type]
             if not is_right(found, bits=deterministic):
                 raise SystemExit(f"{comm_type} is wrong, and not timed: {found}")
 
     def measure(self, comm_type, tokens, alone) -> dict:
         """One row of the table."""
         args, size = self.args, self.group.size()
-        cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received)
+        cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received, transport=args.transport)
         cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
         parts, grad = self.tensors(tokens // size)
 
@@ -187,14 +193,33 @@ class Bench:
         forward, step = self.medians(function, parts, grad)
         with silent_collectives():
             silent_forward, silent_step = self.medians(function, parts, grad)
+        transport = {}
+        if comm_type == "sparse":
+            exchange = cp.exchange(tokens, self.device)
+            transport["transport"] = "collective" if exchange.copies is None else "copies"
+            transport["transfer_ms"] = self.transfer(exchange, parts, grad)
         row = dict(
             exchange=comm_type, tokens=tokens, ranks=size, sent_forward=int(sent[0]), sent_backward=int(sent[1]),
             planned_forward=max(costs.sent_forward), planned_backward=max(costs.sent_backward), all_gather_forward=gathered,
             forward_ms=forward, step_ms=step, silent_forward_ms=silent_forward, silent_step_ms=silent_step, work=costs.balance,
+            **transport,
         )  # fmt: skip
         if alone is not None:
             row.update(one_gpu_forward_ms=alone[0], one_gpu_step_ms=alone[1], speed_up=alone[1] / step)
         return row
+
+    def transfer(self, exchange, parts, grad) -> float:
+        """ms of one exchange of K and V alone, less what it takes in silence."""
+
+        def alone(_, key, value):
+            pending = exchange.start(key, value, resolve_backend(self.backend, self.device.type))
+            pending.result()
+            pending.release()
+
+        with torch.no_grad():
+            loud = statistics.median(self.times(alone, parts, grad, False))
+            with silent_collectives():
+                return loud - statistics.median(self.times(alone, parts, grad, False))
 
     def transformer_engine(self, cp_comm_type, tokens) -> dict:
         """Dense causal attention of Transformer Engine with its own context parallelism."""
@@ -220,6 +245,7 @@ def line_of(row: dict) -> str:
     text += f" forward {row['forward_ms']:8.2f}  step {row['step_ms']:8.2f} ms"
     if "silent_step_ms" in row:
         exposed = row["step_ms"] - row["silent_step_ms"]
+        text += f"  by {row['transport']}" if "transport" in row else ""
         text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})  work {row['work']:.3f}"
     text += f"  {row['speed_up']:.2f} x one GPU" if "speed_up" in row else ""
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
@@ -262,6 +288,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES))
     parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
     parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several; checked and timed alike")
+    parser.add_argument("--transport", choices=cp_copies.TRANSPORTS, default="auto", help="of sparse")
     parser.add_argument("--keep-received", action="store_true")
     parser.add_argument("--first-heads", type=int, metavar="N", help="KV heads that visit their query tiles twice, of each rank")
     parser.add_argument("--repeats", type=int, default=15)

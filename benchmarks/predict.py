@@ -1,15 +1,15 @@
 """What `sparse` would take on more ranks, from what was measured on fewer: for tables whose GPUs cannot be had. Marked "predicted" everywhere.
 
-Measured are one GPU's time for the whole sequence, the step with and without its communication, and the transfers of an exchange that nothing
-hides. Counted, from the plans of both numbers of ranks, are (query, key) pairs, bytes at the collectives, and bytes of partial results. Then
+Measured are one GPU's time for the whole sequence, the step with and without its communication, and one exchange alone. Counted, from the
+plans of both numbers of ranks, are (query, key) pairs, bytes that travel, and bytes of partial results. Then
 
 work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
 overhead    the second visit of the first heads (cp_plan.heads_beside: on more ranks more heads take it), by the bytes of their partial
             results; and what else the silent step took beyond its work, in proportion to the bytes that travel, which are packed and added
             (where that is negative: in proportion to the work)
-exposed     what transfers take, at the measured rate of the link, beyond the attention that could be beside them if all heads went twice: K and
-            V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the received keys'
-            part of dQ. And what was exposed when measured, in proportion to the bytes
+exposed     what transfers take, at the rate of the exchange measured alone, beyond the attention that could be beside them if all heads went
+            twice: K and V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the
+            received keys' part of dQ. And what was exposed when measured, in proportion to the bytes
 
 Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
 """
@@ -31,9 +31,10 @@ from s2_megatron.cp_plan import (
     zigzag_blocks,
 )
 from s2_megatron.cp_sparse import FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS
+from s2_megatron.cp_transport import COPY_RATE, LINK_RATE
 from s2_megatron.patterns import Pattern
 
-HIDES_NOTHING = ("all_gather", "a2a")  # their exposed time is their transfer
+RATES = {"copies": COPY_RATE, "collective": LINK_RATE}  # by which heads are chosen, not by what is measured
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
 SECOND_VISIT = 3.3e9  # bytes of partial results a ms, written and read: 128K on four H200s, --first-heads 32 against 13 and 9 (NOTES.md)
 
@@ -53,14 +54,14 @@ class Layer:
             self.pattern, ranks, self.tokens, exchange, head_dim=self.head_dim, itemsize=self.itemsize, keep_received=self.keep_received
         )
 
-    def partial(self, ranks: int) -> tuple[int, int]:
+    def partial(self, ranks: int, transport: str) -> tuple[int, int]:
         """Bytes of partial results of the forward and of the backward, out and dQ of the first heads in fp32, written and read once; of the
         rank with the most of them."""
         n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
         plans = [make_plan(self.pattern, rank, ranks, n_blocks) for rank in range(ranks)]
 
         def moved(products: int) -> int:
-            first = max(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, True) for plan in plans)
+            first = max(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, RATES[transport]) for plan in plans)
             return 2 * 4 * first * self.pattern.num_heads // self.pattern.num_kv_heads * self.head_dim * self.tokens // ranks
 
         return moved(FORWARD_PRODUCTS), 0 if self.keep_received else moved(QUERY_GRADIENT_PRODUCTS)
@@ -76,22 +77,6 @@ class Layer:
         return float(min(shares))
 
 
-def link_rate(rows: list[dict]) -> float:
-    """Bytes a millisecond and rank, the slowest of the transfers that nothing hides. Raises ValueError where none was measured."""
-    rates = []
-    for row in rows:
-        if row["exchange"] in HIDES_NOTHING:
-            for sent, with_it, without in (
-                (row["sent_forward"], row["forward_ms"], row["silent_forward_ms"]),
-                (row["sent_forward"] + row["sent_backward"], row["step_ms"], row["silent_step_ms"]),
-            ):
-                if with_it > without:
-                    rates.append(sent / (with_it - without))
-    if not rates:
-        raise ValueError(f"the rate of the link is not known: no row of {' or '.join(HIDES_NOTHING)} was measured; add them to --exchanges")
-    return min(rates)
-
-
 def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
     """The row of `sparse` on `ranks` ranks, from the measured rows of the same length. Raises ValueError where one is missing, and for lengths
     that cannot be cut."""
@@ -99,11 +84,14 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
     base = next((row for row in rows if row["exchange"] == "sparse" and "one_gpu_step_ms" in row), None)
     if base is None:
         raise ValueError(f"no row of sparse at {layer.tokens} tokens beside one GPU's time; add it to --exchanges")
-    rate, before, after = link_rate(rows), layer.costs(base["ranks"]), layer.costs(ranks)
+    if "transfer_ms" not in base:
+        raise ValueError("its row of sparse has no transfer_ms; measure it again with this version of the script")
+    rate, transport = base["sent_forward"] / base["transfer_ms"], base["transport"]
+    before, after = layer.costs(base["ranks"]), layer.costs(ranks)
     pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
     forward, backward = max(after.sent_forward), max(after.sent_backward)
     repeated = 0 if layer.keep_received else forward
-    partial_before, partial = layer.partial(base["ranks"]), layer.partial(ranks)
+    partial_before, partial = layer.partial(base["ranks"], transport), layer.partial(ranks, transport)
     traffic = (forward + backward) / (base["sent_forward"] + base["sent_backward"])
     own = layer.own_share(ranks)
 
@@ -128,7 +116,7 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
         sent_backward=backward, planned_forward=forward, planned_backward=backward,
         all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_work + forward_overhead + forward_exposed,
         step_ms=step, silent_forward_ms=forward_work + forward_overhead, silent_step_ms=work + overhead, work=after.balance,
-        work_ms=work, overhead_ms=overhead, transfer_ms=transfers, beside_ms=list(hidden),
+        transport=transport, work_ms=work, overhead_ms=overhead, transfer_ms=transfers, beside_ms=list(hidden),
         link_gb_per_s=rate / 1e6, own_share=own, one_gpu_forward_ms=base["one_gpu_forward_ms"], one_gpu_step_ms=base["one_gpu_step_ms"],
         speed_up=base["one_gpu_step_ms"] / step,
     )  # fmt: skip

@@ -26,16 +26,11 @@ from s2_megatron.attention import (
     prepare_placement,
     resolve_backend,
 )
-from s2_megatron.cp_exchange import (
-    all_gather,
-    all_to_all,
-    cut_order,
-    documents_of_rank,
-    returned_sum,
-    sequence_order,
-)
+from s2_megatron.cp_copies import TRANSPORTS
+from s2_megatron.cp_exchange import BlockExchange, cut_order, documents_of_rank, returned_sum, sequence_order
 from s2_megatron.cp_plan import check_block_count, make_plan, zigzag_blocks
 from s2_megatron.cp_sparse import SparseAttention, SparseState
+from s2_megatron.cp_transport import all_gather, all_to_all
 from s2_megatron.kept_output import KeptOutputs, kept_attention
 from s2_megatron.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns import Pattern
@@ -51,12 +46,13 @@ def packed_cut(args) -> str:
 
 class ContextSettings(NamedTuple):
     """The flags of long context. comm_types: one for all layers, or one per layer. keep_received, packed_cut: as in ContextParallel.
-    keep_output: whether recomputed layers keep the result of their attention."""
+    keep_output: whether recomputed layers keep the result of their attention. transport: of sparse, as in ContextParallel."""
 
     comm_types: tuple[str, ...] = ("sparse",)
     keep_received: bool = False
     packed_cut: str = "document"
     keep_output: bool = False
+    transport: str = "auto"
 
     def comm_type(self, layer: int) -> str:
         """Of a layer, counted from 0; layers beyond the list (multi-token prediction) are like the last one."""
@@ -84,13 +80,16 @@ class ContextParallel:
 
     pattern: of this tensor-parallel rank's heads, with global offsets. group: the context-parallel process group. keep_received: save the
     received keys and values for the backward instead of receiving them again. cut: how packed batches were cut over the ranks, as one
-    'sequence' or each 'document' by itself; unpacked ones are always one sequence in zigzag.
+    'sequence' or each 'document' by itself; unpacked ones are always one sequence in zigzag. transport: how the blocks of sparse travel, see
+    cp_copies.peer_copies.
     Raises ValueError for a comm type that is unknown or does not suit the heads.
     """
 
-    def __init__(self, pattern: Pattern, group, comm_type: str = "sparse", *, keep_received: bool = False, cut: str = "sequence"):
-        assert cut in CUTS
-        self.pattern, self.group, self.keep_received, self.cut = pattern, group, keep_received, cut
+    def __init__(
+        self, pattern: Pattern, group, comm_type: str = "sparse", *, keep_received: bool = False, cut: str = "sequence", transport: str = "auto"
+    ):
+        assert cut in CUTS and transport in TRANSPORTS
+        self.pattern, self.group, self.keep_received, self.cut, self.transport = pattern, group, keep_received, cut, transport
         self.size, self.rank = group.size(), group.rank()
         self.comm_type = check_comm_type(comm_type, pattern.num_kv_heads, self.size)
         heads = pattern.tensor_parallel_slice(self.rank, self.size) if self.comm_type == "a2a" else pattern
@@ -158,6 +157,10 @@ class ContextParallel:
         all_queries = query.new_zeros((len(order), *query.shape[1:])).index_copy(0, rows, query)
         return kept_attention(all_queries, *whole, layout, **options)[rows]
 
+    def exchange(self, seq_length: int, device: torch.device) -> BlockExchange:
+        """What comm type sparse sends blocks with."""
+        return self._state(seq_length, device).exchange
+
     def _packed_order(self, packed, tokens, device):
         return sequence_order(tokens, self.size, device) if self.cut == "sequence" else cut_order(packed.starts, tokens, self.size)
 
@@ -186,7 +189,7 @@ class ContextParallel:
                 state = _Gathered(layout, self.group, placement, sequence_order(tokens, self.size, device))
             else:
                 plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
-                state = SparseState.make(layout, plan, self.group, device)
+                state = SparseState.make(layout, plan, self.group, device, self.transport)
             self._prepared[tokens, device] = state
         return self._prepared[tokens, device]
 

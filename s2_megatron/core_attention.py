@@ -70,9 +70,9 @@ class S2CoreAttention(MegatronModule):
     config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as Megatron passes them.
     pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing. layer_index: the 0-based layer that the
     pattern is meant for, to check against layer_number. backend, deterministic: see s2_attention; config.deterministic_mode also selects
-    the deterministic backward. With context parallelism: s2_cp_comm_type, keep_received and packed_cut as in ContextParallel, whose
-    cp_comm_type this layer does not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation keep the
-    result of the first pass, so that the second computes no attention.
+    the deterministic backward. With context parallelism: s2_cp_comm_type, keep_received, packed_cut and transport as in ContextParallel,
+    whose cp_comm_type this layer does not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation
+    keep the result of the first pass, so that the second computes no attention.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
     """
 
@@ -96,6 +96,7 @@ class S2CoreAttention(MegatronModule):
         s2_cp_comm_type: str = "sparse",
         keep_received: bool = False,
         packed_cut: str = "document",
+        transport: str = "auto",
         seq_length: int | None = None,
         keep_output: bool = False,
     ):
@@ -139,17 +140,19 @@ class S2CoreAttention(MegatronModule):
         self.context_parallel = None
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
-            self.context_parallel = self._shared_context(pg_collection.cp, s2_cp_comm_type, keep_received, packed_cut)
+            self.context_parallel = self._shared_context(
+                pg_collection.cp, s2_cp_comm_type, keep_received=keep_received, cut=packed_cut, transport=transport
+            )
             if seq_length is not None:
                 head_dim, dtype = config.kv_channels, config.params_dtype
                 self.context_parallel.prepare(seq_length, compute_device(), head_dim, dtype, backend)
 
-    def _shared_context(self, group, comm_type, keep_received, cut) -> ContextParallel:
+    def _shared_context(self, group, comm_type, **settings) -> ContextParallel:
         """Layers with the same pattern and settings share the plan, and what of it lies on the device."""
-        key = (self._pattern_key, group, comm_type, keep_received, cut)
+        key = (self._pattern_key, group, comm_type, *settings.values())
         if key not in _context_parallel:
             try:
-                _context_parallel[key] = ContextParallel(self.local_pattern, group, comm_type, keep_received=keep_received, cut=cut)
+                _context_parallel[key] = ContextParallel(self.local_pattern, group, comm_type, **settings)
             except ValueError as error:
                 raise ValueError(f"{self._name}: {error}") from error
         return _context_parallel[key]

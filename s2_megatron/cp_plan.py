@@ -112,10 +112,22 @@ class ExchangePlan:
     remote_slot: np.ndarray  # int32 [G, n]: the received slot of a remote block, -1 when it is not needed or not remote
     send_heads: np.ndarray  # int64 [slots to send]: KV head
     send_blocks: np.ndarray  # int64 [slots to send]: position among the rank's own blocks
-    send_counts: tuple[int, ...]  # slots for each rank
-    receive_counts: tuple[int, ...]  # slots from each rank
-    sent_slots: tuple[int, ...]  # of every rank, for tables
-    needed_slots: tuple[int, ...]  # received by every rank
+    counts: np.ndarray  # int64 [size, size]: slots from each rank to each
+
+    @property
+    def received_slots(self) -> int:
+        """By this rank."""
+        return self.needed_slots[self.rank]
+
+    @property
+    def sent_slots(self) -> tuple[int, ...]:
+        """By every rank."""
+        return tuple(self.counts.sum(1).tolist())
+
+    @property
+    def needed_slots(self) -> tuple[int, ...]:
+        """Received by every rank."""
+        return tuple(self.counts.sum(0).tolist())
 
     def slot_bytes(self, head_dim: int, itemsize: int, batch: int = 1) -> int:
         """Bytes of one slot, K and V together."""
@@ -160,10 +172,7 @@ def make_plan(pattern: Pattern, rank: int, size: int, n_blocks: int) -> Exchange
         remote_slot=remote_slot,
         send_heads=np.concatenate([head for head, _ in wanted]),
         send_blocks=np.concatenate([block for _, block in wanted]),
-        send_counts=tuple(len(head) for head, _ in wanted),
-        receive_counts=tuple(np.bincount(owner[blocks], minlength=size).tolist()),
-        sent_slots=tuple(np.bincount(np.concatenate([owner[np.nonzero(mask)[1]] for mask in remote]), minlength=size).tolist()),
-        needed_slots=tuple(int(mask.sum()) for mask in remote),
+        counts=np.stack([np.bincount(owner[np.nonzero(mask)[1]], minlength=size) for mask in remote], axis=1),
     )
 
 
@@ -193,19 +202,17 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
     return total
 
 
-# Bytes a second that a rank receives: through NVLink (115 MB in 0.69 to 0.77 ms on four H200s, NOTES.md: 167e9 and 150e9), or a network of
-# 400 Gb/s a GPU.
-LINK_RATE, NETWORK_RATE = 170e9, 40e9
 ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
 
 
 @lru_cache(maxsize=256)
-def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, same_host: bool) -> int:
+def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
     """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks of the plan take to come; all at most.
 
-    products: matmuls of a tile, 2 in the forward. An estimate from the rates above, the same in every run: the order of sums depends on it.
+    products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate, the same in every run: the order of
+    sums depends on it.
     """
-    seconds = sum(plan.receive_counts) * plan.slot_bytes(head_dim, itemsize) / (LINK_RATE if same_host else NETWORK_RATE)
+    seconds = plan.received_slots * plan.slot_bytes(head_dim, itemsize) / rate
     held = np.zeros(plan.n_blocks, dtype=bool)
     held[plan.query_blocks] = True
     pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)

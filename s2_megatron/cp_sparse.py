@@ -21,8 +21,10 @@ from s2_megatron.attention import (
     empty_lse,
     joins_keys,
 )
-from s2_megatron.cp_exchange import BlockExchange, one_host, slot_views
+from s2_megatron.cp_copies import peer_copies
+from s2_megatron.cp_exchange import BlockExchange, slot_views
 from s2_megatron.cp_plan import ExchangePlan, heads_beside
+from s2_megatron.cp_transport import COPY_RATE, LINK_RATE, NETWORK_RATE, one_host
 from s2_megatron.layout import Placement
 from s2_megatron.patterns import Pattern
 
@@ -34,18 +36,20 @@ class SparseState(NamedTuple):
 
     layout: object
     exchange: BlockExchange
-    same_host: bool  # whether all ranks are on one
+    rate: float  # bytes a second that a rank receives
     own: Placement  # this rank's queries and keys
     received: Placement | None  # its queries, and where received blocks lie; None when there are none
     joined: Placement | None  # its queries, its keys, and from own_slots on the received blocks
 
     @classmethod
-    def make(cls, layout, plan: ExchangePlan, group, device) -> SparseState:
-        return cls(layout, BlockExchange(plan, group, device), one_host(group), *place(plan, layout.pattern, device))
+    def make(cls, layout, plan: ExchangePlan, group, device, transport: str = "auto") -> SparseState:
+        copies = peer_copies(group, device, transport)
+        rate = COPY_RATE if copies is not None else LINK_RATE if one_host(group) else NETWORK_RATE
+        return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device))
 
     def heads_first(self, head_dim: int, itemsize: int, products: int) -> int:
         """KV heads that attend own keys while the blocks are on their way, if the kernels join keys. products: matmuls of a tile."""
-        return heads_beside(self.layout.pattern, self.exchange.plan, head_dim, itemsize, products, self.same_host)
+        return heads_beside(self.layout.pattern, self.exchange.plan, head_dim, itemsize, products, self.rate)
 
     def read_by_kernels(self, head_dim: int, itemsize: int, keep_received: bool) -> list[Placement]:
         """Those whose lists calls will ask for, where the kernels join keys."""
@@ -63,7 +67,7 @@ def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Plac
         return Placement.make(plan.query_blocks, plan.n_blocks, slots, device, pattern, own_slots=own_slots)
 
     own, n_own = placed(plan.local_slot), len(plan.query_blocks)
-    if not sum(plan.receive_counts):
+    if not plan.received_slots:
         return own, None, None
     return own, placed(plan.remote_slot), placed(np.where(plan.remote_slot < 0, plan.local_slot, plan.remote_slot + n_own), n_own)
 
@@ -99,8 +103,8 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, call, state, keep_received, known):
         ctx.call, ctx.state = call, state
-        out, lse, received = (*known, None) if known is not None else compute(query, key, value, call, state)
-        ctx.save_for_backward(query, key, value, out, lse, *([received] if keep_received and received is not None else []))
+        out, lse, *received = known if known is not None else compute(query, key, value, call, state, keep_received)
+        ctx.save_for_backward(query, key, value, out, lse, *received)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -110,8 +114,8 @@ class SparseAttention(torch.autograd.Function):
         return *gradients(grad_out, *ctx.saved_tensors, call=ctx.call, state=ctx.state), None, None, None, None
 
 
-def compute(query, key, value, call, state):
-    """(out, LSE, received blocks)"""
+def compute(query, key, value, call, state, keep_received=False):
+    """(out, LSE), and the received blocks where they are to be kept."""
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
     pending = state.exchange.start(key, value, call.backend)
     slots = slot_views(pending.received, key.shape[2])
@@ -121,12 +125,14 @@ def compute(query, key, value, call, state):
     early = result if state.received is None else (heads.partial(), result[1])
     if heads.first:
         attention_forward(query, key, value, own, kv_heads=heads.first_heads, into=early)
-    buffer = pending.result()
+    pending.result()
     if heads.first and state.received is not None:
         attention_forward(query, *slots, received, initial=early, kv_heads=heads.first_heads, into=result)
     if heads.rest:
         attention_forward(query, key, value, joined, kv_heads=heads.rest_heads, more=slots, into=result)
-    return *result, buffer
+    kept = (pending.kept(),) if keep_received else ()
+    pending.release()
+    return *result, *kept
 
 
 def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
@@ -153,7 +159,10 @@ def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
         attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=early, kv_heads=heads.first_heads, into=grad_query)
     if heads.rest:
         attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.rest_heads, more=slots, into=grad_query)
+    if pending is not None:
+        pending.release()
     grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
     returned = exchange.returned(returning.result())
     attention_backward_dkdv(*shared, key, value, lse, row_sums, *grads, own, returned)
+    returning.release()
     return grad_query, *grads

@@ -69,7 +69,7 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     exchange = BlockExchange(plan, None, device)
     sent = torch.full((len(plan.send_heads), block, 2, 1, dim), torch.nan, dtype=dtype, device=device)
     exchange._pack(key, value, sent, backend)
-    buffer = torch.randn(sum(plan.receive_counts), block, 2, 1, dim, device=device).to(dtype)
+    buffer = torch.randn(plan.received_slots, block, 2, 1, dim, device=device).to(dtype)
     gradients = torch.full_like(buffer, torch.nan)
     slots, grad_slots = slot_views(buffer, 2), slot_views(gradients, 2)
 

@@ -192,6 +192,9 @@ class Handed(NamedTuple):
     def result(self):
         return self.received
 
+    def release(self):
+        pass
+
     def start_return(self, gradients):
         self.returned_gradients.append(gradients)
         return self
@@ -223,8 +226,8 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
             buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
     q, do, *kv = (tensor[rows] for tensor in (query, grad, key, value))
     call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
-    state = Chosen(layout, Handed(plan, buffer, []), True, *place(plan, pattern, device))
-    out, lse, _ = compute(q, *kv, call, state)
+    state = Chosen(layout, Handed(plan, buffer, []), 1.0, *place(plan, pattern, device))
+    out, lse = compute(q, *kv, call, state)
     kept = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
     dq, *rounded = gradients(do, q, *kv, out, lse, *kept, call=call, state=state)
     (returned,) = state.exchange.returned_gradients

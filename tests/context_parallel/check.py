@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
-from s2_megatron.cp_exchange import count_traffic
+from s2_megatron.cp_copies import TRANSPORTS
 from s2_megatron.cp_plan import make_plan
+from s2_megatron.cp_transport import count_traffic
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import RangePattern
 from tests.context_parallel.cases import Case, block_mask, ranges
@@ -73,9 +74,11 @@ def waits(function, device) -> str:
     return ""
 
 
-def check_case(case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True) -> dict[str, dict]:
+def check_case(
+    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
+) -> dict[str, dict]:
     """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are the plan's, and what
-    a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU and on several."""
+    a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
     rank, size = group.rank(), group.size()
     whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
     layout = build_layout(case.pattern, device)
@@ -90,7 +93,7 @@ def check_case(case: Case, comm_types, dtype, group, device, backend: str, deter
     own = relative_errors([rows(tensor) for tensor in alone], truth, group, rows)
     found = {}
     for comm_type in comm_types:
-        cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received)
+        cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received, transport=transport)
 
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
@@ -131,6 +134,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", choices=cases(on_gpu, 64), help=f"default: all but {', '.join(EXTRA)}")
     parser.add_argument("--comm-types", nargs="+", choices=COMM_TYPES, default=COMM_TYPES)
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of sparse")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -150,7 +154,7 @@ def main() -> int:
             case = known[name]
             comm_types = [kind for kind in args.comm_types if kind != "a2a" or case.pattern.num_kv_heads % group.size() == 0]
             torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-            for comm_type, found in check_case(case, comm_types, torch_dtype, group, device, backend).items():
+            for comm_type, found in check_case(case, comm_types, torch_dtype, group, device, backend, transport=args.transport).items():
                 line, right = line_of(name, torch_dtype, comm_type, found)
                 wrong, lines = wrong + (not right), lines + 1
                 say(line, flush=True)

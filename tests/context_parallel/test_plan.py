@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from s2_megatron import context_parallel, cp_exchange, cp_plan, cp_sparse, layout
+from s2_megatron import context_parallel, cp_plan, cp_sparse, cp_transport, layout
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.context_parallel import ContextParallel, check_comm_type
 from s2_megatron.cp_plan import block_pairs, check_block_count, heads_beside, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
+from s2_megatron.cp_transport import Route
 from s2_megatron.kernels import hopper, launch
 from s2_megatron.patterns import RangePattern, make_range_pattern
 from tests.context_parallel.cases import CASES
@@ -47,18 +48,18 @@ def test_heads_that_hide_the_exchange(monkeypatch):
     """As many as it takes, more over a slow network, fewer where the rest of a step takes longer; never none, never more than there are."""
     pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=16, ranges=((16, 1), (None, 16)))
     plan = make_plan(pattern, 1, 4, 2048)
-    found = {(products, host): heads_beside(pattern, plan, 128, 2, products, host) for products in (2, 3) for host in (True, False)}
-    seconds = sum(plan.receive_counts) * 2 * 64 * 128 * 2 / cp_plan.LINK_RATE
+    found = {(products, rate): heads_beside(pattern, plan, 128, 2, products, rate) for products in (2, 3) for rate in (160e9, 40e9)}
+    seconds = plan.received_slots * 2 * 64 * 128 * 2 / 160e9
     held = np.isin(np.arange(2048), plan.query_blocks)
     flops = np.cumsum(block_pairs(pattern, plan.query_blocks, held)[::2] * 2) * 64 * 64 * 4 * 128
-    assert flops[found[2, True] - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[found[2, True] - 1] / cp_plan.ATTENTION_RATE
-    assert 1 < found[3, True] < found[2, True] < found[3, False] <= found[2, False] <= 16
+    assert flops[found[2, 160e9] - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[found[2, 160e9] - 1] / cp_plan.ATTENTION_RATE
+    assert 1 < found[3, 160e9] < found[2, 160e9] < found[3, 40e9] <= found[2, 40e9] <= 16
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
     heads_beside.cache_clear()
-    assert heads_beside(pattern, plan, 128, 2, 2, True) == 1
+    assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 1
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1e30)
     heads_beside.cache_clear()
-    assert heads_beside(pattern, plan, 128, 2, 2, True) == 16
+    assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 16
     heads_beside.cache_clear()
 
 
@@ -70,8 +71,8 @@ def test_one_host(local, ranks, same, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(cp_exchange.dist, "get_process_group_ranks", lambda group: ranks)
-    assert cp_exchange.one_host(None) == same
+    monkeypatch.setattr(cp_transport.dist, "get_process_group_ranks", lambda group: ranks)
+    assert cp_transport.one_host(None) == same
 
 
 @pytest.mark.parametrize("name", ["paper-gqa", "mask-kv-heads", "dense-heads"])
@@ -84,16 +85,19 @@ def test_what_one_rank_sends_the_other_expects(name):
         filled = {}
         slot = 0
         for sender in plans:
-            first = sum(sender.send_counts[:receiver])
-            assert sender.send_counts[receiver] == plan.receive_counts[sender.rank]
-            for position in range(first, first + sender.send_counts[receiver]):
+            there, back = Route.of(sender.counts, sender.rank), Route.of(sender.counts.T, sender.rank)
+            first, count = sum(there.sent[:receiver]), there.sent[receiver]
+            assert count == Route.of(plan.counts, receiver).received[sender.rank] == back.received[receiver]
+            assert there.places[receiver] == slot
+            for position in range(first, first + count):
                 block = int(sender.query_blocks[sender.send_blocks[position]])
                 assert owner[block] == sender.rank != receiver
                 filled[int(sender.send_heads[position]), block] = slot
                 slot += 1
         assert {(head, block): plan.remote_slot[head, block] for head, block in zip(*np.nonzero(plan.remote_slot >= 0))} == filled
-        assert plan.sent_slots[receiver] == sum(plan.send_counts)
-        assert plan.needed_slots[receiver] == len(filled)
+        assert plan.sent_slots[receiver] == len(plan.send_heads)
+        assert plan.needed_slots[receiver] == plan.received_slots == len(filled) <= there.most
+    assert there.most == max(plan.needed_slots) and back.most == max(plan.sent_slots)
 
 
 def test_work_of_the_ranks():

@@ -1,6 +1,6 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|wrong|volume ...]
+    python tests/context_parallel/worker.py RANKS FILE [gradients|copies|triton|packed|wrong|volume ...]
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
@@ -18,12 +18,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from s2_megatron import context_parallel, cp_plan
+from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
-from s2_megatron.cp_exchange import BlockExchange, all_gather, count_traffic, cut_order
+from s2_megatron.cp_exchange import BlockExchange, cut_order
+from s2_megatron.cp_transport import all_gather, count_traffic
 from s2_megatron.layout import PackedSequence, build_layout
 from tests.context_parallel.cases import CASES, Case, ranges
+from tests.context_parallel.shared_arena import SharedArenas
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -129,6 +131,41 @@ def gradients(group):
         for comm_type in COMM_TYPES:
             if comm_type != "a2a" or case.pattern.num_kv_heads % group.size() == 0:
                 results[f"{name}/{comm_type}"] = run_case(case, comm_type, group, truth)
+    return results
+
+
+def copies(group):
+    """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
+    results = {}
+    arenas = SharedArenas(group)
+    shared = cp_copies.PeerCopies(group, arenas.make)
+    rank, size = group.rank(), group.size()
+    for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
+        whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, torch.float64)
+        mine, settings = [own_rows(tensor, rank, size) for tensor in whole], dict(keep_received=case.keep_received)
+        collective = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+        with patch.object(cp_sparse, "peer_copies", lambda *_: shared):
+            results[name] = run_case(case, "sparse", group, truth)
+            copied = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+        results[name]["same"] = all(map(torch.equal, collective, copied))
+    results["arenas"] = arenas.made
+    results["broken promises"] = arenas.broken
+
+    def made_where(works):
+        def make(group, device, lane_bytes):
+            arena = SharedArenas(group).make(lane_bytes)
+            if not works:
+                raise RuntimeError("no peer access\nand more lines")
+            return arena
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(cp_copies, "symmetric_arena", make))
+            stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
+            stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
+            found, reason = cp_copies._try_copies(group, torch.device("cpu"))
+        return [found is not None, reason]
+
+    results["where it works"], results["where it fails on rank 1"] = made_where(True), made_where(group.rank() != 1)
     return results
 
 
@@ -247,7 +284,7 @@ def packed(group):
     return results
 
 
-PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
+PARTS = {"gradients": gradients, "copies": copies, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
 
 
 def rank_main(rank, size, file, parts):

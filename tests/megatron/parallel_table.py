@@ -106,18 +106,19 @@ class Table:
 
     def __init__(self, lab: Lab, model: str, engine: bool, jobs: int):
         self.lab, self.model, self.engine = lab, model, engine
-        self.pool = ThreadPoolExecutor(jobs)
+        self.pool, self.start_pool = ThreadPoolExecutor(jobs), ThreadPoolExecutor(4)
         self.runs: dict[tuple, Future] = {}
+        self.starts: dict[Path, Future] = {}
 
     def _spec(self, precision: str) -> str:
         return ENGINE_SPEC if self.engine and precision == "bf16" else LOCAL_SPEC  # Transformer Engine has no fp32 attention under CP
 
     def start(self, moe: bool, precision: str) -> Path:
-        """Trains the two iterations that the others go on from, in fp32; one checkpoint for each kind of layers."""
+        """Where the checkpoint will be that the others go on from: two iterations in fp32, one for each kind of layers."""
         folder = self.lab.folder / f"start_{'moe' if moe else 'dense'}_{'engine' if self._spec(precision) == ENGINE_SPEC else 'local'}"
-        if not folder.exists():
+        if folder not in self.starts:
             flags = f"{MOE if moe else ''} --train-iters 2 --save {folder} --save-interval 2"
-            self._train(folder.name, 1, flags, True, self._spec(precision))
+            self.starts[folder] = self.start_pool.submit(self._train, folder.name, 1, flags, True, self._spec(precision))
         return folder
 
     def _train(self, name, processes, flags, sparse, spec) -> dict[int, float]:
@@ -127,6 +128,10 @@ class Table:
         run = self.lab.run(name, flags, processes=processes, model=self.model, spec=spec, sparsity=sparse, environment=environment)
         return run.losses
 
+    def _train_from(self, start: Future, *job) -> dict[int, float]:
+        start.result()
+        return self._train(*job)
+
     def request(self, layout: Layout, precision: str, sparse: bool = True) -> Future:
         """{iteration: loss}, in the future. sparse: with S2, or Megatron's own dense model from the same weights."""
         key = (layout if sparse else layout._replace(flags=without_s2(layout.flags)), precision, sparse)
@@ -135,7 +140,7 @@ class Table:
             load = f"--train-iters 12 --lr-decay-iters 12 --load {start} --no-load-optim --no-load-rng --override-opt-param-scheduler"
             extra = " ".join([load, layout.common, key[0].flags, "--bf16 --no-masked-softmax-fusion" if precision == "bf16" else ""])
             job = (f"run{len(self.runs)}", layout.processes, extra, sparse, self._spec(precision))
-            self.runs[key] = self.pool.submit(self._train, *job)
+            self.runs[key] = self.pool.submit(self._train_from, self.starts[start], *job)
         return self.runs[key]
 
     def stock_runs(self, layout: Layout, precision: str) -> bool:
