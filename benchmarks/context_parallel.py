@@ -8,8 +8,9 @@ First every exchange is checked against fp64 on a short sequence (tests/context_
 sent       MiB that the busiest rank gives to its collectives in forward and backward, counted at the collectives; plan: what was planned;
            share: of what an all-gather of K and V sends forward
 step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, whose work is enqueued ahead of
-           it as in training
-exposed    the median step minus that of the same step whose collectives do nothing: communication that nothing hid, in ms and % of the step
+           it as in training; the GPUs start together
+exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
+           and % of the step
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence over this step
 
@@ -34,7 +35,7 @@ import os
 import statistics
 import sys
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -56,7 +57,7 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
-LEAD_CYCLES = 4_000_000  # of a GPU, about 2 ms
+LEAD_CYCLES = 20_000_000  # of a GPU, about 10 ms: longer than the CPU takes to enqueue a step
 
 
 @contextmanager
@@ -83,14 +84,16 @@ def dense_heads(args):
 
 
 class Clock:
-    """Starts with the construction; on a GPU once it has waited so long that the CPU is ahead of it."""
+    """Starts with the construction; on a GPU once it has waited so long that the CPU is ahead of it, and for the GPUs of a group."""
 
-    def __init__(self, device):
+    def __init__(self, device, group=None):
         self.events = None
         if device.type == "cuda":
             torch.cuda.synchronize()
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             torch.cuda._sleep(LEAD_CYCLES)
+            if group is not None:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.events[0].record()
         self.start = time.perf_counter()
 
@@ -117,29 +120,38 @@ class Bench:
         parts = [part.requires_grad_() for part in fused.split([args.heads, args.kv_heads, args.kv_heads], 2)]
         return parts, torch.randn(parts[0].shape, device=self.device, dtype=self.dtype)
 
-    def times(self, function, parts, grad, backward: bool, together=True) -> list[float]:
-        """ms of each repeat, of the slowest rank when all take part."""
-        found = []
+    def times(self, function, parts, grad, backward: bool, together=True) -> float:
+        """The median over repeats in ms, of the slowest rank when all take part."""
+        return self.turns(function, parts, grad, backward, together, (nullcontext,))[0]
+
+    def turns(self, function, parts, grad, backward, together, contexts) -> list[float]:
+        """The same in each of the contexts, which take turns."""
+        found = [[] for _ in contexts]
         for repeat in range(self.args.warmup + self.args.repeats):
-            if together:
-                dist.barrier(self.group)
-            clock = Clock(self.device)
-            out = function(*parts)
-            if backward:
-                torch.autograd.grad(out, parts, grad)
-            elapsed = clock.elapsed()
-            if repeat >= self.args.warmup:
-                found.append(elapsed)
-        if not together:
-            return found
-        slowest = torch.tensor(found, device=self.device, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        return slowest.tolist()
+            for context, times in zip(contexts, found):
+                with context():
+                    elapsed = self.time(function, parts, grad, backward, together)
+                if repeat >= self.args.warmup:
+                    times.append(elapsed)
+        if together:
+            slowest = torch.tensor(found, device=self.device, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+            found = slowest.tolist()
+        return [statistics.median(times) for times in found]
+
+    def time(self, function, parts, grad, backward, together) -> float:
+        if together:
+            dist.barrier(self.group)
+        clock = Clock(self.device, self.group if together else None)
+        out = function(*parts)
+        if backward:
+            torch.autograd.grad(out, parts, grad)
+        return clock.elapsed()
 
     def medians(self, function, parts, grad, together=True) -> tuple[float, float]:
         with torch.no_grad():
-            forward = statistics.median(self.times(function, parts, grad, False, together))
-        return forward, statistics.median(self.times(function, parts, grad, True, together))
+            forward = self.times(function, parts, grad, False, together)
+        return forward, self.times(function, parts, grad, True, together)
 
     def one_gpu(self, tokens):
         """(forward, forward + backward) of the whole sequence on rank 0 alone, known to all ranks; None where the memory does not suffice."""
@@ -190,9 +202,10 @@ class Bench:
         settings = dict(head_dim=args.head_dim, itemsize=parts[0].itemsize, keep_received=args.keep_received)
         costs = layer_costs(self.pattern, size, tokens, comm_type, **settings)
         gathered = layer_costs(self.pattern, size, tokens, "all_gather", **settings).sent_forward[0]
-        forward, step = self.medians(function, parts, grad)
-        with silent_collectives():
-            silent_forward, silent_step = self.medians(function, parts, grad)
+        both = nullcontext, silent_collectives
+        with torch.no_grad():
+            forward, silent_forward = self.turns(function, parts, grad, False, True, both)
+        step, silent_step = self.turns(function, parts, grad, True, True, both)
         transport = {}
         if comm_type == "sparse":
             exchange = cp.exchange(tokens, self.device)
@@ -217,9 +230,8 @@ class Bench:
             pending.release()
 
         with torch.no_grad():
-            loud = statistics.median(self.times(alone, parts, grad, False))
-            with silent_collectives():
-                return loud - statistics.median(self.times(alone, parts, grad, False))
+            loud, silent = self.turns(alone, parts, grad, False, True, (nullcontext, silent_collectives))
+        return loud - silent
 
     def transformer_engine(self, cp_comm_type, tokens) -> dict:
         """Dense causal attention of Transformer Engine with its own context parallelism."""
