@@ -84,8 +84,8 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
     base = next((row for row in rows if row["exchange"] == "sparse" and "one_gpu_step_ms" in row), None)
     if base is None:
         raise ValueError(f"no row of sparse at {layer.tokens} tokens beside one GPU's time; add it to --exchanges")
-    if "transfer_ms" not in base:
-        raise ValueError("its row of sparse has no transfer_ms; measure it again with this version of the script")
+    if base.get("transfer_ms", 0) <= 0:
+        raise ValueError("the rate of the exchange is not known: the row of sparse has no transfer_ms, or none above 0; measure it again")
     rate, transport = base["sent_forward"] / base["transfer_ms"], base["transport"]
     before, after = layer.costs(base["ranks"]), layer.costs(ranks)
     pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
