@@ -52,7 +52,7 @@ class ContextSettings(NamedTuple):
     keep_received: bool = False
     packed_cut: str = "document"
     keep_output: bool = False
-    transport: str = "auto"
+    transport: str = "collective"
 
     def comm_type(self, layer: int) -> str:
         """Of a layer, counted from 0; layers beyond the list (multi-token prediction) are like the last one."""
@@ -86,7 +86,14 @@ class ContextParallel:
     """
 
     def __init__(
-        self, pattern: Pattern, group, comm_type: str = "sparse", *, keep_received: bool = False, cut: str = "sequence", transport: str = "auto"
+        self,
+        pattern: Pattern,
+        group,
+        comm_type: str = "sparse",
+        *,
+        keep_received: bool = False,
+        cut: str = "sequence",
+        transport: str = "collective",
     ):
         assert cut in CUTS and transport in TRANSPORTS
         self.pattern, self.group, self.keep_received, self.cut, self.transport = pattern, group, keep_received, cut, transport

@@ -96,7 +96,7 @@ class S2CoreAttention(MegatronModule):
         s2_cp_comm_type: str = "sparse",
         keep_received: bool = False,
         packed_cut: str = "document",
-        transport: str = "auto",
+        transport: str = "collective",
         seq_length: int | None = None,
         keep_output: bool = False,
     ):

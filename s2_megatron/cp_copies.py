@@ -2,7 +2,7 @@
 
 For ranks of one host whose GPUs reach each other's memory. NCCL's kernels hold multiprocessors for as long as they send, which the attention
 beside them loses; a GPU's copy engines are idle. Ranks agree by flags in each other's memory, which a stream writes and waits for (CUDA's
-stream memory operations), so neither the host nor a kernel waits.
+stream memory operations), so neither the host nor a kernel waits; cp_watch.py ends a process whose stream waits for too long.
 
 Every rank has an arena that all see: flags, and two lanes, buffers for received blocks and for returned gradients. For each lane and pair of
 ranks there is one permission to write:
@@ -17,11 +17,13 @@ exchange, so a CUDA graph that has captured one can be replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
 from s2_megatron.cp_transport import Pending, Route, count_sent, one_host
+from s2_megatron.cp_watch import Watch, timeout_of
 from s2_megatron.printing import print_once
 
 TRANSPORTS = ("auto", "copies", "collective")
@@ -53,11 +55,13 @@ class Arena:
 
         def await_own(kind: int, lane: int) -> list[FlagOperation]:
             mine = [flag(rank, kind, lane, peer) for peer in peers]
-            return [operation for address in mine for operation in ((WAIT, address, 1), (WRITE, address, 0))]
+            # Taken back when all are there: until then they say who has come.
+            return [(WAIT, address, 1) for address in mine] + [(WRITE, address, 0) for address in mine]
 
         def set_theirs(kind: int, lane: int) -> list[FlagOperation]:
             return [(WRITE, flag(peer, kind, lane, rank), 1) for peer in peers]
 
+        self._rank, self._flags = rank, views[rank][:FLAG_BYTES]
         self._take = [compiled(await_own(FREE, lane)) for lane in range(LANES)]
         self._hand_over = [compiled(set_theirs(FULL, lane)) for lane in range(LANES)]
         self._await = [compiled(await_own(FULL, lane)) for lane in range(LANES)]
@@ -81,6 +85,13 @@ class Arena:
         """The current stream waits until all ranks have sent."""
         self._await[lane]()
 
+    def missing(self, lane: int) -> list[int]:
+        """The ranks that a stream waits for in `arrive`; asked beside all streams."""
+        size = len(self.lanes[lane])
+        with torch.cuda.stream(torch.cuda.Stream(self._flags.device)) if self._flags.is_cuda else nullcontext():
+            flags = self._flags.view(torch.int32).tolist()
+        return [peer for peer in range(size) if peer != self._rank and not flags[flag_index(FULL, lane, peer, size)]]
+
     def release(self, lane: int) -> None:
         """Others may write again, behind what the current stream holds."""
         self._release[lane]()
@@ -101,11 +112,21 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 class PeerCopies:
-    """Exchanges of one group through arenas that grow with what is sent. make_arena: (bytes of each lane) -> Arena, called by all ranks."""
+    """Exchanges of one group through arenas that grow with what is sent.
 
-    def __init__(self, group, make_arena: Callable[[Sequence[int]], Arena]):
-        self._rank, self._make_arena = group.rank(), make_arena
+    make_arena: (bytes of each lane) -> Arena, called by all ranks. watch: sees to it that none waits for ever. note: enqueues on the current
+    stream that watch.progress becomes a number.
+    """
+
+    def __init__(self, group, make_arena: Callable[[Sequence[int]], Arena], timeout: Callable[[], float], note: Callable):
+        self._make_arena, self._note = make_arena, note
         self._arena = make_arena((0,) * LANES)
+        progress = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+
+        def missing(lane):
+            return [dist.get_global_rank(group, peer) for peer in self._arena.missing(lane)]
+
+        self.watch = Watch(progress, timeout, missing)
 
     def _arena_for(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
         """With room for both lanes' rows of every rank, and thus of one size on all of them. A new one waits for the device and all ranks."""
@@ -128,7 +149,14 @@ class PeerCopies:
             prepare()
             arena.send(lane, sent, route)
 
-        return Pending(received, (sent, *held), work, lambda: arena.arrive(lane), lambda: arena.release(lane))
+        return Pending(received, (sent, *held), work, lambda: self._arrive(arena, lane), lambda: arena.release(lane))
+
+    def _arrive(self, arena: Arena, lane: int) -> None:
+        # A graph's replays would write one number again and again: they are not watched.
+        number = None if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else self.watch.issue(lane)
+        arena.arrive(lane)
+        if number is not None:
+            self._note(self.watch.progress, number)
 
 
 def _stream_operations(operations: list[FlagOperation]) -> Callable[[], None]:
@@ -150,11 +178,22 @@ def _stream_operations(operations: list[FlagOperation]) -> Callable[[], None]:
         batch.append(parameters)
 
     def enqueue():
-        (error,) = driver.cuStreamBatchMemOp(torch.cuda.current_stream().cuda_stream, len(batch), batch, 0)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuStreamBatchMemOp: {error.name}")
+        _checked(driver.cuStreamBatchMemOp(torch.cuda.current_stream().cuda_stream, len(batch), batch, 0))
 
     return enqueue
+
+
+def _checked(result: tuple) -> None:
+    """Raises RuntimeError when a driver's function did not succeed."""
+    if int(result[0]):
+        raise RuntimeError(f"CUDA driver: {result[0].name}")
+
+
+def _note(progress: torch.Tensor, number: int) -> None:
+    """The current stream writes a number to pinned memory of the host."""
+    from cuda.bindings import driver
+
+    _checked(driver.cuStreamWriteValue32(torch.cuda.current_stream().cuda_stream, progress.data_ptr(), number, 0))
 
 
 def symmetric_arena(group, device: torch.device, lane_bytes: Sequence[int]) -> Arena:
@@ -203,7 +242,11 @@ def _try_copies(group, device: torch.device) -> tuple[PeerCopies | None, str | N
     _, reason = _agreed(group, device, lambda: _stream_operations([]))
     if reason is not None:
         return None, reason
-    return _agreed(group, device, lambda: PeerCopies(group, lambda lane_bytes: symmetric_arena(group, device, lane_bytes)))
+
+    def make():
+        return PeerCopies(group, lambda lane_bytes: symmetric_arena(group, device, lane_bytes), lambda: timeout_of(group, device), _note)
+
+    return _agreed(group, device, make)
 
 
 def _agreed(group, device: torch.device, make: Callable):

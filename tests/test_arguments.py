@@ -66,7 +66,7 @@ def test_flags():
         "s2_dense_core": "auto",
         "s2_cp_comm_type": ["sparse"],
         "s2_cp_keep_received": False,
-        "s2_cp_transport": "auto",
+        "s2_cp_transport": "collective",
         "s2_keep_attention_output": False,
         "s2_allow_python_patterns": False,
         "s2_allow_sparsity_change": False,

@@ -19,6 +19,7 @@ def test_copied_blocks_are_those_of_the_collective(found, ranks):
     """In processes that share memory. Arenas grow from case to case; ranks are shaken apart; what was released is poisoned."""
     for results in found(ranks):
         copies = results["copies"]
+        assert copies["watched"] > 2 * len(CASES), "every arrival is noted"
         assert not copies["broken promises"], "a buffer was written to while it was read"
         for name, case in CASES.items():
             assert max(copies[name][part] for part in ("out", "dq", "dk", "dv")) <= EXACT, (name, copies[name])

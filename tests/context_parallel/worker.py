@@ -138,7 +138,7 @@ def copies(group):
     """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
     results = {}
     arenas = SharedArenas(group)
-    shared = cp_copies.PeerCopies(group, arenas.make)
+    shared = cp_copies.PeerCopies(group, arenas.make, lambda: 60.0, lambda progress, number: progress.fill_(number))
     rank, size = group.rank(), group.size()
     for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
         whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, torch.float64)
@@ -148,7 +148,7 @@ def copies(group):
             results[name] = run_case(case, "sparse", group, truth)
             copied = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
         results[name]["same"] = all(map(torch.equal, collective, copied))
-    results["arenas"] = arenas.made
+    results["arenas"], results["watched"] = arenas.made, int(shared.watch.progress[0])
     results["broken promises"] = arenas.broken
 
     def made_where(works):
@@ -162,6 +162,7 @@ def copies(group):
             stack.enter_context(patch.object(cp_copies, "symmetric_arena", make))
             stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
             stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
+            stack.enter_context(patch.object(cp_copies, "_note", lambda *_: None))
             found, reason = cp_copies._try_copies(group, torch.device("cpu"))
         return [found is not None, reason]
 

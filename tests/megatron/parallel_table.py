@@ -80,6 +80,7 @@ LAYOUTS = {
     "tp2_sp_ep2": Layout(2, f"{TP} 2 {SP} {EP} 2 {ETP} 1", MOE),
     "cp2_ep2": Layout(2, f"{CP} 2 {EP} 2", MOE),
     "cp4": Layout(4, f"{CP} 4"),
+    "cp4_copies": Layout(4, f"{CP} 4 --s2-cp-transport auto"),  # over gloo like cp4
     "cp4_a2a": Layout(4, f"{CP} 4 {A2A}"),
     "cp4_gather_packed": Layout(4, f"{CP} 4 {GATHER}", PACKED),
     "cp2_dp2": Layout(4, f"{CP} 2"),

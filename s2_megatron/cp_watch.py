@@ -1,0 +1,71 @@
+"""Ends a process whose exchange by copies does not come to an end, and says which ranks did not come.
+
+A collective has its library's watchdog. A stream that waits for a flag has none, and when the host then waits for that stream nothing would
+ever end the job. So behind every arrival the stream writes the exchange's number to host memory, and a thread looks at it now and then. It
+makes no CUDA call before something is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+PERIOD = 1.0  # seconds between two looks
+
+
+def timeout_of(group, device: torch.device) -> float:
+    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration."""
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
+class Watch:
+    """progress: int32 [1] in host memory, where streams write the numbers of exchanges that have arrived. timeout: seconds, asked for at every
+    look. missing: the ranks that an exchange on a lane waits for. end: called with an exit code."""
+
+    def __init__(
+        self,
+        progress: torch.Tensor,
+        timeout: Callable[[], float],
+        missing: Callable[[int], list[int]],
+        end: Callable[[int], None] = os._exit,
+    ):
+        self.progress, self._timeout, self._missing, self._end = progress, timeout, missing, end
+        self._issued: deque[tuple[int, int, float]] = deque()  # (number, lane, when)
+        self._last, self._thread = 0, None
+
+    def issue(self, lane: int) -> int:
+        """The number of one more exchange, which is to be written to `progress` once it has arrived. It is watched from now on."""
+        self._last += 1
+        self._issued.append((self._last, lane, time.monotonic()))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="s2-exchange-watch", daemon=True)
+            self._thread.start()
+        return self._last
+
+    def _run(self) -> None:
+        while self.look():
+            time.sleep(PERIOD)
+
+    def look(self) -> bool:
+        """False when an exchange is late and the process has been told to end."""
+        arrived = int(self.progress[0])
+        while self._issued and self._issued[0][0] <= arrived:
+            self._issued.popleft()
+        if not self._issued:
+            return True
+        _, lane, when = self._issued[0]
+        seconds = self._timeout()
+        if time.monotonic() - when <= seconds:
+            return True
+        ranks = self._missing(lane)
+        who = f"did not come: rank {', '.join(map(str, ranks))}" if ranks else "all ranks came"
+        print(f"rank {dist.get_rank()}: context-parallel exchange failed after {seconds:.0f} s; {who}", file=sys.stderr, flush=True)
+        self._end(1)
+        return False
