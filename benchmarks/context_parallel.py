@@ -5,7 +5,7 @@
 
 First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not timed. Then, per length:
 
-sent       MiB that the busiest rank gives to its collectives in forward and backward, counted at the collectives; plan: what was planned;
+sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
 step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, whose work is enqueued ahead of
            it as in training; the GPUs start together

@@ -116,7 +116,7 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
         sent_backward=backward, planned_forward=forward, planned_backward=backward,
         all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_work + forward_overhead + forward_exposed,
         step_ms=step, silent_forward_ms=forward_work + forward_overhead, silent_step_ms=work + overhead, work=after.balance,
-        transport=transport, work_ms=work, overhead_ms=overhead, transfer_ms=transfers, beside_ms=list(hidden),
+        transport=transport, work_ms=work, overhead_ms=overhead, transfers_ms=transfers, beside_ms=list(hidden),
         link_gb_per_s=rate / 1e6, own_share=own, one_gpu_forward_ms=base["one_gpu_forward_ms"], one_gpu_step_ms=base["one_gpu_step_ms"],
         speed_up=base["one_gpu_step_ms"] / step,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
 
 def explained(row: dict) -> str:
     """A line below the row's, with what it was made of."""
-    transfers = " + ".join(f"{time:.2f}" for time in row["transfer_ms"])
+    transfers = " + ".join(f"{time:.2f}" for time in row["transfers_ms"])
     beside = " + ".join(f"{time:.2f}" for time in row["beside_ms"])
     exposed = row["step_ms"] - row["silent_step_ms"]
     return (

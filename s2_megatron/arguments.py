@@ -164,6 +164,8 @@ def _report_no_effect(args: Namespace) -> None:
     given += ["--s2-cp-transport"] * (args.s2_cp_transport != "collective")
     if given and args.context_parallel_size == 1:
         print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
+    elif args.s2_cp_transport != "collective" and "sparse" not in args.s2_cp_comm_type:
+        print_once(f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect")
 
 
 def prepare_s2(args: Namespace) -> ResolvedSparsity | None:

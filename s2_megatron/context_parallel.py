@@ -106,13 +106,15 @@ class ContextParallel:
     def prepare(self, seq_length: int, device: torch.device, head_dim: int, dtype: torch.dtype, backend: str = "auto") -> None:
         """Makes what the calls of a length share, on their device and before the first of them: the plan, and what kernels read of it.
 
-        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, and as resolve_backend does.
+        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, for a transport that is not possible, and as
+        resolve_backend does.
         """
         if self.comm_type == "a2a":
             return
         with torch.device(device):  # whatever device the model around it is built on
             state = self._state(seq_length, device)
         if self.comm_type == "sparse":
+            state.exchange.reserve(head_dim, dtype.itemsize)
             placements = state.read_by_kernels(head_dim, dtype.itemsize, self.keep_received)
         else:
             placements = [state.placement]

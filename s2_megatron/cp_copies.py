@@ -10,12 +10,13 @@ ranks there is one permission to write:
 free    in the sender's arena, set by the receiver once all that read its buffer is enqueued; taken back by the sender before it copies
 full    in the receiver's arena, set by the sender behind its copies; taken back by the receiver when it has waited for it
 
-A sender waits for all receivers, with or without rows for them, because buffers are laid out anew for each plan. Flags go up and down once an
-exchange, so a CUDA graph that has captured one can be replayed.
+A sender waits for all receivers, with or without rows for them, because buffers are laid out anew for each plan. A flag that is written follows
+what its stream copied before (the driver's default: a fence of the whole system in front of the write).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -31,6 +32,7 @@ FLAG_BYTES = 4096  # of an arena, before its lanes
 LANES = 2  # blocks, gradients
 WAIT, WRITE = "wait", "write"
 FREE, FULL = range(2)
+TRIAL_SECONDS = 30
 # (WAIT or WRITE, address of a 32-bit flag, value)
 FlagOperation = tuple[str, int, int]
 
@@ -86,11 +88,14 @@ class Arena:
         self._await[lane]()
 
     def missing(self, lane: int) -> list[int]:
-        """The ranks that a stream waits for in `arrive`; asked beside all streams."""
+        """The ranks that a stream waits for: those that keep others from sending because they have not released what they received before, or
+        else those that have not sent. Asked beside all streams."""
         size = len(self.lanes[lane])
         with torch.cuda.stream(torch.cuda.Stream(self._flags.device)) if self._flags.is_cuda else nullcontext():
             flags = self._flags.view(torch.int32).tolist()
-        return [peer for peer in range(size) if peer != self._rank and not flags[flag_index(FULL, lane, peer, size)]]
+        down = [[peer for peer in range(size) if peer != self._rank and not flags[flag_index(kind, lane, peer, size)]] for kind in (FREE, FULL)]
+        # All down: this rank has taken them, and sent.
+        return down[FREE] if 0 < len(down[FREE]) < size - 1 else down[FULL]
 
     def release(self, lane: int) -> None:
         """Others may write again, behind what the current stream holds."""
@@ -121,15 +126,35 @@ class PeerCopies:
     def __init__(self, group, make_arena: Callable[[Sequence[int]], Arena], timeout: Callable[[], float], note: Callable):
         self._make_arena, self._note = make_arena, note
         self._arena = make_arena((0,) * LANES)
-        progress = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        progress = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
 
         def missing(lane):
             return [dist.get_global_rank(group, peer) for peer in self._arena.missing(lane)]
 
-        self.watch = Watch(progress, timeout, missing)
+        self.watch, self._reader = Watch(progress, timeout, missing), None
 
-    def _arena_for(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
-        """With room for both lanes' rows of every rank, and thus of one size on all of them. A new one waits for the device and all ranks."""
+    def try_out(self, rank: int, size: int, device: torch.device) -> None:
+        """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; TimeoutError where none arrives,
+        when streams wait that all else needs."""
+        none = (0,) * size
+        nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route(rank, none, none, none, 0)
+        try:
+            for lane in range(LANES):
+                pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)
+                pending.result()
+                pending.release()
+        except RuntimeError:
+            self.watch.forget()
+            raise
+        deadline = time.monotonic() + TRIAL_SECONDS
+        while int(self.watch.progress[0]) < LANES:
+            if time.monotonic() > deadline:
+                who = f"rank {dist.get_rank()}: no flag of another GPU"
+                raise TimeoutError(f"{who} arrived in {TRIAL_SECONDS} s; use --s2-cp-transport collective")
+            time.sleep(1e-3)
+
+    def reserve(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
+        """An arena with room for both lanes' rows of every rank, so of one size on all. A new one waits for the device and for all ranks."""
         needed = [-(-route.most * row_bytes // FLAG_BYTES) * FLAG_BYTES for route in routes]
         if any(more > length for more, length in zip(needed, self._arena.lane_bytes)):
             self._arena = self._make_arena([max(pair) for pair in zip(needed, self._arena.lane_bytes)])
@@ -141,7 +166,7 @@ class PeerCopies:
         The result's memory is the arena's: it has to be released, and read before that only.
         """
         route, row_bytes = routes[lane], _row_bytes(sent)
-        arena = self._arena_for(row_bytes, routes)
+        arena = self.reserve(row_bytes, routes)
         rows = sum(route.received)
         received = arena.lanes[lane][route.rank][: rows * row_bytes].view(sent.dtype).view(rows, *sent.shape[1:])
 
@@ -152,15 +177,20 @@ class PeerCopies:
         return Pending(received, (sent, *held), work, lambda: self._arrive(arena, lane), lambda: arena.release(lane))
 
     def _arrive(self, arena: Arena, lane: int) -> None:
-        # A graph's replays would write one number again and again: they are not watched.
-        number = None if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else self.watch.issue(lane)
+        if torch.cuda.is_available():
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("an exchange by copies inside a CUDA graph; use --s2-cp-transport collective")
+            stream = torch.cuda.current_stream()
+            if self._reader is not None and self._reader != stream:
+                stream.wait_stream(self._reader)  # exchanges of a lane arrive in their order
+            self._reader = stream
+        number = self.watch.issue(lane)
         arena.arrive(lane)
-        if number is not None:
-            self._note(self.watch.progress, number)
+        self._note(self.watch.progress, number)
 
 
 def _stream_operations(operations: list[FlagOperation]) -> Callable[[], None]:
-    """What enqueues operations on flags on the current stream. ImportError and RuntimeError where that is not possible."""
+    """What enqueues operations on flags on the current stream, with RuntimeError where that is not possible. ImportError without bindings."""
     from cuda.bindings import driver
 
     kinds, batch = driver.CUstreamBatchMemOpType, []
@@ -201,6 +231,7 @@ def symmetric_arena(group, device: torch.device, lane_bytes: Sequence[int]) -> A
     import torch.distributed._symmetric_memory as symmetric_memory
 
     rank, size = group.rank(), group.size()
+    torch.cuda.empty_cache()  # it is not torch's caching allocator that is asked
     memory = symmetric_memory.empty(FLAG_BYTES + sum(lane_bytes), dtype=torch.uint8, device=device)
     flags = memory[:FLAG_BYTES].view(torch.int32).zero_()
     flags[free_flags(rank, size)] = 1
@@ -214,7 +245,8 @@ _known: dict = {}
 
 
 def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | None:
-    """What copies blocks between the ranks of a group, or None where they travel by all_to_all_single; says which, and why. One for all layers.
+    """What copies blocks between the ranks of a group, or None where they travel by all_to_all_single. One for all layers. Says which, and why,
+    where that was not the choice.
 
     transport: 'auto' copies where it can. A collective call, the first time. Raises ValueError for 'copies' where that is not possible.
     """
@@ -227,8 +259,9 @@ def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | Non
             _known[group, device] = _try_copies(group, device)
         copies, reason = _known[group, device]
     if transport == "copies" and copies is None:
-        raise ValueError(f"--s2-cp-transport copies: {reason}; expected GPUs of one host that reach each other's memory; use auto")
-    if device.type == "cuda":
+        raise ValueError(f"--s2-cp-transport copies: {reason}; expected GPUs of one host that reach each other's memory; use auto "
+                         "or collective")
+    if device.type == "cuda" and transport != "collective":
         how = "copy engines, into each other's memory" if copies is not None else f"all_to_all_single ({reason})"
         print_once(f"S2: context-parallel ranks exchange blocks by {how}")
     return copies
@@ -239,23 +272,27 @@ def _try_copies(group, device: torch.device) -> tuple[PeerCopies | None, str | N
     if not one_host(group):
         return None, "the ranks are on several hosts"
     # First what a rank finds out alone: the arenas are made together, and would wait for a rank that does not come.
-    _, reason = _agreed(group, device, lambda: _stream_operations([]))
+    _, reason = _agreed(group, lambda: _stream_operations([]))
     if reason is not None:
         return None, reason
 
     def make():
         return PeerCopies(group, lambda lane_bytes: symmetric_arena(group, device, lane_bytes), lambda: timeout_of(group, device), _note)
 
-    return _agreed(group, device, make)
+    copies, reason = _agreed(group, make)
+    if reason is None:
+        _, reason = _agreed(group, lambda: copies.try_out(group.rank(), group.size(), device))
+    return (copies, None) if reason is None else (None, reason)
 
 
-def _agreed(group, device: torch.device, make: Callable):
+def _agreed(group, make: Callable):
     """(make(), None), or (None, why not) on all ranks where it fails on one."""
-    made, reason = None, "not possible on another rank"
+    made, reason = None, None
     try:
         made = make()
     except (ImportError, AttributeError, RuntimeError) as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    everywhere = torch.tensor([made is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-    return (made, None) if everywhere.item() else (None, reason)
+        reason = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    reasons = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    reason = next(filter(None, reasons), None)
+    return (made, None) if reason is None else (None, reason)

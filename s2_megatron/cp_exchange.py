@@ -44,6 +44,11 @@ class BlockExchange:
         """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
         return self._travel(1, gradients, (), lambda: None)
 
+    def reserve(self, head_dim: int, itemsize: int, batch: int = 1) -> None:
+        """Makes room for what tensors of this kind will need, where blocks are copied; a collective call then."""
+        if self.copies is not None:
+            self.copies.reserve(self.plan.slot_bytes(head_dim, itemsize, batch), self.routes)
+
     def _travel(self, lane, sent, held, prepare) -> Pending:
         """prepare: fills `sent`, on the stream of the transfer."""
         route = self.routes[lane]

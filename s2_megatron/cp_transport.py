@@ -34,7 +34,7 @@ class Route(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What this rank gave to its collectives for other ranks."""
+    """What this rank gave to its collectives, or copied, for other ranks."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -45,7 +45,7 @@ _listeners: list[Traffic] = []
 
 @contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Counts, at the collectives themselves, what this rank sends to others while the context is open."""
+    """Counts, at the collectives and the copies themselves, what this rank sends to others while the context is open."""
     traffic = Traffic()
     _listeners.append(traffic)
     try:
@@ -100,8 +100,8 @@ def all_gather(tensor: torch.Tensor, group) -> torch.Tensor:
     return gathered
 
 
-# Bytes a second that a rank receives, measured with 114 MiB on four H200s (benchmarks/NOTES.md): by copy engines through NVLink, by NCCL beside
-# attention, and through a network of 400 Gb/s a GPU.
+# Bytes a second that a rank receives. By copy engines through NVLink: 259e9 to 285e9 for 120 MB on four H200s (NOTES.md, version 40). By NCCL
+# through NVLink, beside attention: 150e9 and 167e9 there (115 MB in 0.77 and 0.69 ms). Through a network of 400 Gb/s a GPU.
 COPY_RATE, LINK_RATE, NETWORK_RATE = 260e9, 170e9, 40e9
 
 
@@ -139,8 +139,8 @@ class Pending:
             work()
 
     def result(self) -> torch.Tensor:
-        """The received rows, for what is enqueued on the current stream from now on. All memory comes from that stream's pool and has been held
-        here until it waits, so that nothing of it is used again too early."""
+        """The received rows, for what is enqueued on the current stream from now on. What is held, and what is received by a collective, comes
+        from that stream's pool and has been held here until it waits, so that nothing of it is used again too early."""
         if self._stream is not None:
             torch.cuda.current_stream(self.received.device).wait_stream(self._stream)
         self._arrived()

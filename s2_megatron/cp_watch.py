@@ -17,7 +17,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-PERIOD = 1.0  # seconds between two looks
+PERIOD = 0.2  # seconds between two looks
+PATIENCE = 5.0  # seconds for finding out who is missing: a call to a GPU that waits may wait itself
+GRACE = 30.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
 
 
 def timeout_of(group, device: torch.device) -> float:
@@ -49,23 +51,39 @@ class Watch:
             self._thread.start()
         return self._last
 
-    def _run(self) -> None:
-        while self.look():
-            time.sleep(PERIOD)
+    def forget(self) -> None:
+        """Of exchanges that were given up."""
+        self._issued.clear()
 
-    def look(self) -> bool:
-        """False when an exchange is late and the process has been told to end."""
+    def _run(self) -> None:
+        try:
+            while (lane := self.late()) is None:
+                time.sleep(PERIOD)
+            seconds, rank = self._timeout(), dist.get_rank()
+            print(f"rank {rank}: context-parallel exchange failed after {seconds:.0f} s; {self._who(lane)}", file=sys.stderr, flush=True)
+            time.sleep(GRACE)
+        finally:  # whatever went wrong here: nobody would notice that this thread is gone
+            sys.stdout.flush()
+            self._end(1)
+
+    def late(self) -> int | None:
+        """The lane of the oldest exchange, when it has not arrived in time."""
         arrived = int(self.progress[0])
         while self._issued and self._issued[0][0] <= arrived:
             self._issued.popleft()
         if not self._issued:
-            return True
+            return None
         _, lane, when = self._issued[0]
-        seconds = self._timeout()
-        if time.monotonic() - when <= seconds:
-            return True
-        ranks = self._missing(lane)
-        who = f"did not come: rank {', '.join(map(str, ranks))}" if ranks else "all ranks came"
-        print(f"rank {dist.get_rank()}: context-parallel exchange failed after {seconds:.0f} s; {who}", file=sys.stderr, flush=True)
-        self._end(1)
-        return False
+        return lane if time.monotonic() - when > self._timeout() else None
+
+    def _who(self, lane: int) -> str:
+        found: list[str] = []
+
+        def ask():
+            ranks = ", ".join(map(str, self._missing(lane)))
+            found.append(f"did not come: rank {ranks}" if ranks else "all ranks came: it waits behind something else")
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        return found[0] if found else "who did not come is not known, the GPU does not answer"

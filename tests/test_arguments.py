@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from s2_megatron import arguments
 from s2_megatron.arguments import _report_balance, add_s2_arguments, prepare_s2
 from s2_megatron.config import load_config
 from tests.megatron_arguments import CONFIG, arguments, parse_cases
@@ -87,6 +88,25 @@ def test_without_a_config_nothing_happens(cases):
 
 def test_ignored_flags_are_said(cases):
     assert "--s2-backend reference, --s2-dense-core s2 without --s2-config: ignored" in accepted(cases["ignored"])["printed"]
+
+
+@pytest.mark.parametrize(
+    "size, types, keep, transport, said",
+    [
+        (1, ["a2a"], True, "copies", "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect"),
+        (2, ["a2a", "all_gather"], False, "auto", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect"),
+        (2, ["a2a", "sparse"], True, "copies", None),
+        (2, ["a2a"], True, "collective", None),
+        (1, ["sparse"], False, "collective", None),
+    ],
+)
+def test_flags_without_effect_are_said(size, types, keep, transport, said, monkeypatch):
+    lines = []
+    monkeypatch.setattr(arguments, "print_once", lines.append)
+    arguments._report_no_effect(
+        argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport)
+    )
+    assert lines == ([f"S2: {said}"] if said else [])
 
 
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])

@@ -96,11 +96,11 @@ def test_the_prediction_follows_from_its_parts(measured):
     pairs = layer.pattern.attended_pairs(131072)
     assert sum(costs.pairs) == pairs and found["work_ms"] == pytest.approx(rows[0]["one_gpu_step_ms"] * max(costs.pairs) / pairs)
     assert found["step_ms"] == pytest.approx(found["work_ms"] + found["overhead_ms"])  # every transfer is hidden ...
-    assert all(transfer < beside for transfer, beside in zip(found["transfer_ms"], found["beside_ms"]))
+    assert all(transfer < beside for transfer, beside in zip(found["transfers_ms"], found["beside_ms"]))
     slow = [rows[0] | dict(transfer_ms=10 * rows[0]["transfer_ms"])]  # ... but not over links of a tenth of the rate
     later = predict(slow, layer, 8)
     assert later["link_gb_per_s"] == pytest.approx(found["link_gb_per_s"] / 10)
-    waits = [transfer - beside for transfer, beside in zip(later["transfer_ms"], later["beside_ms"])]
+    waits = [transfer - beside for transfer, beside in zip(later["transfers_ms"], later["beside_ms"])]
     assert min(waits) > 0 and later["step_ms"] - found["step_ms"] == pytest.approx(sum(waits))
     late = [rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 1.0), *rows[1:]]  # 1 ms that was exposed grows with the bytes
     exposed = predict(late, layer, 8)

@@ -75,7 +75,7 @@ def waits(function, device) -> str:
 
 
 def check_case(
-    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
+    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "collective"
 ) -> dict[str, dict]:
     """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are the plan's, and what
     a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
@@ -94,6 +94,7 @@ def check_case(
     found = {}
     for comm_type in comm_types:
         cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received, transport=transport)
+        cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
 
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
@@ -134,7 +135,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", choices=cases(on_gpu, 64), help=f"default: all but {', '.join(EXTRA)}")
     parser.add_argument("--comm-types", nargs="+", choices=COMM_TYPES, default=COMM_TYPES)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of sparse")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="collective", help="of sparse")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -35,10 +35,9 @@ def test_copied_blocks_are_those_of_the_collective(found, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_ranks_copy_or_none_does(found, ranks):
-    for rank, results in enumerate(found(ranks)):
+    for results in found(ranks):
         assert results["copies"]["where it works"] == [True, None]
-        reason = "RuntimeError: no peer access" if rank == 1 else "not possible on another rank"
-        assert results["copies"]["where it fails on rank 1"] == [False, reason]
+        assert results["copies"]["where it fails on rank 1"] == [False, "rank 1: RuntimeError: no peer access"]
 
 
 @pytest.fixture
@@ -54,10 +53,8 @@ def test_which_transport(said, monkeypatch):
     monkeypatch.setattr(cp_copies, "_try_copies", lambda *_: ("copies", None))
     assert cp_copies.peer_copies(group, GPU, "collective") is None
     assert cp_copies.peer_copies(group, GPU, "auto") == cp_copies.peer_copies(group, GPU, "copies") == "copies"
-    assert [line.partition("blocks by ")[2] for line in said] == [
-        "all_to_all_single (--s2-cp-transport collective)", *["copy engines, into each other's memory"] * 2
-    ]  # fmt: skip
-    assert cp_copies.peer_copies(group, torch.device("cpu"), "auto") is None and len(said) == 3, "a CPU has no other choice"
+    assert said == ["S2: context-parallel ranks exchange blocks by copy engines, into each other's memory"] * 2
+    assert cp_copies.peer_copies(group, torch.device("cpu"), "auto") is None and len(said) == 2, "a CPU has no other choice"
 
 
 def test_where_copies_are_not_possible(said, monkeypatch):
@@ -68,6 +65,49 @@ def test_where_copies_are_not_possible(said, monkeypatch):
         cp_copies.peer_copies("group", GPU, "copies")
     with pytest.raises(ValueError, match="copies: there is no GPU"):
         cp_copies.peer_copies("group", torch.device("cpu"), "copies")
+
+
+class OneRank:
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def arena_of(compiled, lane_bytes=(0,) * cp_copies.LANES):
+    """Of rank 0 of two."""
+    views = [torch.zeros(cp_copies.FLAG_BYTES + sum(lane_bytes), dtype=torch.uint8, device="cpu") for _ in range(2)]
+    return cp_copies.Arena(0, views, lane_bytes, compiled)
+
+
+def test_progress_is_in_host_memory():
+    """Layers may be built with another default device."""
+    with torch.device("meta"):
+        copies = cp_copies.PeerCopies(OneRank(), lambda lane_bytes: arena_of(lambda operations: None), lambda: 1.0, None)
+    assert copies.watch.progress.device.type == "cpu" and copies.watch.progress.tolist() == [0]
+
+
+def test_the_trial(monkeypatch):
+    monkeypatch.setattr(cp_copies, "TRIAL_SECONDS", 0.1)
+    monkeypatch.setattr(cp_copies.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("s2_megatron.cp_watch.threading.Thread.start", lambda thread: None)
+    done, cpu = [], torch.device("cpu")
+
+    def trial(enqueue, note):
+        copies = cp_copies.PeerCopies(OneRank(), lambda lane_bytes: arena_of(lambda operations: enqueue), lambda: 1.0, note)
+        done.append(copies)
+        copies.try_out(0, 2, cpu)
+
+    def refuses():
+        raise RuntimeError("CUDA_ERROR_NOT_SUPPORTED")
+
+    trial(lambda: None, lambda progress, number: progress.fill_(number))
+    with pytest.raises(TimeoutError, match=r"rank 0: no flag of another GPU arrived in .* s; use --s2-cp-transport collective"):
+        trial(lambda: None, lambda progress, number: None)
+    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
+        trial(refuses, None)
+    assert not done[2].watch._issued, "or it would end the process"
 
 
 def test_flags_of_an_arena_are_apart():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from s2_megatron import cp_watch
-from s2_megatron.cp_copies import FLAG_BYTES, FULL, LANES, Arena, flag_index, free_flags
+from s2_megatron.cp_copies import FLAG_BYTES, FREE, FULL, LANES, Arena, flag_index, free_flags
 from s2_megatron.cp_watch import Watch, timeout_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,22 +29,56 @@ def clock(monkeypatch):
     return now
 
 
-def test_only_what_is_late_ends_the_process(clock, capsys):
+def test_what_is_late(clock):
     ended, timeout = [], [20.0]
     watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: timeout[0], lambda lane: [lane, 5], ended.append)
-    assert watch.look(), "nothing has been sent"
+    assert watch.late() is None, "nothing has been sent"
     assert [watch.issue(0), watch.issue(1), watch.issue(0)] == [1, 2, 3]
     clock[0] += 19
     watch.progress[0] = 1
-    assert watch.issue(0) == 4 and watch.look()
+    assert watch.issue(0) == 4 and watch.late() is None
     clock[0] += 2
     watch.progress[0] = 3  # by the time it is looked at again
-    assert watch.look(), "the fourth one is young"
+    assert watch.late() is None, "the fourth one is young"
     clock[0] += 17
-    assert watch.look()
+    assert watch.late() is None
     timeout[0] = 15.0  # Megatron shortens it
-    assert not watch.look() and ended == [1]
-    assert capsys.readouterr().err == "rank 3: context-parallel exchange failed after 15 s; did not come: rank 0, 5\n"
+    assert watch.late() == 0
+    watch.forget()
+    assert watch.late() is None and watch.issue(1) == 5
+    clock[0] += 16
+    assert watch.late() == 1
+
+
+@pytest.mark.parametrize(
+    "missing, words",
+    [
+        (lambda lane: [lane, 5], "did not come: rank 1, 5"),
+        (lambda lane: [], "all ranks came: it waits behind something else"),
+        (lambda lane: time.sleep(1) or [], "who did not come is not known, the GPU does not answer"),
+        (lambda lane: 1 / 0, "who did not come is not known, the GPU does not answer"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_process_ends_whatever_is_found(missing, words, monkeypatch, capsys):
+    monkeypatch.setattr(cp_watch.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(cp_watch, "PATIENCE", 0.1)
+    monkeypatch.setattr(cp_watch, "GRACE", 0.0)
+    ended = []
+    watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: 0.01, missing, ended.append)
+    watch.issue(1)
+    watch._thread.join(10)
+    assert ended == [1]
+    assert capsys.readouterr().err.startswith(f"rank 3: context-parallel exchange failed after 0 s; {words}\n")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_it_ends_the_process_when_it_fails_itself(monkeypatch):
+    ended = []
+    watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: 1 / 0, lambda lane: [], ended.append)
+    watch.issue(0)
+    watch._thread.join(10)
+    assert ended == [1]
 
 
 def test_whose_flags_are_missing():
@@ -54,6 +89,10 @@ def test_whose_flags_are_missing():
     assert arena.missing(0) == arena.missing(1) == [0, 2, 3]
     views[rank].view(torch.int32)[flag_index(FULL, 1, 2, size)] = 1
     assert arena.missing(0) == [0, 2, 3] and arena.missing(1) == [0, 3]
+    views[rank].view(torch.int32)[flag_index(FREE, 1, 2, size)] = 0  # it keeps all of them from sending
+    assert arena.missing(1) == [2] and arena.missing(0) == [0, 2, 3]
+    views[rank].view(torch.int32)[[flag_index(FREE, 1, peer, size) for peer in (0, 3)]] = 0  # taken: now it is about who has sent
+    assert arena.missing(1) == [0, 3]
 
 
 def test_the_timeout_is_the_groups(tmp_path):
@@ -71,6 +110,7 @@ HANGING = """
 import time, torch
 from s2_megatron import cp_watch
 cp_watch.dist.get_rank = lambda: 0
+cp_watch.GRACE = 0.5
 watch = cp_watch.Watch(torch.zeros(1, dtype=torch.int32), lambda: 0.5, lambda lane: [1])
 watch.issue(0)
 watch.progress[0] = 1

@@ -49,6 +49,7 @@ TP, SP, PP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipel
 # Experts whole (ETP 1): cut ones make Megatron gather rows of different lengths, which gloo refuses.
 VPP, EP, ETP = "--num-virtual-stages-per-pipeline-rank 2", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 A2A, GATHER, TYPES = "--s2-cp-comm-type a2a", "--s2-cp-comm-type all_gather", "--s2-cp-comm-type all_gather sparse a2a sparse"
+COPIES = "--s2-cp-transport copies"  # takes GPUs
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KEEP = f"{RECOMPUTE} --s2-keep-attention-output"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall"
@@ -80,7 +81,7 @@ LAYOUTS = {
     "tp2_sp_ep2": Layout(2, f"{TP} 2 {SP} {EP} 2 {ETP} 1", MOE),
     "cp2_ep2": Layout(2, f"{CP} 2 {EP} 2", MOE),
     "cp4": Layout(4, f"{CP} 4"),
-    "cp4_copies": Layout(4, f"{CP} 4 --s2-cp-transport auto"),  # over gloo like cp4
+    "cp4_copies": Layout(4, f"{CP} 4 {COPIES}"),
     "cp4_a2a": Layout(4, f"{CP} 4 {A2A}"),
     "cp4_gather_packed": Layout(4, f"{CP} 4 {GATHER}", PACKED),
     "cp2_dp2": Layout(4, f"{CP} 2"),
@@ -107,7 +108,7 @@ COLUMNS = ("layout", "processes", "backend", "precision", "largest difference", 
 
 
 class Table:
-    """Runs from one checkpoint of each kind of model, every one once, `jobs` at a time."""
+    """Runs from one checkpoint of each kind of model, every one once, `jobs` at a time; the checkpoints' own runs beside them."""
 
     def __init__(self, lab: Lab, model: str, engine: bool, jobs: int, seeds: int = 1):
         self.lab, self.model, self.engine, self.seeds = lab, model, engine, range(FIRST_SEED, FIRST_SEED + seeds)
@@ -176,7 +177,7 @@ class Table:
 
 def without_s2(flags: str) -> str:
     """A command line without S2's flags and their values."""
-    return re.sub(r"--s2-\S+( (?!--)\S+)*", "", flags)
+    return " ".join(re.sub(r"--s2-\S+( (?!--)\S+)*", "", flags).split())
 
 
 def make_row(table: Table, name: str, precision: str, backend: str, stock_seen: list[float]) -> dict:
@@ -232,7 +233,8 @@ def main() -> int:
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), help="default: fp32, on GPUs bf16 too")
     parser.add_argument("--size", choices=SIZES, help="of the model; default: small on GPUs, else tiny")
     parser.add_argument("--jobs", type=int, help="runs at the same time, on the same GPUs; default: 8 on GPUs, else 1")
-    parser.add_argument("--seeds", type=int, default=1, help="orders of the data, every one trained in every layout")
+    parser.add_argument("--seeds", type=int, choices=range(1, 101), default=1, metavar="N",
+                        help="orders of the data, every one trained in every layout")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one run")
     parser.add_argument("--json", type=Path, help="a file for the rows")
     args = parser.parse_args()
@@ -240,7 +242,8 @@ def main() -> int:
     engine = bool(gpus) and subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True).returncode == 0
     backend, size = "nccl" if gpus else "gloo", args.size or ("small" if gpus else "tiny")
     precisions = args.precisions or (["fp32", "bf16"] if gpus else ["fp32"])
-    names = args.only or [name for name in LAYOUTS if LAYOUTS[name].processes <= args.processes]
+    possible = [name for name, layout in LAYOUTS.items() if layout.processes <= args.processes and (gpus or COPIES not in layout.flags)]
+    names = args.only or possible
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
         lab = Lab(Path(folder), f"--distributed-backend {backend}", timeout=args.timeout)
