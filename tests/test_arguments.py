@@ -9,8 +9,7 @@ from functools import cache
 
 import pytest
 
-from s2_megatron import arguments
-from s2_megatron.arguments import _report_balance, add_s2_arguments, prepare_s2
+from s2_megatron.arguments import _report_balance, _report_no_effect, add_s2_arguments, prepare_s2
 from s2_megatron.config import load_config
 from tests.megatron_arguments import CONFIG, arguments, parse_cases
 
@@ -102,8 +101,8 @@ def test_ignored_flags_are_said(cases):
 )
 def test_flags_without_effect_are_said(size, types, keep, transport, said, monkeypatch):
     lines = []
-    monkeypatch.setattr(arguments, "print_once", lines.append)
-    arguments._report_no_effect(
+    monkeypatch.setattr("s2_megatron.arguments.print_once", lines.append)
+    _report_no_effect(
         argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport)
     )
     assert lines == ([f"S2: {said}"] if said else [])
