@@ -7,6 +7,7 @@ makes no CUDA call before something is wrong.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -23,7 +24,10 @@ GRACE = 30.0  # seconds before the end, in which a watchdog that saw it too writ
 
 
 def timeout_of(group, device: torch.device) -> float:
-    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration."""
+    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration. Infinite once the
+    process groups are gone: the run is over."""
+    if not dist.is_initialized():
+        return math.inf
     return group._get_backend(device).options._timeout.total_seconds()
 
 

@@ -101,9 +101,10 @@ def test_the_timeout_is_the_groups(tmp_path):
         cpu = torch.device("cpu")
         assert timeout_of(dist.group.WORLD, cpu) == 77
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=9), dist.group.WORLD)  # as Megatron does
-        assert timeout_of(dist.group.WORLD, cpu) == 9
+        assert timeout_of(group := dist.group.WORLD, cpu) == 9
     finally:
         dist.destroy_process_group()
+    assert timeout_of(group, cpu) == float("inf"), "a run that is over is not late"
 
 
 HANGING = """
