@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -71,15 +72,12 @@ class Arena:
 
     def send(self, lane: int, sent: torch.Tensor, route: Route) -> None:
         """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on the current stream."""
-        source, row = sent.view(-1).view(torch.uint8), _row_bytes(sent)
+        source, n_bytes = sent.view(-1).view(torch.uint8), 0
         self._take[lane]()
-        n_bytes = 0
-        for step in range(1, len(route.sent)):  # not all to the same rank at a time
-            peer = (route.rank + step) % len(route.sent)
-            if route.sent[peer]:
-                first, length, place = (row * rows for rows in (sum(route.sent[:peer]), route.sent[peer], route.places[peer]))
-                self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
-                n_bytes += length
+        for peer, *rows in route.pieces:
+            first, length, place = (_row_bytes(sent) * number for number in rows)
+            self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
+            n_bytes += length
         self._hand_over[lane]()
         count_sent(n_bytes)
 
@@ -136,8 +134,7 @@ class PeerCopies:
     def try_out(self, rank: int, size: int, device: torch.device) -> None:
         """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; TimeoutError where none arrives,
         when streams wait that all else needs."""
-        none = (0,) * size
-        nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route(rank, none, none, none, 0)
+        nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route.of(np.zeros((size, size), dtype=np.int64), rank)
         try:
             for lane in range(LANES):
                 pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)

@@ -22,14 +22,16 @@ class Route(NamedTuple):
     rank: int
     sent: tuple[int, ...]  # to each rank
     received: tuple[int, ...]  # from each rank
-    places: tuple[int, ...]  # of this rank's rows among those that each rank receives
+    pieces: tuple[tuple[int, int, int, int], ...]  # (rank, first row, rows, their place among those it receives) for each that gets any
     most: int  # rows that a rank receives, of all ranks
 
     @classmethod
     def of(cls, counts: np.ndarray, rank: int) -> Route:
         """counts: int[size, size], rows from each rank to each."""
-        before = counts[:rank].sum(0)
-        return cls(rank, *(tuple(row.tolist()) for row in (counts[rank], counts[:, rank], before)), int(counts.sum(0).max()))
+        sent, received, places = (row.tolist() for row in (counts[rank], counts[:, rank], counts[:rank].sum(0)))
+        others = [(rank + step) % len(sent) for step in range(1, len(sent))]  # so that not all ranks send to the same one at a time
+        pieces = tuple((peer, sum(sent[:peer]), sent[peer], places[peer]) for peer in others if sent[peer])
+        return cls(rank, tuple(sent), tuple(received), pieces, int(counts.sum(0).max()))
 
 
 @dataclass

@@ -6,6 +6,7 @@ import ctypes
 import random
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -60,12 +61,15 @@ class SharedArenas:
 
     def __init__(self, group):
         self.group, self.made, self.broken = group, [], []
-        folder = [tempfile.mkdtemp() if group.rank() == 0 else None]
-        dist.broadcast_object_list(folder, 0, group)
-        self._folder = Path(folder[0])
+        name = [f"s2-arena-{uuid.uuid4()}"]
+        dist.broadcast_object_list(name, 0, group)
+        self._stem = name[0]
+
+    def _path(self, rank):
+        return Path(tempfile.gettempdir(), f"{self._stem}-{len(self.made)}-{rank}")
 
     def _view(self, rank, n_bytes):
-        return torch.from_file(str(self._folder / f"{len(self.made)}-{rank}"), shared=True, size=n_bytes, dtype=torch.uint8)
+        return torch.from_file(str(self._path(rank)), shared=True, size=n_bytes, dtype=torch.uint8)
 
     def make(self, lane_bytes):
         rank, size, n_bytes = self.group.rank(), self.group.size(), FLAG_BYTES + sum(lane_bytes)
@@ -73,5 +77,7 @@ class SharedArenas:
         mine[:FLAG_BYTES].view(torch.int32)[free_flags(rank, size)] = 1
         dist.barrier(self.group)
         views = [mine if peer == rank else self._view(peer, n_bytes) for peer in range(size)]
+        dist.barrier(self.group)
+        self._path(rank).unlink()  # all have mapped it
         self.made.append(list(lane_bytes))
         return Watched(rank, views, lane_bytes, self.broken)

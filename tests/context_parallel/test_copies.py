@@ -37,7 +37,7 @@ def test_where_copies_are_not_possible(said, monkeypatch):
         cp_copies.peer_copies("group", torch.device("cpu"), "copies")
 
 
-class OneRank:
+class FirstOfTwo:
     def rank(self):
         return 0
 
@@ -54,7 +54,7 @@ def arena_of(compiled, lane_bytes=(0,) * cp_copies.LANES):
 def test_progress_is_in_host_memory():
     """Layers may be built with another default device."""
     with torch.device("meta"):
-        copies = cp_copies.PeerCopies(OneRank(), lambda lane_bytes: arena_of(lambda operations: None), lambda: 1.0, None)
+        copies = cp_copies.PeerCopies(FirstOfTwo(), lambda lane_bytes: arena_of(lambda operations: None), lambda: 1.0, None)
     assert copies.watch.progress.device.type == "cpu" and copies.watch.progress.tolist() == [0]
 
 
@@ -65,19 +65,19 @@ def test_the_trial(monkeypatch):
     done, cpu = [], torch.device("cpu")
 
     def trial(enqueue, note):
-        copies = cp_copies.PeerCopies(OneRank(), lambda lane_bytes: arena_of(lambda operations: enqueue), lambda: 1.0, note)
+        copies = cp_copies.PeerCopies(FirstOfTwo(), lambda lane_bytes: arena_of(lambda operations: enqueue), lambda: 1.0, note)
         done.append(copies)
         copies.try_out(0, 2, cpu)
 
-    def refuses():
+    def refuses(*_):
         raise RuntimeError("CUDA_ERROR_NOT_SUPPORTED")
 
     trial(lambda: None, lambda progress, number: progress.fill_(number))
     with pytest.raises(TimeoutError, match=r"rank 0: no flag of another GPU arrived in .* s; use --s2-cp-transport collective"):
         trial(lambda: None, lambda progress, number: None)
     with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
-        trial(refuses, None)
-    assert not done[2].watch._issued, "or it would end the process"
+        trial(lambda: None, refuses)
+    assert done[1].watch._issued and not done[2].watch._issued, "or the watch would end a process that goes on without copies"
 
 
 def test_flags_of_an_arena_are_apart():
