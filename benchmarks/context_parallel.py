@@ -7,8 +7,8 @@ First every exchange is checked against fp64 on a short sequence (tests/context_
 
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
-step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, whose work is enqueued ahead of
-           it as in training; the GPUs start together
+step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, which comes from matrix products,
+           as in training, with the CPU ahead of it; the GPUs start together
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
            and % of the step
 work       largest over mean (query, key) pairs of the ranks
@@ -36,6 +36,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -57,7 +58,7 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
-LEAD_CYCLES = 20_000_000  # of a GPU, about 10 ms: longer than the CPU takes to enqueue a step
+LEAD_SIZE, LEAD_PRODUCTS = 8192, 8  # matrices, products: 12 ms of an H200, longer than the CPU takes to enqueue a step
 
 
 @contextmanager
@@ -83,15 +84,23 @@ def dense_heads(args):
     return {"spread": args.dense_heads} if args.dense_heads else ()
 
 
+@cache
+def lead_matrices(device) -> list[torch.Tensor]:
+    return [torch.randn(LEAD_SIZE, LEAD_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)]
+
+
 class Clock:
-    """Starts with the construction; on a GPU once it has waited so long that the CPU is ahead of it, and for the GPUs of a group."""
+    """Starts with the construction; on a GPU behind matrix products, so that the CPU is ahead of it and it is as warm and as busy as between
+    the linear layers of a model, and behind those of all GPUs of a group."""
 
     def __init__(self, device, group=None):
         self.events = None
         if device.type == "cuda":
             torch.cuda.synchronize()
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            torch.cuda._sleep(LEAD_CYCLES)
+            left, right = lead_matrices(device)
+            for _ in range(LEAD_PRODUCTS):
+                torch.mm(left, right)
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.events[0].record()
