@@ -7,8 +7,8 @@ First every exchange is checked against fp64 on a short sequence (tests/context_
 
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
-step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, which comes from matrix products,
-           as in training, with the CPU ahead of it; the GPUs start together
+step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, behind 50 ms of the same steps:
+           it is as warm as in a row of them, and the CPU is ahead of it; the GPUs start together
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
            and % of the step
 work       largest over mean (query, key) pairs of the ranks
@@ -31,12 +31,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -58,7 +58,8 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
-LEAD_SIZE, LEAD_PRODUCTS = 8192, 8  # matrices, products: 12 ms of an H200, longer than the CPU takes to enqueue a step
+LEAD_MS, LEAD_STEPS = 50.0, 50  # at most, of steps that are not timed, in front of each that is
+START_CYCLES = 20_000_000  # of a GPU, about 10 ms, in front of those: so far is the CPU ahead
 
 
 @contextmanager
@@ -84,23 +85,13 @@ def dense_heads(args):
     return {"spread": args.dense_heads} if args.dense_heads else ()
 
 
-@cache
-def lead_matrices(device) -> list[torch.Tensor]:
-    return [torch.randn(LEAD_SIZE, LEAD_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2)]
-
-
 class Clock:
-    """Starts with the construction; on a GPU behind matrix products, so that the CPU is ahead of it and it is as warm and as busy as between
-    the linear layers of a model, and behind those of all GPUs of a group."""
+    """Starts with the construction; on a GPU when it has done what was enqueued before, with the GPUs of a group."""
 
     def __init__(self, device, group=None):
         self.events = None
         if device.type == "cuda":
-            torch.cuda.synchronize()
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            left, right = lead_matrices(device)
-            for _ in range(LEAD_PRODUCTS):
-                torch.mm(left, right)
             if group is not None:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.events[0].record()
@@ -135,26 +126,39 @@ class Bench:
 
     def turns(self, function, parts, grad, backward, together, contexts) -> list[float]:
         """The same in each of the contexts, which take turns."""
-        found = [[] for _ in contexts]
+        leads, found = [0] * len(contexts), []
         for repeat in range(self.args.warmup + self.args.repeats):
-            for context, times in zip(contexts, found):
+            turn = []
+            for context, lead in zip(contexts, leads):
                 with context():
-                    elapsed = self.time(function, parts, grad, backward, together)
-                if repeat >= self.args.warmup:
-                    times.append(elapsed)
-        if together:
-            slowest = torch.tensor(found, device=self.device, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-            found = slowest.tolist()
-        return [statistics.median(times) for times in found]
+                    turn.append(self.time(function, parts, grad, backward, together, lead))
+            if together:
+                slowest = torch.tensor(turn, device=self.device, dtype=torch.float64)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+                turn = slowest.tolist()
+            if repeat >= self.args.warmup:
+                found.append(turn)
+            elif self.device.type == "cuda":
+                leads = [min(math.ceil(LEAD_MS / elapsed), LEAD_STEPS) for elapsed in turn]
+        return [statistics.median(times) for times in zip(*found)]
 
-    def time(self, function, parts, grad, backward, together) -> float:
+    def time(self, function, parts, grad, backward, together, lead) -> float:
+        """lead: steps in front, the same number on all ranks."""
+
+        def step():
+            out = function(*parts)
+            if backward:
+                torch.autograd.grad(out, parts, grad)
+
         if together:
             dist.barrier(self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(START_CYCLES)
+        for _ in range(lead):
+            step()
         clock = Clock(self.device, self.group if together else None)
-        out = function(*parts)
-        if backward:
-            torch.autograd.grad(out, parts, grad)
+        step()
         return clock.elapsed()
 
     def medians(self, function, parts, grad, together=True) -> tuple[float, float]:

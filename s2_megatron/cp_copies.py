@@ -16,16 +16,16 @@ what its stream copied before (the driver's default: a fence of the whole system
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from s2_megatron.cp_transport import Pending, Route, count_sent, one_host
-from s2_megatron.cp_watch import Watch, timeout_of
+from s2_megatron.cp_watch import Board, Watch
 from s2_megatron.printing import print_once
 
 TRANSPORTS = ("auto", "copies", "collective")
@@ -58,13 +58,11 @@ class Arena:
 
         def await_own(kind: int, lane: int) -> list[FlagOperation]:
             mine = [flag(rank, kind, lane, peer) for peer in peers]
-            # Taken back when all are there: until then they say who has come.
             return [(WAIT, address, 1) for address in mine] + [(WRITE, address, 0) for address in mine]
 
         def set_theirs(kind: int, lane: int) -> list[FlagOperation]:
             return [(WRITE, flag(peer, kind, lane, rank), 1) for peer in peers]
 
-        self._rank, self._flags = rank, views[rank][:FLAG_BYTES]
         self._take = [compiled(await_own(FREE, lane)) for lane in range(LANES)]
         self._hand_over = [compiled(set_theirs(FULL, lane)) for lane in range(LANES)]
         self._await = [compiled(await_own(FULL, lane)) for lane in range(LANES)]
@@ -84,16 +82,6 @@ class Arena:
     def arrive(self, lane: int) -> None:
         """The current stream waits until all ranks have sent."""
         self._await[lane]()
-
-    def missing(self, lane: int) -> list[int]:
-        """The ranks that a stream waits for: those that keep others from sending because they have not released what they received before, or
-        else those that have not sent. Asked beside all streams."""
-        size = len(self.lanes[lane])
-        with torch.cuda.stream(torch.cuda.Stream(self._flags.device)) if self._flags.is_cuda else nullcontext():
-            flags = self._flags.view(torch.int32).tolist()
-        down = [[peer for peer in range(size) if peer != self._rank and not flags[flag_index(kind, lane, peer, size)]] for kind in (FREE, FULL)]
-        # All down: this rank has taken them, and sent.
-        return down[FREE] if 0 < len(down[FREE]) < size - 1 else down[FULL]
 
     def release(self, lane: int) -> None:
         """Others may write again, behind what the current stream holds."""
@@ -117,37 +105,28 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 class PeerCopies:
     """Exchanges of one group through arenas that grow with what is sent.
 
-    make_arena: (bytes of each lane) -> Arena, called by all ranks. watch: sees to it that none waits for ever. note: enqueues on the current
-    stream that watch.progress becomes a number.
+    make_arena: (bytes of each lane) -> Arena, called by all ranks. watch: sees to it that none waits for ever. note: (address, number) enqueues
+    on the current stream that the number is written to 64 bits of the host.
     """
 
-    def __init__(self, group, make_arena: Callable[[Sequence[int]], Arena], timeout: Callable[[], float], note: Callable):
-        self._make_arena, self._note = make_arena, note
+    def __init__(self, make_arena: Callable[[Sequence[int]], Arena], watch: Watch, note: Callable[[int, int], None]):
+        self._make_arena, self.watch, self._note = make_arena, watch, note
         self._arena = make_arena((0,) * LANES)
-        progress = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
-
-        def missing(lane):
-            return [dist.get_global_rank(group, peer) for peer in self._arena.missing(lane)]
-
-        self.watch, self._reader = Watch(progress, timeout, missing), None
+        self._reader = None
 
     def try_out(self, rank: int, size: int, device: torch.device) -> None:
         """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; TimeoutError where none arrives,
-        when streams wait that all else needs."""
+        when streams wait that all else needs, or is not watched."""
         nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route.of(np.zeros((size, size), dtype=np.int64), rank)
-        try:
-            for lane in range(LANES):
-                pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)
-                pending.result()
-                pending.release()
-        except RuntimeError:
-            self.watch.forget()
-            raise
+        for lane in range(LANES):
+            pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)
+            pending.result()
+            pending.release()
         deadline = time.monotonic() + TRIAL_SECONDS
-        while int(self.watch.progress[0]) < LANES:
+        while (waiting := self.watch.arrived() < LANES) or not self.watch.watched():
             if time.monotonic() > deadline:
-                who = f"rank {dist.get_rank()}: no flag of another GPU"
-                raise TimeoutError(f"{who} arrived in {TRIAL_SECONDS} s; use --s2-cp-transport collective")
+                what = "no flag of another GPU arrived" if waiting else "the process that watches exchanges did not come up"
+                raise TimeoutError(f"rank {dist.get_rank()}: {what} in {TRIAL_SECONDS} s; use --s2-cp-transport collective")
             time.sleep(1e-3)
 
     def reserve(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
@@ -181,9 +160,9 @@ class PeerCopies:
             if self._reader is not None and self._reader != stream:
                 stream.wait_stream(self._reader)  # exchanges of a lane arrive in their order
             self._reader = stream
-        number = self.watch.issue(lane)
+        number = self.watch.issue()
         arena.arrive(lane)
-        self._note(self.watch.progress, number)
+        self._note(self.watch.arrived_at, number)
 
 
 def _stream_operations(operations: list[FlagOperation]) -> Callable[[], None]:
@@ -216,11 +195,11 @@ def _checked(result: tuple) -> None:
         raise RuntimeError(f"CUDA driver: {result[0].name}")
 
 
-def _note(progress: torch.Tensor, number: int) -> None:
-    """The current stream writes a number to pinned memory of the host."""
+def _note(address: int, number: int) -> None:
+    """The current stream writes 64 bits to memory of the host that the GPU can reach."""
     from cuda.bindings import driver
 
-    _checked(driver.cuStreamWriteValue32(torch.cuda.current_stream().cuda_stream, progress.data_ptr(), number, 0))
+    _checked(driver.cuStreamWriteValue64(torch.cuda.current_stream().cuda_stream, address, number, 0))
 
 
 def symmetric_arena(group, device: torch.device, lane_bytes: Sequence[int]) -> Arena:
@@ -270,16 +249,48 @@ def _try_copies(group, device: torch.device) -> tuple[PeerCopies | None, str | N
         return None, "the ranks are on several hosts"
     # First what a rank finds out alone: the arenas are made together, and would wait for a rank that does not come.
     _, reason = _agreed(group, lambda: _stream_operations([]))
+    board, reason = shared_board(group) if reason is None else (None, reason)
     if reason is not None:
         return None, reason
+    watch = Watch(board, group.rank(), dist.get_process_group_ranks(group), lambda: timeout_of(group, device))
 
     def make():
-        return PeerCopies(group, lambda lane_bytes: symmetric_arena(group, device, lane_bytes), lambda: timeout_of(group, device), _note)
+        _reachable(board)
+        return PeerCopies(lambda lane_bytes: symmetric_arena(group, device, lane_bytes), watch, _note)
 
     copies, reason = _agreed(group, make)
     if reason is None:
         _, reason = _agreed(group, lambda: copies.try_out(group.rank(), group.size(), device))
-    return (copies, None) if reason is None else (None, reason)
+    if reason is not None:
+        watch.close()
+        return None, reason
+    return copies, None
+
+
+def shared_board(group) -> tuple[Board | None, str | None]:
+    """(board of the ranks, None), or (None, why not), on all ranks alike."""
+    first = group.rank() == 0
+    path, reason = _agreed(group, lambda: Board.create(group.size()) if first else None)
+    if reason is not None:
+        return None, reason
+    paths = [path]
+    dist.broadcast_object_list(paths, group=group, group_src=0)
+    board, reason = _agreed(group, lambda: Board(paths[0]))
+    if first:
+        os.unlink(path)
+    return board, reason
+
+
+def _reachable(board: Board) -> None:
+    """Lets the GPU write to a board. Raises RuntimeError."""
+    error = int(torch.cuda.cudart().cudaHostRegister(board.address(), len(board.memory), 0))
+    if error:
+        raise RuntimeError(f"cudaHostRegister: error {error}")
+
+
+def timeout_of(group, device: torch.device) -> float:
+    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration."""
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def _agreed(group, make: Callable):
@@ -287,7 +298,9 @@ def _agreed(group, make: Callable):
     made, reason = None, None
     try:
         made = make()
-    except (ImportError, AttributeError, RuntimeError) as error:
+    except TimeoutError:  # streams wait: there is no other way from here
+        raise
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
         reason = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reasons = [None] * group.size()
     dist.all_gather_object(reasons, reason, group=group)

@@ -1,93 +1,144 @@
 """Ends a process whose exchange by copies does not come to an end, and says which ranks did not come.
 
-A collective has its library's watchdog. A stream that waits for a flag has none, and when the host then waits for that stream nothing would
-ever end the job. So behind every arrival the stream writes the exchange's number to host memory, and a thread looks at it now and then. It
-makes no CUDA call before something is wrong.
+A collective has its library's watchdog. A stream that waits for a flag has none, and when the host then waits for that stream, or for room in
+its queue, nothing would ever end the job. A thread of Python would not do: the host may hold the interpreter's lock while it waits. So every
+rank has a second process, which sees how many exchanges each rank of the group has started, and how many have arrived, in memory that all of
+them share: the host writes the first number, the stream the second, behind the arrival. It imports nothing but the standard library, and ends
+when its rank does.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
+import mmap
 import os
+import signal
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable, Sequence
 
 PERIOD = 0.2  # seconds between two looks
-PATIENCE = 5.0  # seconds for finding out who is missing: a call to a GPU that waits may wait itself
 GRACE = 30.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
+ABORT_SECONDS = 5.0  # for a process to end after SIGABRT
+
+WORDS, WORD_BYTES = 8, 8  # of a rank on the board: a cache line
+STARTED, ARRIVED, TIMEOUT, WATCHED = range(4)  # exchanges, exchanges, milliseconds, whether its second process runs
+LOCKED_MEMORY = "/dev/shm"  # files there can be locked for a GPU
 
 
-def timeout_of(group, device: torch.device) -> float:
-    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration. Infinite once the
-    process groups are gone: the run is over."""
-    if not dist.is_initialized():
-        return math.inf
-    return group._get_backend(device).options._timeout.total_seconds()
+class Board:
+    """What all ranks of a group on one host know of each other."""
+
+    @staticmethod
+    def create(size: int) -> str:
+        """The path of one for so many ranks. To be unlinked when all have opened it. Raises OSError."""
+        descriptor, path = tempfile.mkstemp(prefix="s2-exchange-", dir=LOCKED_MEMORY)
+        with os.fdopen(descriptor, "wb") as file:
+            file.truncate(size * WORDS * WORD_BYTES)
+        return path
+
+    def __init__(self, path: str | int):
+        """path: or a descriptor. Raises OSError."""
+        self.descriptor = path if isinstance(path, int) else os.open(path, os.O_RDWR)
+        self.memory = mmap.mmap(self.descriptor, 0)
+        self._words = memoryview(self.memory).cast("Q")
+
+    def __len__(self) -> int:
+        return len(self._words) // WORDS
+
+    def get(self, rank: int, word: int) -> int:
+        return self._words[rank * WORDS + word]
+
+    def set(self, rank: int, word: int, value: int) -> None:
+        self._words[rank * WORDS + word] = value
+
+    def address(self, rank: int = 0, word: int = 0) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + (rank * WORDS + word) * WORD_BYTES
 
 
 class Watch:
-    """progress: int32 [1] in host memory, where streams write the numbers of exchanges that have arrived. timeout: seconds, asked for at every
-    look. missing: the ranks that an exchange on a lane waits for. end: called with an exit code."""
+    """One rank's exchanges under the eyes of a second process. rank: in the group; names: of all its ranks. timeout: seconds that an exchange
+    may take, asked for with every one."""
 
-    def __init__(
-        self,
-        progress: torch.Tensor,
-        timeout: Callable[[], float],
-        missing: Callable[[int], list[int]],
-        end: Callable[[int], None] = os._exit,
-    ):
-        self.progress, self._timeout, self._missing, self._end = progress, timeout, missing, end
-        self._issued: deque[tuple[int, int, float]] = deque()  # (number, lane, when)
-        self._last, self._thread = 0, None
+    def __init__(self, board: Board, rank: int, names: Sequence[int], timeout: Callable[[], float]):
+        self.board, self._rank, self._timeout = board, rank, timeout
+        arguments = [os.getpid(), board.descriptor, rank, *names]
+        # A session of its own: Ctrl-C is for the ranks.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *map(str, arguments)], pass_fds=(board.descriptor,), start_new_session=True
+        )
 
-    def issue(self, lane: int) -> int:
-        """The number of one more exchange, which is to be written to `progress` once it has arrived. It is watched from now on."""
-        self._last += 1
-        self._issued.append((self._last, lane, time.monotonic()))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="s2-exchange-watch", daemon=True)
-            self._thread.start()
-        return self._last
+    def issue(self) -> int:
+        """The number of one more exchange, which is to be written to `arrived_at` once it has arrived. It is watched from now on."""
+        number = self.board.get(self._rank, STARTED) + 1
+        self.board.set(self._rank, TIMEOUT, int(self._timeout() * 1e3))
+        self.board.set(self._rank, STARTED, number)
+        return number
 
-    def forget(self) -> None:
-        """Of exchanges that were given up."""
-        self._issued.clear()
+    @property
+    def arrived_at(self) -> int:
+        """The address of 64 bits."""
+        return self.board.address(self._rank, ARRIVED)
 
-    def _run(self) -> None:
-        try:
-            while (lane := self.late()) is None:
-                time.sleep(PERIOD)
-            seconds, rank = self._timeout(), dist.get_rank()
-            print(f"rank {rank}: context-parallel exchange failed after {seconds:.0f} s; {self._who(lane)}", file=sys.stderr, flush=True)
-            time.sleep(GRACE)
-        finally:  # whatever went wrong here: nobody would notice that this thread is gone
-            sys.stdout.flush()
-            self._end(1)
+    def arrived(self) -> int:
+        return self.board.get(self._rank, ARRIVED)
 
-    def late(self) -> int | None:
-        """The lane of the oldest exchange, when it has not arrived in time."""
-        arrived = int(self.progress[0])
-        while self._issued and self._issued[0][0] <= arrived:
-            self._issued.popleft()
-        if not self._issued:
-            return None
-        _, lane, when = self._issued[0]
-        return lane if time.monotonic() - when > self._timeout() else None
+    def watched(self) -> bool:
+        """Whether the second process has come up."""
+        return bool(self.board.get(self._rank, WATCHED))
 
-    def _who(self, lane: int) -> str:
-        found: list[str] = []
+    def close(self) -> None:
+        """Nothing is watched any more."""
+        self._process.kill()
+        self._process.wait()
 
-        def ask():
-            ranks = ", ".join(map(str, self._missing(lane)))
-            found.append(f"did not come: rank {ranks}" if ranks else "all ranks came: it waits behind something else")
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        return found[0] if found else "who did not come is not known, the GPU does not answer"
+class Lateness:
+    """Of one rank, by numbers that are looked at now and then."""
+
+    def __init__(self, board: Board, rank: int):
+        self._board, self._rank = board, rank
+        self._arrived, self._since = 0, 0.0
+
+    def look(self, now: float) -> bool:
+        """Whether an exchange has been under way for longer than its timeout, and none arrived since. now: seconds."""
+        arrived = self._board.get(self._rank, ARRIVED)
+        if arrived != self._arrived or arrived >= self._board.get(self._rank, STARTED):
+            self._arrived, self._since = arrived, now
+        return now - self._since > self._board.get(self._rank, TIMEOUT) / 1e3
+
+    def who(self, names: Sequence[int]) -> str:
+        """names: of the ranks."""
+        started = [self._board.get(rank, STARTED) for rank in range(len(self._board))]
+        missing = [str(name) for name, number in zip(names, started) if number <= self._arrived]
+        if missing:
+            return f"did not come: rank {', '.join(missing)}"
+        arrived = (self._board.get(rank, ARRIVED) for rank in range(len(self._board)))
+        seen = ", ".join(f"rank {name} {done} of {number}" for name, done, number in zip(names, arrived, started))
+        return f"all ranks came, so a GPU is busy with something else (exchanges that arrived: {seen})"
+
+
+def watch(parent: int, descriptor: int, rank: int, *names: int) -> None:
+    """What the second process does. names: of the group's ranks."""
+    board = Board(descriptor)
+    lateness, name = Lateness(board, rank), names[rank]
+    board.set(rank, WATCHED, 1)
+    while not lateness.look(time.monotonic()):
+        time.sleep(PERIOD)
+        if os.getppid() != parent:
+            return
+    seconds = board.get(rank, TIMEOUT) / 1e3
+    print(f"rank {name}: context-parallel exchange failed after {seconds:.0f} s; {lateness.who(names)}", file=sys.stderr, flush=True)
+    for number, patience in ((0, GRACE), (signal.SIGABRT, ABORT_SECONDS), (signal.SIGKILL, 0.0)):
+        if os.getppid() != parent:
+            return
+        os.kill(parent, number)  # 0: nothing
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and os.getppid() == parent:
+            time.sleep(PERIOD)
+
+
+if __name__ == "__main__":
+    watch(*map(int, sys.argv[1:]))

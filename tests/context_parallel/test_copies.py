@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -37,47 +39,74 @@ def test_where_copies_are_not_possible(said, monkeypatch):
         cp_copies.peer_copies("group", torch.device("cpu"), "copies")
 
 
-class FirstOfTwo:
-    def rank(self):
-        return 0
-
-    def size(self):
-        return 2
-
-
 def arena_of(compiled, lane_bytes=(0,) * cp_copies.LANES):
     """Of rank 0 of two."""
     views = [torch.zeros(cp_copies.FLAG_BYTES + sum(lane_bytes), dtype=torch.uint8, device="cpu") for _ in range(2)]
     return cp_copies.Arena(0, views, lane_bytes, compiled)
 
 
-def test_progress_is_in_host_memory():
-    """Layers may be built with another default device."""
-    with torch.device("meta"):
-        copies = cp_copies.PeerCopies(FirstOfTwo(), lambda lane_bytes: arena_of(lambda operations: None), lambda: 1.0, None)
-    assert copies.watch.progress.device.type == "cpu" and copies.watch.progress.tolist() == [0]
+class Seen:
+    """Watches nothing. up: whether it says that it does."""
+
+    def __init__(self, up=True):
+        self.number, self.arrived_at, self.up = 0, ctypes.c_uint64(0), up
+
+    def issue(self):
+        self.number += 1
+        return self.number
+
+    def arrived(self):
+        return self.arrived_at.value
+
+    def watched(self):
+        return self.up
 
 
 def test_the_trial(monkeypatch):
     monkeypatch.setattr(cp_copies, "TRIAL_SECONDS", 0.1)
     monkeypatch.setattr(cp_copies.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr("s2_megatron.cp_watch.threading.Thread.start", lambda thread: None)
-    done, cpu = [], torch.device("cpu")
 
-    def trial(enqueue, note):
-        copies = cp_copies.PeerCopies(FirstOfTwo(), lambda lane_bytes: arena_of(lambda operations: enqueue), lambda: 1.0, note)
-        done.append(copies)
-        copies.try_out(0, 2, cpu)
+    def trial(note, watch):
+        copies = cp_copies.PeerCopies(lambda lane_bytes: arena_of(lambda operations: lambda: None), watch, note)
+        copies.try_out(0, 2, torch.device("cpu"))
+        return watch
 
-    def refuses(*_):
+    def arrives(place, number):
+        place.value = number
+
+    def refuses(place, number):
         raise RuntimeError("CUDA_ERROR_NOT_SUPPORTED")
 
-    trial(lambda: None, lambda progress, number: progress.fill_(number))
+    assert trial(arrives, Seen()).number == cp_copies.LANES
     with pytest.raises(TimeoutError, match=r"rank 0: no flag of another GPU arrived in .* s; use --s2-cp-transport collective"):
-        trial(lambda: None, lambda progress, number: None)
+        trial(lambda place, number: None, Seen())
+    with pytest.raises(TimeoutError, match=r"rank 0: the process that watches exchanges did not come up in .* s; use --s2-cp-transport coll"):
+        trial(arrives, Seen(up=False))
     with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
-        trial(lambda: None, refuses)
-    assert done[1].watch._issued and not done[2].watch._issued, "or the watch would end a process that goes on without copies"
+        trial(refuses, Seen())
+
+
+class Alone:
+    def rank(self):
+        return 0
+
+
+def test_what_the_ranks_tell_each_other(monkeypatch):
+    monkeypatch.setattr(cp_copies.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(cp_copies.dist, "all_gather_object", lambda reasons, reason, group: reasons.__setitem__(slice(None), [reason, None]))
+    group = Alone()
+    group.size = lambda: 2
+
+    def fails(error):
+        def make():
+            raise error
+
+        return make
+
+    assert cp_copies._agreed(group, lambda: 5) == (5, None)
+    assert cp_copies._agreed(group, fails(OSError("no room\nat all"))) == (None, "rank 0: OSError: no room")
+    with pytest.raises(TimeoutError, match="streams wait"):
+        cp_copies._agreed(group, fails(TimeoutError("streams wait")))
 
 
 def test_flags_of_an_arena_are_apart():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -12,87 +13,63 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from s2_megatron import cp_watch
-from s2_megatron.cp_copies import FLAG_BYTES, FREE, FULL, LANES, Arena, flag_index, free_flags
-from s2_megatron.cp_watch import Watch, timeout_of
+from s2_megatron.cp_copies import timeout_of
+from s2_megatron.cp_watch import ARRIVED, STARTED, TIMEOUT, Board, Lateness, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """now[0] is the time; no thread is started."""
-    now = [100.0]
-    monkeypatch.setattr(cp_watch.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(cp_watch.threading.Thread, "start", lambda thread: None)
-    monkeypatch.setattr(cp_watch.dist, "get_rank", lambda: 3)
-    return now
+def board_of(size: int) -> Board:
+    board = Board(path := Board.create(size))
+    os.unlink(path)
+    return board
 
 
-def test_what_is_late(clock):
-    ended, timeout = [], [20.0]
-    watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: timeout[0], lambda lane: [lane, 5], ended.append)
-    assert watch.late() is None, "nothing has been sent"
-    assert [watch.issue(0), watch.issue(1), watch.issue(0)] == [1, 2, 3]
-    clock[0] += 19
-    watch.progress[0] = 1
-    assert watch.issue(0) == 4 and watch.late() is None
-    clock[0] += 2
-    watch.progress[0] = 3  # by the time it is looked at again
-    assert watch.late() is None, "the fourth one is young"
-    clock[0] += 17
-    assert watch.late() is None
-    timeout[0] = 15.0  # Megatron shortens it
-    assert watch.late() == 0
-    watch.forget()
-    assert watch.late() is None and watch.issue(1) == 5
-    clock[0] += 16
-    assert watch.late() == 1
+def test_a_board_is_shared_and_its_ranks_are_apart():
+    path = Board.create(3)
+    try:
+        first, second = Board(path), Board(path)
+    finally:
+        os.unlink(path)
+    assert len(first) == 3
+    for rank in range(3):
+        for word in (STARTED, ARRIVED, TIMEOUT):
+            first.set(rank, word, 2**40 + 10 * rank + word)
+    assert [second.get(rank, word) - 2**40 for rank in range(3) for word in (STARTED, ARRIVED, TIMEOUT)] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert first.address(2, ARRIVED) - first.address() == 2 * 64 + 8
+    assert first.address() % 4096 == 0, "a GPU's driver locks pages"
 
 
-@pytest.mark.parametrize(
-    "missing, words",
-    [
-        (lambda lane: [lane, 5], "did not come: rank 1, 5"),
-        (lambda lane: [], "all ranks came: it waits behind something else"),
-        (lambda lane: time.sleep(1) or [], "who did not come is not known, the GPU does not answer"),
-        (lambda lane: 1 / 0, "who did not come is not known, the GPU does not answer"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_process_ends_whatever_is_found(missing, words, monkeypatch, capsys):
-    monkeypatch.setattr(cp_watch.dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(cp_watch, "PATIENCE", 0.1)
-    monkeypatch.setattr(cp_watch, "GRACE", 0.0)
-    ended = []
-    watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: 0.01, missing, ended.append)
-    watch.issue(1)
-    watch._thread.join(10)
-    assert ended == [1]
-    assert capsys.readouterr().err.startswith(f"rank 3: context-parallel exchange failed after 0 s; {words}\n")
+def test_what_is_late():
+    board = board_of(4)
+    late = Lateness(board, 1)
+    assert not late.look(100.0), "nothing was ever sent"
+    board.set(1, TIMEOUT, 20_000)
+    board.set(1, STARTED, 2)
+    assert not late.look(119.0) and late.look(121.0), "since it was last seen with nothing under way"
+    board.set(1, ARRIVED, 1)
+    assert not late.look(121.0) and not late.look(140.0), "another one arrived"
+    board.set(1, ARRIVED, 2)
+    assert not late.look(1000.0)
+    assert not late.look(2000.0), "all arrived"
+    board.set(1, STARTED, 3)
+    assert not late.look(2019.0) and late.look(2021.0)
+    board.set(1, TIMEOUT, 60_000)
+    assert not late.look(2021.0)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_it_ends_the_process_when_it_fails_itself(monkeypatch):
-    ended = []
-    watch = Watch(torch.zeros(1, dtype=torch.int32), lambda: 1 / 0, lambda lane: [], ended.append)
-    watch.issue(0)
-    watch._thread.join(10)
-    assert ended == [1]
-
-
-def test_whose_flags_are_missing():
-    rank, size = 1, 4
-    views = [torch.zeros(FLAG_BYTES, dtype=torch.uint8) for _ in range(size)]
-    views[rank].view(torch.int32)[free_flags(rank, size)] = 1
-    arena = Arena(rank, views, (0,) * LANES, lambda operations: lambda: None)
-    assert arena.missing(0) == arena.missing(1) == [0, 2, 3]
-    views[rank].view(torch.int32)[flag_index(FULL, 1, 2, size)] = 1
-    assert arena.missing(0) == [0, 2, 3] and arena.missing(1) == [0, 3]
-    views[rank].view(torch.int32)[flag_index(FREE, 1, 2, size)] = 0  # it keeps all of them from sending
-    assert arena.missing(1) == [2] and arena.missing(0) == [0, 2, 3]
-    views[rank].view(torch.int32)[[flag_index(FREE, 1, peer, size) for peer in (0, 3)]] = 0  # taken: now it is about who has sent
-    assert arena.missing(1) == [0, 3]
+def test_who_is_missing():
+    board, names = board_of(3), (4, 6, 8)
+    for rank, (started, arrived) in enumerate([(9, 7), (7, 7), (9, 7)]):
+        board.set(rank, STARTED, started)
+        board.set(rank, ARRIVED, arrived)
+    late = Lateness(board, 0)
+    late.look(0.0)
+    assert late.who(names) == "did not come: rank 6", "it has not started number 8"
+    board.set(1, STARTED, 8)
+    assert late.who(names) == (
+        "all ranks came, so a GPU is busy with something else (exchanges that arrived: rank 4 7 of 9, rank 6 7 of 8, rank 8 7 of 9)"
+    )
 
 
 def test_the_timeout_is_the_groups(tmp_path):
@@ -101,25 +78,66 @@ def test_the_timeout_is_the_groups(tmp_path):
         cpu = torch.device("cpu")
         assert timeout_of(dist.group.WORLD, cpu) == 77
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=9), dist.group.WORLD)  # as Megatron does
-        assert timeout_of(group := dist.group.WORLD, cpu) == 9
+        assert timeout_of(dist.group.WORLD, cpu) == 9
     finally:
         dist.destroy_process_group()
-    assert timeout_of(group, cpu) == float("inf"), "a run that is over is not late"
 
 
+# A host that waits for a full queue with the interpreter's lock in its hands: `sleep` of a library that is not told to let go of it.
 HANGING = """
-import time, torch
+import ctypes, os, sys
 from s2_megatron import cp_watch
-cp_watch.dist.get_rank = lambda: 0
-cp_watch.GRACE = 0.5
-watch = cp_watch.Watch(torch.zeros(1, dtype=torch.int32), lambda: 0.5, lambda lane: [1])
-watch.issue(0)
-watch.progress[0] = 1
-watch.issue(0)
-time.sleep(100)
+board = cp_watch.Board(int(sys.argv[1]))
+watch = cp_watch.Watch(board, 0, (3, 5), lambda: 0.5)
+print(watch._process.pid, flush=True)
+ctypes.c_uint64.from_address(watch.arrived_at).value = watch.issue()
+board.set(1, cp_watch.STARTED, 1)
+watch.issue()
+ctypes.PyDLL(None).sleep(100)
 """
 
 
-def test_the_thread_ends_a_process_that_waits():
-    done = subprocess.run([sys.executable, "-c", HANGING], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "context-parallel exchange failed after 0 s; did not come: rank 1" in done.stderr
+def run(script, board, **options):
+    command = [sys.executable, "-c", script, str(board.descriptor)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, pass_fds=(board.descriptor,), **options)
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_it_ends_a_process_that_waits(monkeypatch, tmp_path):
+    short = tmp_path / "cp_watch.py"
+    short.write_text((ROOT / "s2_megatron" / "cp_watch.py").read_text().replace("GRACE = 30.0", "GRACE = 0.5"))
+    script = HANGING.replace("board = ", f"cp_watch.__file__ = {str(short)!r}\nboard = ")
+    start = time.monotonic()
+    done = run(script, board_of(2))
+    assert done.returncode < 0, "by a signal"
+    assert "rank 3: context-parallel exchange failed after 0 s; did not come: rank 5" in done.stderr
+    assert 1 <= time.monotonic() - start < 30
+    assert gone(int(done.stdout))
+
+
+@pytest.mark.parametrize("end", ["", "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_it_ends_with_its_process(end):
+    script = HANGING.replace("lambda: 0.5", "lambda: 50.0").replace("ctypes.PyDLL(None).sleep(100)", end)
+    done = run(script, board_of(2))
+    assert done.returncode == {"": 0, "os._exit(3)": 3}.get(end, -9)
+    assert gone(int(done.stdout)) and "failed" not in done.stderr
+
+
+def test_a_watch_that_is_closed():
+    board = board_of(1)
+    watch = Watch(board, 0, [0], lambda: 0.1)
+    assert [watch.issue(), watch.issue(), board.get(0, STARTED), board.get(0, TIMEOUT)] == [1, 2, 2, 100]
+    deadline = time.monotonic() + 30
+    while not watch.watched() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert watch.watched() and watch.arrived() == 0
+    watch.close()
+    assert watch._process.returncode == -9

@@ -7,6 +7,7 @@ The ranks are forked from one process that has imported everything: eight of the
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse
+from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse, cp_watch
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
 from s2_megatron.cp_exchange import BlockExchange, cut_order
@@ -134,12 +135,16 @@ def gradients(group):
     return results
 
 
+def write_now(address, number):
+    ctypes.c_uint64.from_address(address).value = number
+
+
 def copies(group):
     """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
     results = {}
-    arenas = SharedArenas(group)
-    shared = cp_copies.PeerCopies(group, arenas.make, lambda: 60.0, lambda progress, number: progress.fill_(number))
-    rank, size = group.rank(), group.size()
+    arenas, rank, size = SharedArenas(group), group.rank(), group.size()
+    board, _ = cp_copies.shared_board(group)
+    shared = cp_copies.PeerCopies(arenas.make, cp_watch.Watch(board, rank, list(range(size)), lambda: 60.0), write_now)
     for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
         whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, torch.float64)
         mine, settings = [own_rows(tensor, rank, size) for tensor in whole], dict(keep_received=case.keep_received)
@@ -148,7 +153,7 @@ def copies(group):
             results[name] = run_case(case, "sparse", group, truth)
             copied = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
         results[name]["same"] = all(map(torch.equal, collective, copied))
-    results["arenas"], results["watched"] = arenas.made, int(shared.watch.progress[0])
+    results["arenas"], results["watched"] = arenas.made, shared.watch.arrived()
     results["broken promises"] = arenas.broken
 
     def made_where(works):
@@ -162,7 +167,8 @@ def copies(group):
             stack.enter_context(patch.object(cp_copies, "symmetric_arena", make))
             stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
             stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
-            stack.enter_context(patch.object(cp_copies, "_note", lambda progress, number: progress.fill_(number)))
+            stack.enter_context(patch.object(cp_copies, "_note", write_now))
+            stack.enter_context(patch.object(cp_copies, "_reachable", lambda board: None))
             found, reason = cp_copies._try_copies(group, torch.device("cpu"))
         return [found is not None, reason]
 
