@@ -12,7 +12,7 @@ step       median over repeats of the slowest rank, forward alone and forward + 
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
            and % of the step
 work       largest over mean (query, key) pairs of the ranks
-speed-up   one GPU computing the whole sequence over this step
+speed-up   one GPU computing the whole sequence, on all of them and of the slowest one as well, over this step
 
 --first-heads N: on Hopper, so many KV heads of sparse attend the rank's own keys first, beside the exchange; without it as many as are
 estimated to hide it.
@@ -86,14 +86,13 @@ def dense_heads(args):
 
 
 class Clock:
-    """Starts with the construction; on a GPU when it has done what was enqueued before, with the GPUs of a group."""
+    """Starts with the construction; on GPUs when all of the group have done what was enqueued before."""
 
-    def __init__(self, device, group=None):
+    def __init__(self, device, group):
         self.events = None
         if device.type == "cuda":
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            if group is not None:
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.events[0].record()
         self.start = time.perf_counter()
 
@@ -120,29 +119,28 @@ class Bench:
         parts = [part.requires_grad_() for part in fused.split([args.heads, args.kv_heads, args.kv_heads], 2)]
         return parts, torch.randn(parts[0].shape, device=self.device, dtype=self.dtype)
 
-    def times(self, function, parts, grad, backward: bool, together=True) -> float:
-        """The median over repeats in ms, of the slowest rank when all take part."""
-        return self.turns(function, parts, grad, backward, together, (nullcontext,))[0]
+    def times(self, function, parts, grad, backward: bool) -> float:
+        """The median over repeats in ms, of the slowest rank."""
+        return self.turns(function, parts, grad, backward, (nullcontext,))[0]
 
-    def turns(self, function, parts, grad, backward, together, contexts) -> list[float]:
+    def turns(self, function, parts, grad, backward, contexts) -> list[float]:
         """The same in each of the contexts, which take turns."""
         leads, found = [0] * len(contexts), []
         for repeat in range(self.args.warmup + self.args.repeats):
             turn = []
             for context, lead in zip(contexts, leads):
                 with context():
-                    turn.append(self.time(function, parts, grad, backward, together, lead))
-            if together:
-                slowest = torch.tensor(turn, device=self.device, dtype=torch.float64)
-                dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-                turn = slowest.tolist()
+                    turn.append(self.time(function, parts, grad, backward, lead))
+            slowest = torch.tensor(turn, device=self.device, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+            turn = slowest.tolist()
             if repeat >= self.args.warmup:
                 found.append(turn)
             elif self.device.type == "cuda":
                 leads = [min(math.ceil(LEAD_MS / elapsed), LEAD_STEPS) for elapsed in turn]
         return [statistics.median(times) for times in zip(*found)]
 
-    def time(self, function, parts, grad, backward, together, lead) -> float:
+    def time(self, function, parts, grad, backward, lead) -> float:
         """lead: steps in front, the same number on all ranks."""
 
         def step():
@@ -150,36 +148,36 @@ class Bench:
             if backward:
                 torch.autograd.grad(out, parts, grad)
 
-        if together:
-            dist.barrier(self.group)
+        dist.barrier(self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda._sleep(START_CYCLES)
         for _ in range(lead):
             step()
-        clock = Clock(self.device, self.group if together else None)
+        clock = Clock(self.device, self.group)
         step()
         return clock.elapsed()
 
-    def medians(self, function, parts, grad, together=True) -> tuple[float, float]:
+    def medians(self, function, parts, grad) -> tuple[float, float]:
         with torch.no_grad():
-            forward = self.times(function, parts, grad, False, together)
-        return forward, self.times(function, parts, grad, True, together)
+            forward = self.times(function, parts, grad, False)
+        return forward, self.times(function, parts, grad, True)
 
     def one_gpu(self, tokens):
-        """(forward, forward + backward) of the whole sequence on rank 0 alone, known to all ranks; None where the memory does not suffice."""
-        result = torch.full((2,), float("nan"), device=self.device, dtype=torch.float64)
-        if self.group.rank() == 0:
-            layout = build_layout(self.pattern, self.device)
-            try:
-                parts, grad = self.tensors(tokens)
-                result[:] = torch.tensor(
-                    self.medians(lambda *qkv: s2_attention(*qkv, layout, backend=self.backend), parts, grad, False), dtype=torch.float64
-                )
-            except torch.OutOfMemoryError as error:
-                print(f"one GPU: {error}", flush=True)
-        dist.broadcast(result, 0, self.group)
-        return None if result.isnan().any() else result.tolist()
+        """(forward, forward + backward) of the whole sequence, which every GPU computes by itself; None where the memory does not suffice."""
+        layout, fits = build_layout(self.pattern, self.device), torch.ones(1, device=self.device)
+
+        def function(*qkv):
+            return s2_attention(*qkv, layout, backend=self.backend)
+
+        try:
+            parts, grad = self.tensors(tokens)
+            torch.autograd.grad(function(*parts), parts, grad)
+        except torch.OutOfMemoryError as error:
+            print(f"one GPU: {error}", flush=True)
+            fits.zero_()
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=self.group)
+        return self.medians(function, parts, grad) if fits else None
 
     def check(self, comm_type) -> None:
         """Of the backend that is timed, on a short sequence; bits in deterministic mode. Raises SystemExit when something is wrong."""
@@ -217,8 +215,8 @@ class Bench:
         gathered = layer_costs(self.pattern, size, tokens, "all_gather", **settings).sent_forward[0]
         both = nullcontext, silent_collectives
         with torch.no_grad():
-            forward, silent_forward = self.turns(function, parts, grad, False, True, both)
-        step, silent_step = self.turns(function, parts, grad, True, True, both)
+            forward, silent_forward = self.turns(function, parts, grad, False, both)
+        step, silent_step = self.turns(function, parts, grad, True, both)
         transport = {}
         if comm_type == "sparse":
             exchange = cp.exchange(tokens, self.device)
@@ -243,7 +241,7 @@ class Bench:
             pending.release()
 
         with torch.no_grad():
-            loud, silent = self.turns(alone, parts, grad, False, True, (nullcontext, silent_collectives))
+            loud, silent = self.turns(alone, parts, grad, False, (nullcontext, silent_collectives))
         return loud - silent
 
     def transformer_engine(self, cp_comm_type, tokens) -> dict:

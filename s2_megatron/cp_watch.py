@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 PERIOD = 0.2  # seconds between two looks
-GRACE = 30.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
+GRACE = 10.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
 ABORT_SECONDS = 5.0  # for a process to end after SIGABRT
 
 WORDS, WORD_BYTES = 8, 8  # of a rank on the board: a cache line

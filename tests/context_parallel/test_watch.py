@@ -113,7 +113,7 @@ def gone(pid: int) -> bool:
 
 def test_it_ends_a_process_that_waits(monkeypatch, tmp_path):
     short = tmp_path / "cp_watch.py"
-    short.write_text((ROOT / "s2_megatron" / "cp_watch.py").read_text().replace("GRACE = 30.0", "GRACE = 0.5"))
+    short.write_text((ROOT / "s2_megatron" / "cp_watch.py").read_text().replace("GRACE = 10.0", "GRACE = 0.5"))
     script = HANGING.replace("board = ", f"cp_watch.__file__ = {str(short)!r}\nboard = ")
     start = time.monotonic()
     done = run(script, board_of(2))
