@@ -8,11 +8,11 @@ First every exchange is checked against fp64 on a short sequence (tests/context_
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
 step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, behind 50 ms of the same steps:
-           it is as warm as in a row of them, and the CPU is ahead of it; the GPUs start together
+           it is as warm as in a row of them, and the CPU is ahead of it; the GPUs start together. CPU: ms until a step is enqueued
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
            and % of the step
 work       largest over mean (query, key) pairs of the ranks
-speed-up   one GPU computing the whole sequence, on all of them and of the slowest one as well, over this step
+speed-up   one GPU computing the whole sequence (all of them do, the slowest counts), in turns with it, over this step
 
 --first-heads N: on Hopper, so many KV heads of sparse attend the rank's own keys first, beside the exchange; without it as many as are
 estimated to hide it.
@@ -31,11 +31,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import sys
-import time
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
@@ -45,6 +42,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
+from benchmarks.group_timing import Call, Turns
 from benchmarks.predict import Layer, explained, predict
 from s2_megatron import cp_copies
 from s2_megatron.attention import resolve_backend, s2_attention
@@ -58,8 +56,6 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
-LEAD_MS, LEAD_STEPS = 50.0, 50  # at most, of steps that are not timed, in front of each that is
-START_CYCLES = 20_000_000  # of a GPU, about 10 ms, in front of those: so far is the CPU ahead
 
 
 @contextmanager
@@ -85,32 +81,13 @@ def dense_heads(args):
     return {"spread": args.dense_heads} if args.dense_heads else ()
 
 
-class Clock:
-    """Starts with the construction; on GPUs when all of the group have done what was enqueued before."""
-
-    def __init__(self, device, group):
-        self.events = None
-        if device.type == "cuda":
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
-            self.events[0].record()
-        self.start = time.perf_counter()
-
-    def elapsed(self) -> float:
-        """ms until all that was enqueued is done."""
-        if self.events is None:
-            return (time.perf_counter() - self.start) * 1e3
-        self.events[1].record()
-        torch.cuda.synchronize()
-        return self.events[0].elapsed_time(self.events[1])
-
-
 class Bench:
     def __init__(self, args, group, device):
         self.args, self.group, self.device = args, group, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.backend = args.backend if device.type == "cuda" else "reference"
         self.pattern = pattern_of(args)
+        self.turns = Turns(group, device, args.warmup, args.repeats)
 
     def tensors(self, tokens):
         """[query, key, value] as strided pieces of one projection, and the gradient of out."""
@@ -119,52 +96,8 @@ class Bench:
         parts = [part.requires_grad_() for part in fused.split([args.heads, args.kv_heads, args.kv_heads], 2)]
         return parts, torch.randn(parts[0].shape, device=self.device, dtype=self.dtype)
 
-    def times(self, function, parts, grad, backward: bool) -> float:
-        """The median over repeats in ms, of the slowest rank."""
-        return self.turns(function, parts, grad, backward, (nullcontext,))[0]
-
-    def turns(self, function, parts, grad, backward, contexts) -> list[float]:
-        """The same in each of the contexts, which take turns."""
-        leads, found = [0] * len(contexts), []
-        for repeat in range(self.args.warmup + self.args.repeats):
-            turn = []
-            for context, lead in zip(contexts, leads):
-                with context():
-                    turn.append(self.time(function, parts, grad, backward, lead))
-            slowest = torch.tensor(turn, device=self.device, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-            turn = slowest.tolist()
-            if repeat >= self.args.warmup:
-                found.append(turn)
-            elif self.device.type == "cuda":
-                leads = [min(math.ceil(LEAD_MS / elapsed), LEAD_STEPS) for elapsed in turn]
-        return [statistics.median(times) for times in zip(*found)]
-
-    def time(self, function, parts, grad, backward, lead) -> float:
-        """lead: steps in front, the same number on all ranks."""
-
-        def step():
-            out = function(*parts)
-            if backward:
-                torch.autograd.grad(out, parts, grad)
-
-        dist.barrier(self.group)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda._sleep(START_CYCLES)
-        for _ in range(lead):
-            step()
-        clock = Clock(self.device, self.group)
-        step()
-        return clock.elapsed()
-
-    def medians(self, function, parts, grad) -> tuple[float, float]:
-        with torch.no_grad():
-            forward = self.times(function, parts, grad, False)
-        return forward, self.times(function, parts, grad, True)
-
     def one_gpu(self, tokens):
-        """(forward, forward + backward) of the whole sequence, which every GPU computes by itself; None where the memory does not suffice."""
+        """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it lacks the memory."""
         layout, fits = build_layout(self.pattern, self.device), torch.ones(1, device=self.device)
 
         def function(*qkv):
@@ -177,7 +110,7 @@ class Bench:
             print(f"one GPU: {error}", flush=True)
             fits.zero_()
         dist.all_reduce(fits, dist.ReduceOp.MIN, group=self.group)
-        return self.medians(function, parts, grad) if fits else None
+        return (function, parts, grad) if fits else None
 
     def check(self, comm_type) -> None:
         """Of the backend that is timed, on a short sequence; bits in deterministic mode. Raises SystemExit when something is wrong."""
@@ -213,35 +146,33 @@ class Bench:
         settings = dict(head_dim=args.head_dim, itemsize=parts[0].itemsize, keep_received=args.keep_received)
         costs = layer_costs(self.pattern, size, tokens, comm_type, **settings)
         gathered = layer_costs(self.pattern, size, tokens, "all_gather", **settings).sent_forward[0]
-        both = nullcontext, silent_collectives
-        with torch.no_grad():
-            forward, silent_forward = self.turns(function, parts, grad, False, both)
-        step, silent_step = self.turns(function, parts, grad, True, both)
-        transport = {}
-        if comm_type == "sparse":
-            exchange = cp.exchange(tokens, self.device)
-            transport["transport"] = "collective" if exchange.copies is None else "copies"
-            transport["transfer_ms"] = self.transfer(exchange, parts, grad)
         row = dict(
             exchange=comm_type, tokens=tokens, ranks=size, sent_forward=int(sent[0]), sent_backward=int(sent[1]),
-            planned_forward=max(costs.sent_forward), planned_backward=max(costs.sent_backward), all_gather_forward=gathered,
-            forward_ms=forward, step_ms=step, silent_forward_ms=silent_forward, silent_step_ms=silent_step, work=costs.balance,
-            **transport,
+            planned_forward=max(costs.sent_forward), planned_backward=max(costs.sent_backward), all_gather_forward=gathered, work=costs.balance,
         )  # fmt: skip
-        if alone is not None:
-            row.update(one_gpu_forward_ms=alone[0], one_gpu_step_ms=alone[1], speed_up=alone[1] / step)
+        kinds = {"": (function, parts, grad), "silent_": (function, parts, grad)} | ({"one_gpu_": alone} if alone else {})
+        for name, make in (("forward", forward_of), ("step", step_of)):
+            calls = [Call(make(*what), silent_collectives if kind == "silent_" else nullcontext) for kind, what in kinds.items()]
+            for kind, (elapsed, enqueued) in zip(kinds, self.turns.medians(calls)):
+                row |= {f"{kind}{name}_ms": elapsed, f"{kind}{name}_cpu_ms": enqueued}
+        if alone:
+            row["speed_up"] = row["one_gpu_step_ms"] / row["step_ms"]
+        if comm_type == "sparse":
+            exchange = cp.exchange(tokens, self.device)
+            row["transport"] = "collective" if exchange.copies is None else "copies"
+            row["transfer_ms"] = self.transfer(exchange, parts)
         return row
 
-    def transfer(self, exchange, parts, grad) -> float:
+    def transfer(self, exchange, parts) -> float:
         """ms of one exchange of K and V alone, less what it takes in silence."""
+        _, key, value = (part.detach() for part in parts)
 
-        def alone(_, key, value):
+        def alone():
             pending = exchange.start(key, value, resolve_backend(self.backend, self.device.type))
             pending.result()
             pending.release()
 
-        with torch.no_grad():
-            loud, silent = self.turns(alone, parts, grad, False, (nullcontext, silent_collectives))
+        (loud, _), (silent, _) = self.turns.medians([Call(alone), Call(alone, silent_collectives)])
         return loud - silent
 
     def transformer_engine(self, cp_comm_type, tokens) -> dict:
@@ -255,8 +186,27 @@ class Bench:
         attention.set_context_parallel_group(self.group, list(range(size)), torch.cuda.Stream(), cp_comm_type)
         parts, grad = self.tensors(tokens // size)
         contiguous = [part.detach().contiguous().requires_grad_() for part in parts]
-        forward, step = self.medians(attention, contiguous, grad.flatten(-2))
-        return dict(exchange=f"te:{cp_comm_type}", tokens=tokens, ranks=size, forward_ms=forward, step_ms=step)
+        what = attention, contiguous, grad.flatten(-2)
+        times = self.turns.medians([Call(forward_of(*what))]) + self.turns.medians([Call(step_of(*what))])
+        row = dict(exchange=f"te:{cp_comm_type}", tokens=tokens, ranks=size)
+        for name, (elapsed, enqueued) in zip(("forward", "step"), times):
+            row |= {f"{name}_ms": elapsed, f"{name}_cpu_ms": enqueued}
+        return row
+
+
+def forward_of(function, parts, grad):
+    """What computes function(*parts)."""
+
+    def forward():
+        with torch.no_grad():
+            function(*parts)
+
+    return forward
+
+
+def step_of(function, parts, grad):
+    """What computes that, and its gradients."""
+    return lambda: torch.autograd.grad(function(*parts), parts, grad)
 
 
 def line_of(row: dict) -> str:
@@ -270,7 +220,8 @@ def line_of(row: dict) -> str:
         exposed = row["step_ms"] - row["silent_step_ms"]
         text += f"  by {row['transport']}" if "transport" in row else ""
         text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})  work {row['work']:.3f}"
-    text += f"  {row['speed_up']:.2f} x one GPU" if "speed_up" in row else ""
+    text += f"  {row['speed_up']:.2f} x one GPU ({row['one_gpu_step_ms']:.2f} ms)" if "speed_up" in row else ""
+    text += f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else ""
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
 
 
@@ -369,8 +320,6 @@ def main() -> None:
         bench.check(comm_type)
     for tokens in map(int, args.seq_lengths.split(",")):
         alone = bench.one_gpu(tokens)
-        if first and alone:
-            print(f"{tokens:>8}  one GPU     forward {alone[0]:8.2f}  step {alone[1]:8.2f} ms", flush=True)
         for comm_type in exchanges:
             rows.append(bench.measure(comm_type, tokens, alone))
             if first:

@@ -54,7 +54,7 @@ GROUPS = {
         "1p3b-32k-none-s2", "1p3b-32k-selective-s2", "1p3b-32k-selective-keep-s2", "1p3b-32k-full-s2", "1p3b-32k-full-keep-s2",
         "1p3b-32k-none-offload-s2", "1p3b-32k-none-offload12-s2",
     ),
-    "7b-8layers-1m-cp4": ("7b-8layers-1m-cp4-full-keep-s2",),
+    "7b-1m-4gpus": ("7b-4layers-1m-tp2-cp2-full-keep-s2", "7b-8layers-1m-tp2-cp2-full-keep-s2"),
     "7b-1m-8gpus": ("7b-1m-tp8-full-keep-s2", "7b-1m-tp2-cp4-full-keep-s2"),
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }  # fmt: skip

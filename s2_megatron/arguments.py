@@ -70,7 +70,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--s2-cp-transport",
         choices=TRANSPORTS,
-        default="collective",
+        default="auto",
         help="How the blocks of --s2-cp-comm-type sparse travel. collective: by all_to_all_single. copies: by copy engines into the memory of "
         "the other GPUs, on one host. auto: copies where that is possible, and a line that says which.",
     )
@@ -148,7 +148,7 @@ def _warn_of_ignored(args: Namespace) -> None:
             (f"--s2-dense-core {args.s2_dense_core}", args.s2_dense_core != "auto"),
             (f"--s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}", args.s2_cp_comm_type != ["sparse"]),
             ("--s2-cp-keep-received", args.s2_cp_keep_received),
-            (f"--s2-cp-transport {args.s2_cp_transport}", args.s2_cp_transport != "collective"),
+            (f"--s2-cp-transport {args.s2_cp_transport}", args.s2_cp_transport != "auto"),
             ("--s2-keep-attention-output", args.s2_keep_attention_output),
             ("--s2-allow-python-patterns", args.s2_allow_python_patterns),
         )
@@ -161,10 +161,10 @@ def _warn_of_ignored(args: Namespace) -> None:
 def _report_no_effect(args: Namespace) -> None:
     """Says which flags of context parallelism have no effect on one rank."""
     given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
-    given += ["--s2-cp-transport"] * (args.s2_cp_transport != "collective")
+    given += ["--s2-cp-transport"] * (args.s2_cp_transport != "auto")
     if given and args.context_parallel_size == 1:
         print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
-    elif args.s2_cp_transport != "collective" and "sparse" not in args.s2_cp_comm_type:
+    elif args.s2_cp_transport != "auto" and "sparse" not in args.s2_cp_comm_type:
         print_once(f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect")
 
 

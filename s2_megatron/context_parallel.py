@@ -52,7 +52,7 @@ class ContextSettings(NamedTuple):
     keep_received: bool = False
     packed_cut: str = "document"
     keep_output: bool = False
-    transport: str = "collective"
+    transport: str = "auto"
 
     def comm_type(self, layer: int) -> str:
         """Of a layer, counted from 0; layers beyond the list (multi-token prediction) are like the last one."""
@@ -93,7 +93,7 @@ class ContextParallel:
         *,
         keep_received: bool = False,
         cut: str = "sequence",
-        transport: str = "collective",
+        transport: str = "auto",
     ):
         assert cut in CUTS and transport in TRANSPORTS
         self.pattern, self.group, self.keep_received, self.cut, self.transport = pattern, group, keep_received, cut, transport

@@ -96,7 +96,7 @@ class S2CoreAttention(MegatronModule):
         s2_cp_comm_type: str = "sparse",
         keep_received: bool = False,
         packed_cut: str = "document",
-        transport: str = "collective",
+        transport: str = "auto",
         seq_length: int | None = None,
         keep_output: bool = False,
     ):

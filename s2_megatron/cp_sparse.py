@@ -42,7 +42,7 @@ class SparseState(NamedTuple):
     joined: Placement | None  # its queries, its keys, and from own_slots on the received blocks
 
     @classmethod
-    def make(cls, layout, plan: ExchangePlan, group, device, transport: str = "collective") -> SparseState:
+    def make(cls, layout, plan: ExchangePlan, group, device, transport: str = "auto") -> SparseState:
         copies = peer_copies(group, device, transport)
         rate = COPY_RATE if copies is not None else LINK_RATE if one_host(group) else NETWORK_RATE
         return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device))

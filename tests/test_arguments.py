@@ -66,7 +66,7 @@ def test_flags():
         "s2_dense_core": "auto",
         "s2_cp_comm_type": ["sparse"],
         "s2_cp_keep_received": False,
-        "s2_cp_transport": "collective",
+        "s2_cp_transport": "auto",
         "s2_keep_attention_output": False,
         "s2_allow_python_patterns": False,
         "s2_allow_sparsity_change": False,
@@ -93,10 +93,10 @@ def test_ignored_flags_are_said(cases):
     "size, types, keep, transport, said",
     [
         (1, ["a2a"], True, "copies", "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect"),
-        (2, ["a2a", "all_gather"], False, "auto", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect"),
+        (2, ["a2a", "a2a"], False, "copies", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a a2a: no effect"),
         (2, ["a2a", "sparse"], True, "copies", None),
-        (2, ["a2a"], True, "collective", None),
-        (1, ["sparse"], False, "collective", None),
+        (2, ["a2a"], True, "auto", None),
+        (1, ["sparse"], False, "auto", None),
     ],
 )
 def test_flags_without_effect_are_said(size, types, keep, transport, said, monkeypatch):

@@ -114,7 +114,8 @@ def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, script
     """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool says who is missing."""
     if gpus < 2:
         pytest.skip("needs two GPUs")
-    flags = f"--train-iters 20 --context-parallel-size 2 --distributed-timeout-seconds-after-init 20 --flight-recorder-dump-path {tmp_path}"
+    flags = "--train-iters 20 --context-parallel-size 2 --s2-cp-transport collective --distributed-timeout-seconds-after-init 20"
+    flags += f" --flight-recorder-dump-path {tmp_path}"
     options = dict(model=MODEL, spec=SPECS["local"], script=scripts / "dying_pretrain.py", environment={"AT_EXCHANGE": "80", "HANGS": "1"})
     start = time.monotonic()
     gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
