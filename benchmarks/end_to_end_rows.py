@@ -59,6 +59,8 @@ GROUPS = {
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }  # fmt: skip
 
+FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/refusals.py
+
 EXPECTED = "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
 
 
@@ -163,6 +165,10 @@ def model_flags(row: Row) -> list[str]:
     return list(map(str, flags))
 
 
+def _qkv_width(shape: Shape) -> int:
+    return shape.hidden + 2 * shape.hidden // shape.heads * (shape.kv_heads or shape.heads)
+
+
 def parallel_flags(row: Row) -> list[str]:
     sizes = ["--tensor-model-parallel-size", row.tp, "--pipeline-model-parallel-size", row.pp, "--context-parallel-size", row.cp]
     return [*map(str, sizes), *(["--sequence-parallel"] if row.tp > 1 else [])]
@@ -189,11 +195,13 @@ def attention_flags(row: Row) -> list[str]:
     return flags if exchange is None else [*flags, "--s2-cp-comm-type", exchange]
 
 
-def implementation_flags(machine: Machine) -> list[str]:
+def implementation_flags(row: Row, machine: Machine) -> list[str]:
     """What examples/launch.sh chooses for the machine, with the distributed optimizer everywhere: no run here is resumed."""
     flags = ["--transformer-impl", "transformer_engine" if machine.transformer_engine else "local", "--use-distributed-optimizer"]
     if machine.transformer_engine:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        if row.tokens // row.cp * _qkv_width(row.shape) // row.tp > FUSED_ROPE_ELEMENTS:
+            flags += ["--no-rope-fusion"]
     else:
         flags += ["--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion"]
     if not (machine.transformer_engine and machine.fused_gradients):
@@ -220,7 +228,7 @@ def sequences(row: Row, machine: Machine, micro_batches: int) -> int:
 def row_flags(row: Row, machine: Machine, iterations: int, micro_batches: int) -> list[str]:
     """All flags of pretrain_gpt_s2.py."""
     return [
-        *model_flags(row), *parallel_flags(row), *memory_flags(row), *attention_flags(row), *implementation_flags(machine),
+        *model_flags(row), *parallel_flags(row), *memory_flags(row), *attention_flags(row), *implementation_flags(row, machine),
         *training_flags(row, machine, iterations, micro_batches),
     ]  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""What S2-Attention honours of Megatron's command line, and what it refuses, each refusal with the flag to change.
+"""What S2-Attention refuses of Megatron's command line, each refusal with the flag to change.
 
-`REFUSALS` is checked when arguments are known and before a model is built; `HONOURED` names every other setting of Megatron that reads like
+`REFUSALS` is checked when arguments are known and before a model is built; honoured.py names every other setting of Megatron that reads like
 attention and says why it may stay. Together they are the support matrix of the README, and a test compares them with Megatron's own parser,
 so that an attention flag of a new Megatron has to be decided.
 """
@@ -24,6 +24,9 @@ MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
 # Above this length Megatron's default of a [b, 1, s, s] mask per micro-batch (64 MiB a sample here) is an accident rather than a choice.
 ATTENTION_MASK_SEQ_LENGTH = 8192
 
+# Elements that Transformer Engine's fused RoPE can address: its kernels count them in 32 bits (fused_rope.cu of 2.20, `int offset_block`).
+FUSED_ROPE_ELEMENTS = 2**31
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -39,7 +42,7 @@ class Refusal:
     fix: str
 
     def message(self, args: Namespace) -> str:
-        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type))
+        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type), rope_elements=_rope_elements(args))
         return "; ".join(text.format(**known) for text in (self.reason, self.fix))
 
 
@@ -50,6 +53,13 @@ def _is_set(name: str) -> Callable[[Namespace], bool]:
 
 def _packed(args: Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
+
+
+def _rope_elements(args: Namespace) -> int:
+    """Of queries, keys and values together, among which a rank's fused RoPE reads queries and keys."""
+    query_heads, kv_heads = args.num_attention_heads, args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    heads = query_heads // args.tensor_model_parallel_size + 2 * max(1, kv_heads // args.tensor_model_parallel_size)
+    return args.seq_length // args.context_parallel_size * args.micro_batch_size * heads * args.kv_channels
 
 
 def _graphs_with_attention(args: Namespace) -> bool:
@@ -128,6 +138,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("position_embedding_type", lambda args: args.position_embedding_type == "relative",
             "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
             "use --position-embedding-type rope"),
+    Refusal("apply_rope_fusion", lambda args: args.apply_rope_fusion and _rope_elements(args) > FUSED_ROPE_ELEMENTS,
+            "fused RoPE of {rope_elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of queries, keys "
+            "and values / --tensor-model-parallel-size), but Transformer Engine's kernel addresses "
+            f"{FUSED_ROPE_ELEMENTS} and would read other memory for the last tokens, without an error",
+            "add --no-rope-fusion, or take more tensor- or context-parallel ranks"),
     Refusal("kv_channels", lambda args: args.kv_channels > HEAD_DIM_LIMIT,
             f"--kv-channels {{args.kv_channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
             "use more heads (--num-attention-heads) or a smaller --kv-channels"),
@@ -266,58 +281,6 @@ REFUSALS: tuple[Refusal, ...] = (
             "Engine nor NVIDIA Apex is installed",
             "install Transformer Engine or Apex, or remove --use-distributed-optimizer"),
 )
-
-# Settings that read like attention and may stay, with the reason.
-HONOURED: dict[str, str] = {
-    # Heads, scale, normalisation: applied before or after the core attention, or handed to it
-    "num_attention_heads": "resolved into the pattern",
-    "num_query_groups": "native GQA and MQA, also fewer groups than tensor-parallel ranks",
-    "group_query_attention": "native GQA and MQA",
-    "kv_channels": "head dims up to 256",
-    "qk_layernorm": "applied before the core attention",
-    "qk_l2_norm": "applied before the core attention",
-    "attention_output_gate": "applied after the core attention",
-    "add_bias_linear": "a bias of the projections, not of the attention",
-    "add_qkv_bias": "a bias of the projections, not of the attention",
-    "use_mup": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
-    "mup_attn_scale_power": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
-    "mup_base_head_dim": "its softmax scale is used; refused beside a different softmax_scale in the YAML",
-    "apply_query_key_layer_scaling": "divides before and multiplies after the mask, so the result is the same; the softmax is in fp32 anyway",
-    "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
-    "window_attn_skip_freq": "read only with --window-size, which is refused",
-    "no_rope_freq": "applied before the core attention",
-    "hidden_dropout": "outside of the core attention",
-    "bias_dropout_fusion": "outside of the core attention",
-    # Data
-    "dataloader_inter_document_masking": "packed documents, in both directions",
-    "sft": "packed documents, in both directions",
-    "reset_position_ids": "changes position embeddings only; S2 blocks count from the start of the sample",
-    "eod_mask_loss": "changes the loss only",
-    "create_attention_mask_in_dataloader": "a causal mask, which is not read; refused above 8192 tokens for its size",
-    # Which kernels Megatron's own dense layers use
-    "attention_backend": "read by Transformer Engine's dense layers; `local` asks for --spec, which is refused",
-    "flash_attention_version": "read by Transformer Engine's dense layers",
-    "use_flash_attn": "read by Transformer Engine's dense layers",
-    "use_transformer_engine_op_fuser": "fuses MLPs only",
-    # Memory and schedules
-    "recompute_granularity": "full and selective; the core attention can be run again",
-    "recompute_modules": "core_attn included",
-    "cpu_offloading_num_layers": "tensors for the backward go through autograd's saved tensors",
-    "fine_grained_activation_offloading": "core_attn included; tensors for the backward go through autograd's saved tensors",
-    "offload_modules": "core_attn included",
-    "activation_offload_fraction": "see fine_grained_activation_offloading",
-    "delta_offload_bytes_across_pp_ranks": "see fine_grained_activation_offloading",
-    "delay_offload_until_cuda_graph": "no effect without CUDA graphs, which are refused with offloading",
-    "ep_overlap_early_attn_memory_release": "no effect without --overlap-moe-expert-parallel-comm, which is refused",
-    "moe_shared_expert_overlap": "inside the MoE layer",
-    "deterministic_mode": "selects the deterministic backward",
-    "cuda_graph_modules": "graphs without the attention are not looked at; with it, see the refusals of cuda_graph_impl",
-    "optimizer_cuda_graph": "captures the optimizer's step only",
-    "context_parallel_size": "S2 layers exchange what --s2-cp-comm-type says",
-    "cp_comm_type": "read by Megatron's own dense layers; S2 layers follow --s2-cp-comm-type",
-    "max_seqlen_per_dp_cp_rank": "no effect without --hybrid-context-parallel, which is refused",
-    "use_legacy_static_engine": "static inference goes through the core attention",
-}
 
 
 def refuse_unsupported(args: Namespace) -> None:

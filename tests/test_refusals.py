@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from functools import cache
 
 import pytest
 
 from s2_megatron.core_attention import HONOURED_CONFIG
-from s2_megatron.refusals import HONOURED, REFUSALS, refuse_yaml_command_line
+from s2_megatron.honoured import HONOURED
+from s2_megatron.refusals import REFUSALS, refuse_yaml_command_line
 from tests.megatron_arguments import CONFIG, arguments, parse_cases
 
 ENGINE = {"--transformer-impl": "transformer_engine"}
@@ -28,6 +30,11 @@ CASES = {
         "--no-create-attention-mask-in-dataloader",
     ),
     "position_embedding_type": (dict(flags={"--position-embedding-type": "relative"}), "--position-embedding-type rope"),
+    # 4 + 2 * 2 heads of 32; with 8388608 tokens it is just what can be addressed.
+    "apply_rope_fusion": (
+        dict(flags={**ENGINE, "--seq-length": "8388672", "--max-position-embeddings": "8388672"}, without=["--no-rope-fusion"]),
+        "fused RoPE of 2147500032 elements",
+    ),
     "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
     "multi_latent_attention": (
         dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
@@ -289,6 +296,34 @@ def test_accepted(name, config_file):
     assert result["error"] is None, result["message"]
     assert result["refused_by_megatron"] is None
     assert 0 < result["args"]["s2_density"] < 1
+
+
+@pytest.mark.parametrize(
+    "tokens, sizes, kv_heads, micro_batch, refused",
+    [
+        (2**20, (2, 2), 32, 1, True),
+        (2**20, (1, 4), 32, 1, True),
+        (2**20, (8, 1), 32, 1, False),
+        (2**20, (2, 4), 32, 1, False),
+        (2**20, (2, 4), 32, 2, True),
+        (2**20, (4, 1), None, 1, True),
+        (2**20, (4, 1), 4, 1, False),
+        (2**20, (16, 1), 4, 4, False),  # 2 + 2 heads: a rank has a whole KV head
+        (2**20, (16, 1), 4, 5, True),
+        (2**20, (1, 4), 16, 1, False),  # 2**31 just fit
+        (2**20 + 4, (1, 4), 16, 1, True),
+    ],
+)
+def test_what_fused_rope_can_address(tokens, sizes, kv_heads, micro_batch, refused):
+    """The paper's 7B: 32 heads of 128. sizes: TP, CP."""
+    args = Namespace(
+        num_attention_heads=32, num_query_groups=kv_heads or 1, group_query_attention=kv_heads is not None, kv_channels=128, seq_length=tokens,
+        tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1], micro_batch_size=micro_batch, apply_rope_fusion=True,
+    )  # fmt: skip
+    (refusal,) = (refusal for refusal in REFUSALS if refusal.name == "apply_rope_fusion")
+    assert refusal.refused(args) == refused
+    args.apply_rope_fusion = False
+    assert not refusal.refused(args)
 
 
 def test_version_bounds(config_file):
