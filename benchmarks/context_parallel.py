@@ -1,7 +1,7 @@
 """Times one attention layer whose sequence lies on several GPUs, for every exchange, beside one GPU; counts what is sent.
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/context_parallel.py --seq-lengths 32768,131072 --json cp4.json
-    python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp4.json      # no GPU needed
+    python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp4_collective.json      # no GPU needed
 
 First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not timed. Then, per length:
 

@@ -67,7 +67,7 @@ def test_the_gate_lets_nothing_wrong_pass(bench, monkeypatch, fault):
         bench.check("a2a")
 
 
-MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h200_cp4.json"
+MEASURED = Path(__file__).resolve().parent.parent / "benchmarks" / "results" / "h200_cp4_collective.json"
 
 
 @pytest.fixture
@@ -141,7 +141,8 @@ def test_rows_with_chosen_first_heads_are_not_predicted_from(tmp_path):
 
 def test_the_documented_prediction(tmp_path, capsys, monkeypatch):
     """The command and its output as docs/context_parallel.md has them; neither GPUs nor torchrun are needed."""
-    text, command = (MEASURED.parents[2] / "docs" / "context_parallel.md").read_text(), "--predict 8 --from benchmarks/results/h200_cp4.json"
+    command = "--predict 8 --from benchmarks/results/h200_cp4_collective.json"
+    text = (MEASURED.parents[2] / "docs" / "context_parallel.md").read_text()
     monkeypatch.chdir(MEASURED.parents[2])
     monkeypatch.setattr(sys, "argv", ["context_parallel.py", *command.split(), "--json", str(tmp_path / "x.json")])
     benchmark.main()
