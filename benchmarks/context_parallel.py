@@ -7,8 +7,9 @@ First every exchange is checked against fp64 on a short sequence (tests/context_
 
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
-step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, behind 50 ms of the same steps:
-           it is as warm as in a row of them, and the CPU is ahead of it; the GPUs start together. CPU: ms until a step is enqueued
+step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, behind 50 ms of the same steps
+           (at most 50): it is as warm as in a row of them. The CPU is ahead of it, also where it takes longer for a step than the GPU, which
+           then waits in training. The GPUs start together. CPU: ms until a step is enqueued
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
            and % of the step
 work       largest over mean (query, key) pairs of the ranks

@@ -26,9 +26,12 @@ class Call(NamedTuple):
 
 
 class Turns:
-    """group: of the ranks, all of which time the same calls."""
+    """group: of the ranks, all of which time the same calls. warmup: turns that are not counted, and say how many calls are a lead. Raises
+    ValueError."""
 
     def __init__(self, group, device: torch.device, warmup: int, repeats: int):
+        if repeats < 1 or warmup < (device.type == "cuda"):
+            raise ValueError(f"--warmup {warmup} --repeats {repeats}; expected 1 or more of each (on a CPU no warm-up is needed)")
         self._group, self._device, self._warmup, self._repeats = group, device, warmup, repeats
 
     def medians(self, calls: Sequence[Call]) -> list[tuple[float, float]]:

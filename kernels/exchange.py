@@ -2,6 +2,7 @@
 
 A slot is one block of one KV head; buffers are [slots, block, 2 (K, V), B, D], contiguous. key and value are [S, B, G, D] with any strides.
 """
+import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +31,7 @@ def s2_pack_kernel(key_ptr, value_ptr, buffer_ptr, heads_ptr, blocks_ptr, n_batc
 
 def pack(key, value, buffer, heads, blocks):
     """Fills buffer with the blocks (positions among key's) of the KV heads. heads, blocks: int64 [slots]."""
+    assert heads.dtype == blocks.dtype == torch.int64, "the kernel's offsets have the type of these"
     if len(heads):
         batch, head_dim = key.shape[1], key.shape[3]
         with on_device(key.device):

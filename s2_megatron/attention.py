@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from s2_megatron import reference
-from s2_megatron.attention_checks import canonical_view, check_call
+from s2_megatron.attention_checks import addressable, canonical_view, check_call
 from s2_megatron.attention_op import FORMATS, AttentionCall, register_attention
 from s2_megatron.layout import Layout, PackedSequence, Placement
 from s2_megatron.printing import print_once
@@ -137,6 +137,15 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_h
     return out, lse
 
 
+def _gradient_view(grad_out, call: AttentionCall):
+    """canonical_view of a gradient that autograd made, with strides that the kernels can address."""
+    view = canonical_view(grad_out, call.tensor_format)
+    if call.backend == "reference" or addressable(view):
+        return view
+    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits inside a tile")
+    return view.contiguous()
+
+
 def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
     """(grad_query, grad_key, grad_value) from the final out and LSE. grad_lse [B, H, rows] or None."""
     form = call.tensor_format
@@ -144,7 +153,7 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
     if query.numel():
         views = [canonical_view(tensor, form) for tensor in (query, key, value, out)]
         _implementation(call.backend).backward(
-            canonical_view(grad_out, form),
+            _gradient_view(grad_out, call),
             grad_lse,
             *views,
             lse,
@@ -163,9 +172,7 @@ def attention_delta(grad_out, out, lse, call: AttentionCall):
     """rowsum(out * grad_out) [B, H, rows], fp32 (fp64 for fp64), contiguous: what both other parts read."""
     row_sums = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     if out.numel():
-        _implementation(call.backend).delta(
-            canonical_view(grad_out, call.tensor_format), None, canonical_view(out, call.tensor_format), lse, row_sums
-        )
+        _implementation(call.backend).delta(_gradient_view(grad_out, call), None, canonical_view(out, call.tensor_format), lse, row_sums)
     return row_sums
 
 
@@ -177,7 +184,7 @@ def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key
     is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32 [blocks * G + 1], entries int32), of which the slots of block b of KV
     head g are entries[starts[b * G + g]] and following, added in that order; for key in whole blocks, heads with memory of their own.
     """
-    views = [canonical_view(tensor, call.tensor_format) for tensor in (grad_out, query, key, value)]
+    views = [_gradient_view(grad_out, call), *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
     if query.numel():
         _implementation(call.backend).backward_dkdv(
@@ -192,7 +199,7 @@ def attention_backward_dq(
     type): as in attention_forward."""
     grad_query = _empty_for_queries(query, call) if into is None else into
     form = call.tensor_format
-    views = [canonical_view(tensor, form) for tensor in (grad_out, query, key, value)]
+    views = [_gradient_view(grad_out, call), *(canonical_view(tensor, form) for tensor in (query, key, value))]
     if query.numel():
         _implementation(call.backend).backward_dq(
             *views,

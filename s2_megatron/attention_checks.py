@@ -19,6 +19,11 @@ def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
     return tensor.permute(batch, heads, rows, dim)
 
 
+def addressable(view: torch.Tensor) -> bool:
+    """Of a view [B, heads, rows, D]: whether its offsets inside a tile fit into the 32 bits that the kernels have for them."""
+    return LARGEST_TILE * (view.stride(2) + view.stride(3)) < 2**31
+
+
 def check_call(query, key, value, call: AttentionCall, more=None) -> None:
     """Raises ValueError for tensors that do not fit each other, the layout, the placement or the backend. more: the second key and value."""
     layout, form = call.layout, call.tensor_format
@@ -44,8 +49,7 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     if call.backend != "reference":
         for name, tensor in (("query", q), ("key", k), ("value", v)):
-            # The kernels' offsets inside a tile are 32-bit.
-            if LARGEST_TILE * (tensor.stride(2) + tensor.stride(3)) >= 2**31:
+            if not addressable(tensor):
                 raise ValueError(f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous")
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
         raise ValueError(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import torch
@@ -102,6 +103,10 @@ def _row_bytes(tensor: torch.Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.itemsize
 
 
+class StreamsWait(Exception):
+    """Streams wait for flags that do not come, so there is no other way from here."""
+
+
 class PeerCopies:
     """Exchanges of one group through arenas that grow with what is sent.
 
@@ -115,18 +120,17 @@ class PeerCopies:
         self._reader = None
 
     def try_out(self, rank: int, size: int, device: torch.device) -> None:
-        """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; TimeoutError where none arrives,
-        when streams wait that all else needs, or is not watched."""
+        """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; StreamsWait where none arrives."""
         nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route.of(np.zeros((size, size), dtype=np.int64), rank)
         for lane in range(LANES):
             pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)
             pending.result()
             pending.release()
         deadline = time.monotonic() + TRIAL_SECONDS
-        while (waiting := self.watch.arrived() < LANES) or not self.watch.watched():
+        while self.watch.arrived() < LANES:
             if time.monotonic() > deadline:
-                what = "no flag of another GPU arrived" if waiting else "the process that watches exchanges did not come up"
-                raise TimeoutError(f"rank {dist.get_rank()}: {what} in {TRIAL_SECONDS} s; use --s2-cp-transport collective")
+                who = f"rank {dist.get_rank()}: no flag of another GPU"
+                raise StreamsWait(f"{who} arrived in {TRIAL_SECONDS} s; use --s2-cp-transport collective")
             time.sleep(1e-3)
 
     def reserve(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
@@ -247,24 +251,38 @@ def _try_copies(group, device: torch.device) -> tuple[PeerCopies | None, str | N
     """(copies, None), or (None, why not), on all ranks alike."""
     if not one_host(group):
         return None, "the ranks are on several hosts"
-    # First what a rank finds out alone: the arenas are made together, and would wait for a rank that does not come.
+    # What a rank does alone is agreed on at once: the others would wait for one that does not come to the next step.
     _, reason = _agreed(group, lambda: _stream_operations([]))
     board, reason = shared_board(group) if reason is None else (None, reason)
     if reason is not None:
         return None, reason
-    watch = Watch(board, group.rank(), dist.get_process_group_ranks(group), lambda: timeout_of(group, device))
+    undo = ExitStack()  # not a context: when streams wait, nothing of this can be undone
+    undo.callback(board.close)
+
+    def watched():
+        watch = Watch(board, group.rank(), dist.get_process_group_ranks(group), lambda: timeout_of(group, device))
+        undo.callback(watch.close)
+        watch.wait_until_up(TRIAL_SECONDS)
+        return watch
+
+    def lock_memory():
+        _lock(board)
+        undo.callback(_unlock, board)
 
     def make():
-        _reachable(board)
         return PeerCopies(lambda lane_bytes: symmetric_arena(group, device, lane_bytes), watch, _note)
 
-    copies, reason = _agreed(group, make)
+    watch, reason = _agreed(group, watched)
+    if reason is None:
+        _, reason = _agreed(group, lock_memory)
+    if reason is None:
+        copies, reason = _agreed(group, make)
     if reason is None:
         _, reason = _agreed(group, lambda: copies.try_out(group.rank(), group.size(), device))
-    if reason is not None:
-        watch.close()
-        return None, reason
-    return copies, None
+    if reason is None:
+        return copies, None
+    undo.close()
+    return None, reason
 
 
 def shared_board(group) -> tuple[Board | None, str | None]:
@@ -273,19 +291,31 @@ def shared_board(group) -> tuple[Board | None, str | None]:
     path, reason = _agreed(group, lambda: Board.create(group.size()) if first else None)
     if reason is not None:
         return None, reason
-    paths = [path]
-    dist.broadcast_object_list(paths, group=group, group_src=0)
-    board, reason = _agreed(group, lambda: Board(paths[0]))
-    if first:
-        os.unlink(path)
-    return board, reason
+    try:
+        paths, boards = [path], []
+        dist.broadcast_object_list(paths, group=group, group_src=0)
+        _, reason = _agreed(group, lambda: boards.append(Board(paths[0])))
+    finally:
+        if first:
+            os.unlink(path)
+    if reason is None:
+        return boards[0], None
+    for board in boards:
+        board.close()
+    return None, reason
 
 
-def _reachable(board: Board) -> None:
+def _lock(board: Board) -> None:
     """Lets the GPU write to a board. Raises RuntimeError."""
     error = int(torch.cuda.cudart().cudaHostRegister(board.address(), len(board.memory), 0))
     if error:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next one who asks, which would be a kernel that is right
+            torch.zeros(1, device="cuda")
         raise RuntimeError(f"cudaHostRegister: error {error}")
+
+
+def _unlock(board: Board) -> None:
+    torch.cuda.cudart().cudaHostUnregister(board.address())
 
 
 def timeout_of(group, device: torch.device) -> float:
@@ -298,8 +328,6 @@ def _agreed(group, make: Callable):
     made, reason = None, None
     try:
         made = make()
-    except TimeoutError:  # streams wait: there is no other way from here
-        raise
     except (ImportError, AttributeError, RuntimeError, OSError) as error:
         reason = f"rank {dist.get_rank()}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     reasons = [None] * group.size()

@@ -9,6 +9,7 @@ when its rank does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 PERIOD = 0.2  # seconds between two looks
+LONGEST_GAP = 5 * PERIOD  # on a busy machine
 GRACE = 10.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
 ABORT_SECONDS = 5.0  # for a process to end after SIGABRT
 
@@ -35,14 +37,20 @@ class Board:
     def create(size: int) -> str:
         """The path of one for so many ranks. To be unlinked when all have opened it. Raises OSError."""
         descriptor, path = tempfile.mkstemp(prefix="s2-exchange-", dir=LOCKED_MEMORY)
-        with os.fdopen(descriptor, "wb") as file:
-            file.truncate(size * WORDS * WORD_BYTES)
+        try:
+            os.posix_fallocate(descriptor, 0, size * WORDS * WORD_BYTES)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
         return path
 
     def __init__(self, path: str | int):
         """path: or a descriptor. Raises OSError."""
-        self.descriptor = path if isinstance(path, int) else os.open(path, os.O_RDWR)
-        self.memory = mmap.mmap(self.descriptor, 0)
+        with open(path, "r+b", buffering=0, closefd=not isinstance(path, int)) as file:
+            self.memory = mmap.mmap(file.fileno(), 0)
+            self.descriptor = os.dup(file.fileno())
         self._words = memoryview(self.memory).cast("Q")
 
     def __len__(self) -> int:
@@ -57,21 +65,40 @@ class Board:
     def address(self, rank: int = 0, word: int = 0) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory)) + (rank * WORDS + word) * WORD_BYTES
 
+    def close(self) -> None:
+        self._words.release()
+        self.memory.close()
+        os.close(self.descriptor)
+
 
 class Watch:
     """One rank's exchanges under the eyes of a second process. rank: in the group; names: of all its ranks. timeout: seconds that an exchange
-    may take, asked for with every one."""
+    may take, asked for with every one. Raises OSError."""
 
     def __init__(self, board: Board, rank: int, names: Sequence[int], timeout: Callable[[], float]):
         self.board, self._rank, self._timeout = board, rank, timeout
         arguments = [os.getpid(), board.descriptor, rank, *names]
+        self._command = [sys.executable, "-I", "-S", __file__, *map(str, arguments)]
+        self._start()
+
+    def _start(self) -> None:
+        self.board.set(self._rank, WATCHED, 0)
         # A session of its own: Ctrl-C is for the ranks.
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *map(str, arguments)], pass_fds=(board.descriptor,), start_new_session=True
-        )
+        self._process = subprocess.Popen(self._command, pass_fds=(self.board.descriptor,), start_new_session=True)
+
+    def wait_until_up(self, seconds: float) -> None:
+        """Raises RuntimeError when it does not come up."""
+        deadline = time.monotonic() + seconds
+        while not self.board.get(self._rank, WATCHED):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the process that watches exchanges did not come up: {' '.join(self._command)}")
+            time.sleep(1e-3)
 
     def issue(self) -> int:
         """The number of one more exchange, which is to be written to `arrived_at` once it has arrived. It is watched from now on."""
+        if self._process.poll() is not None:
+            print(f"S2: the process that watches exchanges ended ({self._process.returncode}); started again", flush=True)
+            self._start()
         number = self.board.get(self._rank, STARTED) + 1
         self.board.set(self._rank, TIMEOUT, int(self._timeout() * 1e3))
         self.board.set(self._rank, STARTED, number)
@@ -85,10 +112,6 @@ class Watch:
     def arrived(self) -> int:
         return self.board.get(self._rank, ARRIVED)
 
-    def watched(self) -> bool:
-        """Whether the second process has come up."""
-        return bool(self.board.get(self._rank, WATCHED))
-
     def close(self) -> None:
         """Nothing is watched any more."""
         self._process.kill()
@@ -100,14 +123,19 @@ class Lateness:
 
     def __init__(self, board: Board, rank: int):
         self._board, self._rank = board, rank
-        self._arrived, self._since = 0, 0.0
+        self._arrived, self._since, self._looked = 0, None, None
 
-    def look(self, now: float) -> bool:
-        """Whether an exchange has been under way for longer than its timeout, and none arrived since. now: seconds."""
-        arrived = self._board.get(self._rank, ARRIVED)
-        if arrived != self._arrived or arrived >= self._board.get(self._rank, STARTED):
+    def look(self, now: float, stopped: bool = False) -> bool:
+        """Whether an exchange has been under way for longer than its timeout, and none arrived since. now: seconds. stopped: the rank is, by a
+        signal or a debugger. That time does not count, nor that in which nobody looked: the machine may have been suspended."""
+        arrived, timeout = self._board.get(self._rank, ARRIVED), self._board.get(self._rank, TIMEOUT) / 1e3
+        gap = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if self._since is None or arrived != self._arrived or arrived >= self._board.get(self._rank, STARTED):
             self._arrived, self._since = arrived, now
-        return now - self._since > self._board.get(self._rank, TIMEOUT) / 1e3
+        elif stopped or gap > LONGEST_GAP:
+            self._since += gap
+        return timeout > 0 and now - self._since > timeout
 
     def who(self, names: Sequence[int]) -> str:
         """names: of the ranks."""
@@ -120,24 +148,50 @@ class Lateness:
         return f"all ranks came, so a GPU is busy with something else (exchanges that arrived: {seen})"
 
 
+class _Gone(Exception):
+    """The watched process has ended."""
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
 def watch(parent: int, descriptor: int, rank: int, *names: int) -> None:
     """What the second process does. names: of the group's ranks."""
     board = Board(descriptor)
     lateness, name = Lateness(board, rank), names[rank]
-    board.set(rank, WATCHED, 1)
-    while not lateness.look(time.monotonic()):
+
+    def is_late() -> bool:
         time.sleep(PERIOD)
         if os.getppid() != parent:
-            return
-    seconds = board.get(rank, TIMEOUT) / 1e3
-    print(f"rank {name}: context-parallel exchange failed after {seconds:.0f} s; {lateness.who(names)}", file=sys.stderr, flush=True)
-    for number, patience in ((0, GRACE), (signal.SIGABRT, ABORT_SECONDS), (signal.SIGKILL, 0.0)):
-        if os.getppid() != parent:
-            return
-        os.kill(parent, number)  # 0: nothing
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and os.getppid() == parent:
-            time.sleep(PERIOD)
+            raise _Gone
+        return lateness.look(time.monotonic(), _is_stopped(parent))
+
+    def say(text: str) -> None:
+        print(f"rank {name}: {text}", file=sys.stderr, flush=True)
+
+    lateness.look(time.monotonic())
+    board.set(rank, WATCHED, 1)
+    with contextlib.suppress(_Gone, ProcessLookupError):
+        while True:
+            while not is_late():
+                pass
+            say(f"context-parallel exchange failed after {board.get(rank, TIMEOUT) / 1e3:.0f} s; {lateness.who(names)}")
+            end = time.monotonic() + GRACE
+            while (late := is_late()) and time.monotonic() < end:
+                pass
+            if late:
+                break
+            say("the exchange has arrived after all")
+        os.kill(parent, signal.SIGABRT)
+        end = time.monotonic() + ABORT_SECONDS
+        while time.monotonic() < end:
+            is_late()
+        os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Refusal:
     fix: str
 
     def message(self, args: Namespace) -> str:
-        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type), rope_elements=_rope_elements(args))
+        known = dict(args=args, megatron=megatron_version(), comm_types=" ".join(args.s2_cp_comm_type), rope=_FusedRope(args))
         return "; ".join(text.format(**known) for text in (self.reason, self.fix))
 
 
@@ -55,11 +55,25 @@ def _packed(args: Namespace) -> bool:
     return bool(args.sft or args.dataloader_inter_document_masking)
 
 
-def _rope_elements(args: Namespace) -> int:
-    """Of queries, keys and values together, among which a rank's fused RoPE reads queries and keys."""
-    query_heads, kv_heads = args.num_attention_heads, args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    heads = query_heads // args.tensor_model_parallel_size + 2 * max(1, kv_heads // args.tensor_model_parallel_size)
-    return args.seq_length // args.context_parallel_size * args.micro_batch_size * heads * args.kv_channels
+@dataclass(frozen=True)
+class _FusedRope:
+    args: Namespace
+
+    @property
+    def elements(self) -> int:
+        """Of the tensor whose rows hold the queries and keys that a rank's fused RoPE reads: its offsets go up to there."""
+        args, ranks = self.args, self.args.tensor_model_parallel_size
+        kv_heads = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        if args.qk_layernorm:  # queries and keys are tensors of their own then, the queries the longer one
+            heads = args.num_attention_heads // ranks
+        else:  # a rank with a part of a KV head takes it from a row of all heads
+            heads = args.num_attention_heads * (2 if args.attention_output_gate else 1) + 2 * kv_heads
+            heads = heads // ranks if kv_heads >= ranks else heads
+        return args.seq_length // args.context_parallel_size * args.micro_batch_size * heads * args.kv_channels
+
+
+def _copies_blocks(args: Namespace) -> bool:
+    return args.context_parallel_size > 1 and "sparse" in args.s2_cp_comm_type and args.s2_cp_transport != "collective"
 
 
 def _graphs_with_attention(args: Namespace) -> bool:
@@ -138,11 +152,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("position_embedding_type", lambda args: args.position_embedding_type == "relative",
             "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
             "use --position-embedding-type rope"),
-    Refusal("apply_rope_fusion", lambda args: args.apply_rope_fusion and _rope_elements(args) > FUSED_ROPE_ELEMENTS,
-            "fused RoPE of {rope_elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of queries, keys "
+    Refusal("apply_rope_fusion", lambda args: args.apply_rope_fusion and _FusedRope(args).elements > FUSED_ROPE_ELEMENTS,
+            "fused RoPE of {rope.elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of queries, keys "
             "and values / --tensor-model-parallel-size), but Transformer Engine's kernel addresses "
             f"{FUSED_ROPE_ELEMENTS} and would read other memory for the last tokens, without an error",
             "add --no-rope-fusion, or take more tensor- or context-parallel ranks"),
+    Refusal("inprocess_restart", lambda args: args.inprocess_restart and _copies_blocks(args),
+            "--inprocess-restart with --s2-cp-transport {args.s2_cp_transport}: a stream that waits for another GPU's copy cannot be aborted",
+            "use --s2-cp-transport collective"),
     Refusal("kv_channels", lambda args: args.kv_channels > HEAD_DIM_LIMIT,
             f"--kv-channels {{args.kv_channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
             "use more heads (--num-attention-heads) or a smaller --kv-channels"),

@@ -18,6 +18,7 @@ from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern
 
 MOST_SLOTS, MOST_ROW_BLOCKS, MOST_MEMBERS = 2**24, 2**19, 127  # what the bits of a step and of a word can hold
+MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"  # and words: kernels count them in 32 bits, a step twice
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 LAST = 1 << 4  # the bit of a word that ends a column
 LONG = 1.5  # times the mean number of words, from where on a column is a long one
@@ -269,7 +270,7 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
     query_blocks: int [row blocks], ascending. key_slot: int [G, n_blocks] or None. n_blocks: of the whole sequence. pack: only where the heads
     2u and 2u + 1 share their KV head and their pattern. Memory beyond the result is O(nonzeros of one head), for masks and a byte for every
     pair of a row block and a present key block.
-    Raises ValueError when the slots do not fit into a step.
+    Raises ValueError when the slots do not fit into a step, or for too many steps.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
     heads, key_rows = _heads(pattern, n_blocks), _key_rows(pattern, key_slot, n_blocks)
@@ -293,9 +294,9 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
         tiles.append(tile_rows + np.array([base, 0, 0], dtype=np.int32))
         steps.append(key_row.slots[places & MOST_SLOTS - 1] | places & ~np.int32(MOST_SLOTS - 1))
         base += len(places)
-    if not base:
-        steps = [np.zeros((1, 2), dtype=np.int32)]
-    return QueryLists(rows, np.stack(tiles), np.concatenate(steps))
+        if base >= MOST_STEPS:
+            raise ValueError(f"lists of {base} steps; expected fewer than {MOST_STEPS}; {MORE_RANKS}")
+    return QueryLists(rows, np.stack(tiles), np.concatenate(steps) if base else np.zeros((1, 2), dtype=np.int32))
 
 
 def _column_words(attended: _Attended, halves: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -352,7 +353,7 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
 
     Memory beyond the result is O(nonzeros of the distinct heads of one group), for masks and a byte for every pair of a row block and a present
     key block in each of them. Lists that differ only in the names of slots share their words.
-    Raises ValueError when members or row blocks do not fit into a word, or when there are fewer slots than key_slot names.
+    Raises ValueError when members or row blocks do not fit into a word, when there are fewer slots than key_slot names, or for too many words.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
     heads, key_rows = _heads(pattern, n_blocks), _key_rows(pattern, key_slot, n_blocks)
@@ -374,6 +375,8 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
             columns, new_words, counts = _group_columns(members, attended, key_row, len(query_blocks))
             columns[:, 2] += sum(map(len, words))
             words.append(new_words)
+            if sum(map(len, words)) >= MOST_STEPS:
+                raise ValueError(f"lists of {sum(map(len, words))} words; expected fewer than {MOST_STEPS}; {MORE_RANKS}")
             known[members, key_row.order] = columns, counts
         columns, counts = known[members, key_row.order]
         slots = np.append(key_row.slots[key_row.by_slot], n_slots)  # of places; the last one stands for no slot

@@ -6,10 +6,12 @@ head dims, dtypes, blocks and patterns is in test_attention_gpu.py.
 
 from itertools import combinations
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from s2_megatron import attention
 from s2_megatron.attention import (
     AttentionCall,
     attention_backward,
@@ -306,6 +308,20 @@ def test_strides_beyond_32_bits_inside_a_tile_are_refused():
     call = AttentionCall(layout, 0.2, "sbhd", None, None, "triton", False)
     with pytest.raises(ValueError, match="query has strides 8388608 and 1"):
         attention_forward(query, key, value, call)
+
+
+def test_a_gradient_with_such_strides_is_copied(monkeypatch):
+    lines, taken = [], []
+    monkeypatch.setattr(attention, "print_once", lines.append)
+    record = SimpleNamespace(delta=lambda grad_out, *rest: taken.append(grad_out.stride()))
+    monkeypatch.setattr(attention, "_implementation", lambda backend: record)
+    shape = (4, 1, 2, 8)
+    out, lse = torch.empty(shape, device="meta"), torch.empty(1, 2, 4, device="meta")
+    call = AttentionCall(build_layout(pattern_of(PAPER, 16, 2, 1)), 0.2, "sbhd", None, None, "triton", False)
+    for strides in ((16, 16, 8, 1), (1, 8, 4, 2**23)):
+        attention.attention_delta(torch.empty_strided(shape, strides, device="meta"), out, lse, call)
+    assert taken == [(16, 8, 16, 1), (64, 32, 8, 1)]
+    assert lines == ["S2 attention copies the gradient of its output, whose strides (1, 8, 4, 8388608) do not fit into 32 bits inside a tile"]
 
 
 def test_a_second_derivative_raises():

@@ -14,7 +14,8 @@ import pytest
 
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
-from benchmarks.end_to_end_rows import GROUPS, model_flags, parse_row, row_environment
+from benchmarks.end_to_end_rows import FUSED_ROPE_ELEMENTS, GROUPS, model_flags, parse_row, row_environment
+from s2_megatron import refusals
 from tests.megatron_arguments import parse_cases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +93,7 @@ def test_names_of_rows():
     assert "--no-gradient-accumulation-fusion" in row_flags(row, Machine(4, True, False, fused_gradients=True), 6, 1)  # as launch.sh
     dense = row_flags(parse_row("1p3b-128k-cp4-full-a2a-dense"), GPUS, 6, 1)
     assert "--cp-comm-type a2a" in " ".join(dense) and not any(flag.startswith("--s2") for flag in dense)
+    assert FUSED_ROPE_ELEMENTS == refusals.FUSED_ROPE_ELEMENTS
     for name, wide in (("7b-8layers-1m-tp2-cp2-s2", True), ("7b-1m-tp2-cp4-dense", False), ("7b-1m-tp8-s2", False), ("1p3b-8k-s2", False)):
         assert ("--no-rope-fusion" in row_flags(parse_row(name), GPUS, 6, 1)) == wide, "more than its kernel can address"
     assert "--global-batch-size 12 " in " ".join(row_flags(parse_row("1p3b-32k-dense"), GPUS, 6, 3))

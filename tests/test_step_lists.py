@@ -347,3 +347,15 @@ def test_what_does_not_fit(monkeypatch):
     monkeypatch.setattr(step_lists, "MOST_ROW_BLOCKS", N - 1)
     with pytest.raises(ValueError, match="32 query row blocks"):
         key_lists(paper, rows, None, N, N)
+
+
+@pytest.mark.parametrize("make, what", [(lambda *a: query_lists(*a, False), "steps"), (lambda *a: key_lists(*a, N), "words")])
+def test_lists_that_kernels_could_not_count_are_refused(make, what, monkeypatch):
+    pattern = ranges_of(PAPER, 4, 4)
+    lists = make(pattern, range(N), None, N)
+    length = len(lists.steps if what == "steps" else lists.words)
+    monkeypatch.setattr(step_lists, "MOST_STEPS", length + 1)
+    make(pattern, range(N), None, N)
+    monkeypatch.setattr(step_lists, "MOST_STEPS", length)
+    with pytest.raises(ValueError, match=f"lists of {length} {what}; expected fewer than {length}; use more context- or tensor-parallel"):
+        make(pattern, range(N), None, N)

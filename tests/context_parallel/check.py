@@ -75,7 +75,7 @@ def waits(function, device) -> str:
 
 
 def check_case(
-    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "collective"
+    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
 ) -> dict[str, dict]:
     """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are the plan's, and what
     a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", choices=cases(on_gpu, 64), help=f"default: all but {', '.join(EXTRA)}")
     parser.add_argument("--comm-types", nargs="+", choices=COMM_TYPES, default=COMM_TYPES)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="collective", help="of sparse")
+    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of sparse")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from s2_megatron import cp_watch
 from s2_megatron.cp_copies import timeout_of
 from s2_megatron.cp_watch import ARRIVED, STARTED, TIMEOUT, Board, Lateness, Watch
 
@@ -40,22 +41,60 @@ def test_a_board_is_shared_and_its_ranks_are_apart():
     assert first.address() % 4096 == 0, "a GPU's driver locks pages"
 
 
-def test_what_is_late():
+@pytest.fixture
+def looks(monkeypatch):
+    """looks(late, seconds) looks once a second until then, and says whether the last look found an exchange late."""
+    monkeypatch.setattr(cp_watch, "LONGEST_GAP", 1.5)
+    now = [1e6]  # a machine that has been up for a while
+
+    def looks(late, seconds, **how):
+        for _ in range(seconds):
+            now[0] += 1
+            found = late.look(now[0], **how)
+        return found
+
+    looks.now = now
+    return looks
+
+
+def test_what_is_late(looks):
     board = board_of(4)
     late = Lateness(board, 1)
-    assert not late.look(100.0), "nothing was ever sent"
-    board.set(1, TIMEOUT, 20_000)
+    assert not looks(late, 100), "nothing was ever sent"
     board.set(1, STARTED, 2)
-    assert not late.look(119.0) and late.look(121.0), "since it was last seen with nothing under way"
-    board.set(1, ARRIVED, 1)
-    assert not late.look(121.0) and not late.look(140.0), "another one arrived"
+    assert not looks(late, 100), "the timeout is not there yet"
     board.set(1, ARRIVED, 2)
-    assert not late.look(1000.0)
-    assert not late.look(2000.0), "all arrived"
-    board.set(1, STARTED, 3)
-    assert not late.look(2019.0) and late.look(2021.0)
+    looks(late, 1)
+    board.set(1, TIMEOUT, 20_000)
+    board.set(1, STARTED, 4)
+    assert not looks(late, 20) and looks(late, 1)
+    board.set(1, ARRIVED, 3)
+    assert not looks(late, 21) and looks(late, 1), "since another one arrived"
+    board.set(1, ARRIVED, 4)
+    assert not looks(late, 100), "all arrived"
+    board.set(1, STARTED, 5)
+    assert not looks(late, 20) and looks(late, 1)
     board.set(1, TIMEOUT, 60_000)
-    assert not late.look(2021.0)
+    assert not looks(late, 1)
+
+
+def test_the_first_look_may_find_an_exchange_under_way(looks):
+    board = board_of(1)
+    board.set(0, TIMEOUT, 20_000)
+    board.set(0, STARTED, 1)
+    late = Lateness(board, 0)
+    assert not looks(late, 21) and looks(late, 1)
+
+
+def test_time_that_does_not_count(looks):
+    board = board_of(1)
+    late = Lateness(board, 0)
+    board.set(0, TIMEOUT, 20_000)
+    board.set(0, STARTED, 1)
+    assert not looks(late, 10)
+    assert not looks(late, 100, stopped=True), "by a debugger, or Ctrl-Z"
+    looks.now[0] += 1000  # the machine was suspended
+    assert not looks(late, 1) and not looks(late, 11) and looks(late, 1)
 
 
 def test_who_is_missing():
@@ -111,33 +150,72 @@ def gone(pid: int) -> bool:
     return True
 
 
-def test_it_ends_a_process_that_waits(monkeypatch, tmp_path):
+@pytest.fixture
+def hasty(tmp_path):
+    """HANGING, with a watch that has little patience when it has found something."""
     short = tmp_path / "cp_watch.py"
-    short.write_text((ROOT / "s2_megatron" / "cp_watch.py").read_text().replace("GRACE = 10.0", "GRACE = 0.5"))
-    script = HANGING.replace("board = ", f"cp_watch.__file__ = {str(short)!r}\nboard = ")
+    short.write_text((ROOT / "s2_megatron" / "cp_watch.py").read_text().replace("GRACE = 10.0", "GRACE = 2.0"))
+    return HANGING.replace("board = ", f"cp_watch.__file__ = {str(short)!r}\nboard = ")
+
+
+def test_it_ends_a_process_that_waits(hasty):
     start = time.monotonic()
-    done = run(script, board_of(2))
-    assert done.returncode < 0, "by a signal"
+    done = run(hasty, board_of(2))
+    assert done.returncode == -6
     assert "rank 3: context-parallel exchange failed after 0 s; did not come: rank 5" in done.stderr
-    assert 1 <= time.monotonic() - start < 30
+    assert 2.5 <= time.monotonic() - start < 30
     assert gone(int(done.stdout))
+
+
+def test_a_process_that_does_not_mind_is_killed(hasty):
+    done = run(hasty.replace("ctypes.PyDLL", "import signal; signal.signal(6, signal.SIG_IGN); ctypes.PyDLL"), board_of(2))
+    assert done.returncode == -9
+
+
+def test_an_exchange_that_arrives_after_all(hasty):
+    late = "import time; time.sleep(1.5); ctypes.c_uint64.from_address(watch.arrived_at).value = 2; time.sleep(4)"
+    done = run(hasty.replace("ctypes.PyDLL(None).sleep(100)", late), board_of(2))
+    assert done.returncode == 0
+    assert "failed after 0 s; did not come: rank 5\nrank 3: the exchange has arrived after all\n" in done.stderr
 
 
 @pytest.mark.parametrize("end", ["", "os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_it_ends_with_its_process(end):
-    script = HANGING.replace("lambda: 0.5", "lambda: 50.0").replace("ctypes.PyDLL(None).sleep(100)", end)
+    script = HANGING.replace("lambda: 0.5", "lambda: 50.0").replace("ctypes.PyDLL(None).sleep(100)", f"watch.wait_until_up(30)\n{end}")
     done = run(script, board_of(2))
     assert done.returncode == {"": 0, "os._exit(3)": 3}.get(end, -9)
     assert gone(int(done.stdout)) and "failed" not in done.stderr
 
 
-def test_a_watch_that_is_closed():
+def test_a_watch_that_is_closed_and_one_that_ends(capsys):
     board = board_of(1)
-    watch = Watch(board, 0, [0], lambda: 0.1)
-    assert [watch.issue(), watch.issue(), board.get(0, STARTED), board.get(0, TIMEOUT)] == [1, 2, 2, 100]
-    deadline = time.monotonic() + 30
-    while not watch.watched() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert watch.watched() and watch.arrived() == 0
+    watch = Watch(board, 0, [0], lambda: 500.0)
+    assert [watch.issue(), watch.issue(), board.get(0, STARTED), board.get(0, TIMEOUT)] == [1, 2, 2, 500_000]
+    watch.wait_until_up(30)
+    assert watch.arrived() == 0
     watch.close()
     assert watch._process.returncode == -9
+    assert watch.issue() == 3
+    assert capsys.readouterr().out == "S2: the process that watches exchanges ended (-9); started again\n"
+    watch.wait_until_up(30)
+    watch.close()
+    board.close()
+
+
+def test_a_watch_that_does_not_come_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(cp_watch, "__file__", str(tmp_path / "nothing.py"))
+    watch = Watch(board_of(1), 0, [0], lambda: 500.0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"did not come up: .*nothing\.py"):
+        watch.wait_until_up(30)
+    assert time.monotonic() - start < 20, "it has ended, so nobody waits for it"
+
+
+def test_no_room_for_a_board(monkeypatch, tmp_path):
+    monkeypatch.setattr(cp_watch, "LOCKED_MEMORY", str(tmp_path))
+    with pytest.raises(OSError, match=r"^\[Errno"):
+        Board.create(2**50)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(cp_watch, "LOCKED_MEMORY", str(tmp_path / "nowhere"))
+    with pytest.raises(OSError, match="nowhere"):
+        Board.create(2)

@@ -139,6 +139,13 @@ def write_now(address, number):
     ctypes.c_uint64.from_address(address).value = number
 
 
+def what_is_open():
+    """Descriptors and children of this process, and its boards."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    boards = sum("s2-exchange-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return len(os.listdir("/proc/self/fd")), len(children), boards
+
+
 def copies(group):
     """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
     results = {}
@@ -156,23 +163,39 @@ def copies(group):
     results["arenas"], results["watched"] = arenas.made, shared.watch.arrived()
     results["broken promises"] = arenas.broken
 
-    def made_where(works):
-        def make(group, device, lane_bytes):
-            arena = SharedArenas(group).make(lane_bytes)
-            if not works:
-                raise RuntimeError("no peer access\nand more lines")
-            return arena
+    def made(broken=None):
+        """broken: a step that fails on rank 1."""
+
+        def failing(step, function):
+            def run(*arguments):
+                fails = step == broken and group.rank() == 1
+                result = function(*arguments) if step == "arena" or not fails else None  # arenas are made together
+                if fails:
+                    raise OSError(f"no {step}\nand more lines")
+                return result
+
+            return run
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(cp_copies, "symmetric_arena", make))
+            arena = failing("arena", lambda group, device, lane_bytes: SharedArenas(group).make(lane_bytes))
+            stack.enter_context(patch.object(cp_copies, "symmetric_arena", arena))
+            stack.enter_context(patch.object(cp_copies, "Watch", failing("watch", cp_watch.Watch)))
+            stack.enter_context(patch.object(cp_copies, "Board", failing("board", cp_watch.Board)))
+            stack.enter_context(patch.object(cp_copies.Board, "create", cp_watch.Board.create, create=True))
             stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
             stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
             stack.enter_context(patch.object(cp_copies, "_note", write_now))
-            stack.enter_context(patch.object(cp_copies, "_reachable", lambda board: None))
+            stack.enter_context(patch.object(cp_copies, "_lock", failing("lock", lambda board: None)))
+            stack.enter_context(patch.object(cp_copies, "_unlock", lambda board: None))
+            before = what_is_open()
             found, reason = cp_copies._try_copies(group, torch.device("cpu"))
+        if found is None:
+            assert what_is_open() == before, "something is left"
         return [found is not None, reason]
 
-    results["where it works"], results["where it fails on rank 1"] = made_where(True), made_where(group.rank() != 1)
+    results["where it works"] = made()
+    results["where it fails"] = {step: made(step) for step in ("board", "watch", "lock", "arena")}
+    assert not list(Path(cp_watch.LOCKED_MEMORY).glob("s2-exchange-*"))
     return results
 
 
