@@ -30,8 +30,8 @@ class Turns:
     ValueError."""
 
     def __init__(self, group, device: torch.device, warmup: int, repeats: int):
-        if repeats < 1 or warmup < (device.type == "cuda"):
-            raise ValueError(f"--warmup {warmup} --repeats {repeats}; expected 1 or more of each (on a CPU no warm-up is needed)")
+        if repeats < 1 or (warmup < 2 and device.type == "cuda"):  # the first turn compiles, the second says how many calls are a lead
+            raise ValueError(f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2 (on a CPU 0) and --repeats 1")
         self._group, self._device, self._warmup, self._repeats = group, device, warmup, repeats
 
     def medians(self, calls: Sequence[Call]) -> list[tuple[float, float]]:

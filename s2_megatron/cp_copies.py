@@ -206,13 +206,19 @@ def _note(address: int, number: int) -> None:
     _checked(driver.cuStreamWriteValue64(torch.cuda.current_stream().cuda_stream, address, number, 0))
 
 
+def _shareable(n_bytes: int, device: torch.device) -> torch.Tensor:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
 def symmetric_arena(group, device: torch.device, lane_bytes: Sequence[int]) -> Arena:
     """An arena in CUDA memory that torch shares between processes. A collective call, which waits for the device."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     rank, size = group.rank(), group.size()
     torch.cuda.empty_cache()  # it is not torch's caching allocator that is asked
-    memory = symmetric_memory.empty(FLAG_BYTES + sum(lane_bytes), dtype=torch.uint8, device=device)
+    memory = _shareable(FLAG_BYTES + sum(lane_bytes), device)
     flags = memory[:FLAG_BYTES].view(torch.int32).zero_()
     flags[free_flags(rank, size)] = 1
     torch.cuda.synchronize(device)  # the flags are there, and nothing reads an arena before, when others see this one
@@ -228,7 +234,8 @@ def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | Non
     """What copies blocks between the ranks of a group, or None where they travel by all_to_all_single. One for all layers. Says which, and why,
     where that was not the choice.
 
-    transport: 'auto' copies where it can. A collective call, the first time. Raises ValueError for 'copies' where that is not possible.
+    transport: 'auto' copies where it can. A collective call, the first time. Raises ValueError for 'copies' where that is not possible, and
+    StreamsWait where flags can be set but do not arrive.
     """
     if transport == "collective":
         copies, reason = None, "--s2-cp-transport collective"
@@ -248,11 +255,11 @@ def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | Non
 
 
 def _try_copies(group, device: torch.device) -> tuple[PeerCopies | None, str | None]:
-    """(copies, None), or (None, why not), on all ranks alike."""
+    """(copies, None), or (None, why not), on all ranks alike. Raises StreamsWait, which is the end of the run."""
     if not one_host(group):
         return None, "the ranks are on several hosts"
     # What a rank does alone is agreed on at once: the others would wait for one that does not come to the next step.
-    _, reason = _agreed(group, lambda: _stream_operations([]))
+    _, reason = _agreed(group, lambda: (_stream_operations([]), _shareable(FLAG_BYTES, device)))
     board, reason = shared_board(group) if reason is None else (None, reason)
     if reason is not None:
         return None, reason
@@ -307,15 +314,20 @@ def shared_board(group) -> tuple[Board | None, str | None]:
 
 def _lock(board: Board) -> None:
     """Lets the GPU write to a board. Raises RuntimeError."""
-    error = int(torch.cuda.cudart().cudaHostRegister(board.address(), len(board.memory), 0))
-    if error:
-        with suppress(RuntimeError):  # CUDA keeps the error for the next one who asks, which would be a kernel that is right
-            torch.zeros(1, device="cuda")
+    if error := int(torch.cuda.cudart().cudaHostRegister(board.address(), len(board.memory), 0)):
+        _forget_error()
         raise RuntimeError(f"cudaHostRegister: error {error}")
 
 
 def _unlock(board: Board) -> None:
-    torch.cuda.cudart().cudaHostUnregister(board.address())
+    if int(torch.cuda.cudart().cudaHostUnregister(board.address())):
+        _forget_error()
+
+
+def _forget_error() -> None:
+    """CUDA keeps it for the next one who asks, which would be a kernel that is right."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def timeout_of(group, device: torch.device) -> float:

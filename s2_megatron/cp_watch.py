@@ -17,16 +17,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 
 PERIOD = 0.2  # seconds between two looks
 LONGEST_GAP = 5 * PERIOD  # on a busy machine
-GRACE = 10.0  # seconds before the end, in which a watchdog that saw it too writes down what it knows
+GRACE = 10.0  # seconds of lateness before the end, in which a watchdog that saw it too writes down what it knows
 ABORT_SECONDS = 5.0  # for a process to end after SIGABRT
+RESTART_SECONDS = 10.0
 
 WORDS, WORD_BYTES = 8, 8  # of a rank on the board: a cache line
-STARTED, ARRIVED, TIMEOUT, WATCHED = range(4)  # exchanges, exchanges, milliseconds, whether its second process runs
+# Exchanges, exchanges, milliseconds, whether its second process runs, whether it is stopped.
+STARTED, ARRIVED, TIMEOUT, WATCHED, STOPPED = range(5)
 LOCKED_MEMORY = "/dev/shm"  # files there can be locked for a GPU
 
 
@@ -67,16 +70,21 @@ class Board:
 
     def close(self) -> None:
         self._words.release()
-        self.memory.close()
-        os.close(self.descriptor)
+        try:
+            self.memory.close()
+        finally:
+            os.close(self.descriptor)
 
 
 class Watch:
     """One rank's exchanges under the eyes of a second process. rank: in the group; names: of all its ranks. timeout: seconds that an exchange
-    may take, asked for with every one. Raises OSError."""
+    may take, asked for with every one. Raises OSError.
+
+    A second process that ended is started again with the next exchange, if it had lived for a while; until then nobody watches this rank.
+    """
 
     def __init__(self, board: Board, rank: int, names: Sequence[int], timeout: Callable[[], float]):
-        self.board, self._rank, self._timeout = board, rank, timeout
+        self.board, self._rank, self._name, self._timeout = board, rank, names[rank], timeout
         arguments = [os.getpid(), board.descriptor, rank, *names]
         self._command = [sys.executable, "-I", "-S", __file__, *map(str, arguments)]
         self._start()
@@ -85,6 +93,7 @@ class Watch:
         self.board.set(self._rank, WATCHED, 0)
         # A session of its own: Ctrl-C is for the ranks.
         self._process = subprocess.Popen(self._command, pass_fds=(self.board.descriptor,), start_new_session=True)
+        self._started = time.monotonic()
 
     def wait_until_up(self, seconds: float) -> None:
         """Raises RuntimeError when it does not come up."""
@@ -96,8 +105,8 @@ class Watch:
 
     def issue(self) -> int:
         """The number of one more exchange, which is to be written to `arrived_at` once it has arrived. It is watched from now on."""
-        if self._process.poll() is not None:
-            print(f"S2: the process that watches exchanges ended ({self._process.returncode}); started again", flush=True)
+        if self._process.poll() is not None and time.monotonic() - self._started > RESTART_SECONDS:
+            print(f"rank {self._name}: the process that watches exchanges ended ({self._process.returncode}); started again", flush=True)
             self._start()
         number = self.board.get(self._rank, STARTED) + 1
         self.board.set(self._rank, TIMEOUT, int(self._timeout() * 1e3))
@@ -125,17 +134,22 @@ class Lateness:
         self._board, self._rank = board, rank
         self._arrived, self._since, self._looked = 0, None, None
 
-    def look(self, now: float, stopped: bool = False) -> bool:
-        """Whether an exchange has been under way for longer than its timeout, and none arrived since. now: seconds. stopped: the rank is, by a
-        signal or a debugger. That time does not count, nor that in which nobody looked: the machine may have been suspended."""
+    def look(self, now: float) -> float:
+        """Seconds by which an exchange that is under way has exceeded its timeout, with none arriving since; 0 when it has not. now: seconds.
+
+        Time in which a rank of the group was stopped, by a signal or a debugger, does not count, nor that in which nobody looked: the machine
+        may have been suspended.
+        """
         arrived, timeout = self._board.get(self._rank, ARRIVED), self._board.get(self._rank, TIMEOUT) / 1e3
         gap = 0.0 if self._looked is None else now - self._looked
         self._looked = now
         if self._since is None or arrived != self._arrived or arrived >= self._board.get(self._rank, STARTED):
             self._arrived, self._since = arrived, now
-        elif stopped or gap > LONGEST_GAP:
+        elif any(self._board.get(rank, STOPPED) for rank in range(len(self._board))):
             self._since += gap
-        return timeout > 0 and now - self._since > timeout
+        elif gap > LONGEST_GAP:
+            self._since += gap - PERIOD
+        return max(0.0, now - self._since - timeout) if timeout else 0.0
 
     def who(self, names: Sequence[int]) -> str:
         """names: of the ranks."""
@@ -148,10 +162,6 @@ class Lateness:
         return f"all ranks came, so a GPU is busy with something else (exchanges that arrived: {seen})"
 
 
-class _Gone(Exception):
-    """The watched process has ended."""
-
-
 def _is_stopped(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat") as file:
@@ -160,38 +170,47 @@ def _is_stopped(process: int) -> bool:
         return False
 
 
+def _say(text: str) -> None:
+    """In a thread: a pipe that nobody reads must not keep the end from coming."""
+
+    def write():
+        with contextlib.suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
+
+
+def _end(process: int) -> None:
+    """Of the parent."""
+    for number, patience in ((signal.SIGABRT, ABORT_SECONDS), (signal.SIGKILL, 0.0)):
+        if os.getppid() == process:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and os.getppid() == process:
+            time.sleep(PERIOD)
+
+
 def watch(parent: int, descriptor: int, rank: int, *names: int) -> None:
     """What the second process does. names: of the group's ranks."""
     board = Board(descriptor)
-    lateness, name = Lateness(board, rank), names[rank]
-
-    def is_late() -> bool:
+    lateness, said = Lateness(board, rank), False
+    while os.getppid() == parent:
+        board.set(rank, STOPPED, _is_stopped(parent))
+        late = lateness.look(time.monotonic())
+        board.set(rank, WATCHED, 1)
+        if late > GRACE:
+            _end(parent)
+            break
+        if late and not said:
+            seconds = board.get(rank, TIMEOUT) / 1e3
+            _say(f"rank {names[rank]}: context-parallel exchange failed after {seconds:.0f} s; {lateness.who(names)}")
+        elif said and not late:
+            _say(f"rank {names[rank]}: the exchange has arrived after all")
+        said = late > 0
         time.sleep(PERIOD)
-        if os.getppid() != parent:
-            raise _Gone
-        return lateness.look(time.monotonic(), _is_stopped(parent))
-
-    def say(text: str) -> None:
-        print(f"rank {name}: {text}", file=sys.stderr, flush=True)
-
-    lateness.look(time.monotonic())
-    board.set(rank, WATCHED, 1)
-    with contextlib.suppress(_Gone, ProcessLookupError):
-        while True:
-            while not is_late():
-                pass
-            say(f"context-parallel exchange failed after {board.get(rank, TIMEOUT) / 1e3:.0f} s; {lateness.who(names)}")
-            end = time.monotonic() + GRACE
-            while (late := is_late()) and time.monotonic() < end:
-                pass
-            if late:
-                break
-            say("the exchange has arrived after all")
-        os.kill(parent, signal.SIGABRT)
-        end = time.monotonic() + ABORT_SECONDS
-        while time.monotonic() < end:
-            is_late()
-        os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

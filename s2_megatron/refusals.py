@@ -153,10 +153,10 @@ REFUSALS: tuple[Refusal, ...] = (
             "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
             "use --position-embedding-type rope"),
     Refusal("apply_rope_fusion", lambda args: args.apply_rope_fusion and _FusedRope(args).elements > FUSED_ROPE_ELEMENTS,
-            "fused RoPE of {rope.elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of queries, keys "
-            "and values / --tensor-model-parallel-size), but Transformer Engine's kernel addresses "
-            f"{FUSED_ROPE_ELEMENTS} and would read other memory for the last tokens, without an error",
-            "add --no-rope-fusion, or take more tensor- or context-parallel ranks"),
+            "fused RoPE of {rope.elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of a row that "
+            f"holds a rank's queries and keys), but Transformer Engine's kernel addresses {FUSED_ROPE_ELEMENTS} and would read other memory "
+            "for the last tokens, without an error",
+            "add --no-rope-fusion, or take a larger --context-parallel-size"),
     Refusal("inprocess_restart", lambda args: args.inprocess_restart and _copies_blocks(args),
             "--inprocess-restart with --s2-cp-transport {args.s2_cp_transport}: a stream that waits for another GPU's copy cannot be aborted",
             "use --s2-cp-transport collective"),

@@ -18,7 +18,7 @@ from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.patterns import HeadPattern, Pattern
 
 MOST_SLOTS, MOST_ROW_BLOCKS, MOST_MEMBERS = 2**24, 2**19, 127  # what the bits of a step and of a word can hold
-MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"  # and words: kernels count them in 32 bits, a step twice
+MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"  # and words: kernels address them in 32 bits, a step has two
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 LAST = 1 << 4  # the bit of a word that ends a column
 LONG = 1.5  # times the mean number of words, from where on a column is a long one

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from s2_megatron import cp_watch
 from s2_megatron.cp_copies import timeout_of
-from s2_megatron.cp_watch import ARRIVED, STARTED, TIMEOUT, Board, Lateness, Watch
+from s2_megatron.cp_watch import ARRIVED, STARTED, STOPPED, TIMEOUT, Board, Lateness, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,14 +45,15 @@ def test_a_board_is_shared_and_its_ranks_are_apart():
 
 @pytest.fixture
 def looks(monkeypatch):
-    """looks(late, seconds) looks once a second until then, and says whether the last look found an exchange late."""
-    monkeypatch.setattr(cp_watch, "LONGEST_GAP", 1.5)
+    """looks(late, seconds) looks once a second until then, and returns what the last look found."""
+    monkeypatch.setattr(cp_watch, "PERIOD", 1.0)
+    monkeypatch.setattr(cp_watch, "LONGEST_GAP", 5.0)
     now = [1e6]  # a machine that has been up for a while
 
-    def looks(late, seconds, **how):
+    def looks(late, seconds):
         for _ in range(seconds):
             now[0] += 1
-            found = late.look(now[0], **how)
+            found = late.look(now[0])
         return found
 
     looks.now = now
@@ -60,22 +63,22 @@ def looks(monkeypatch):
 def test_what_is_late(looks):
     board = board_of(4)
     late = Lateness(board, 1)
-    assert not looks(late, 100), "nothing was ever sent"
+    assert looks(late, 100) == 0, "nothing was ever sent"
     board.set(1, STARTED, 2)
-    assert not looks(late, 100), "the timeout is not there yet"
+    assert looks(late, 100) == 0, "the timeout is not there yet"
     board.set(1, ARRIVED, 2)
     looks(late, 1)
     board.set(1, TIMEOUT, 20_000)
     board.set(1, STARTED, 4)
-    assert not looks(late, 20) and looks(late, 1)
+    assert [looks(late, 20), looks(late, 1), looks(late, 5)] == [0, 1, 6]
     board.set(1, ARRIVED, 3)
-    assert not looks(late, 21) and looks(late, 1), "since another one arrived"
+    assert [looks(late, 21), looks(late, 1)] == [0, 1], "since another one arrived"
     board.set(1, ARRIVED, 4)
-    assert not looks(late, 100), "all arrived"
+    assert looks(late, 100) == 0, "all arrived"
     board.set(1, STARTED, 5)
-    assert not looks(late, 20) and looks(late, 1)
+    assert [looks(late, 20), looks(late, 3)] == [0, 3]
     board.set(1, TIMEOUT, 60_000)
-    assert not looks(late, 1)
+    assert looks(late, 1) == 0
 
 
 def test_the_first_look_may_find_an_exchange_under_way(looks):
@@ -83,18 +86,41 @@ def test_the_first_look_may_find_an_exchange_under_way(looks):
     board.set(0, TIMEOUT, 20_000)
     board.set(0, STARTED, 1)
     late = Lateness(board, 0)
-    assert not looks(late, 21) and looks(late, 1)
+    assert [looks(late, 21), looks(late, 1)] == [0, 1]
 
 
 def test_time_that_does_not_count(looks):
-    board = board_of(1)
+    board = board_of(2)
     late = Lateness(board, 0)
     board.set(0, TIMEOUT, 20_000)
     board.set(0, STARTED, 1)
-    assert not looks(late, 10)
-    assert not looks(late, 100, stopped=True), "by a debugger, or Ctrl-Z"
+    assert looks(late, 11) == 0
+    board.set(1, STOPPED, 1)
+    assert looks(late, 100) == 0, "the other rank is in a debugger"
+    board.set(1, STOPPED, 0)
     looks.now[0] += 1000  # the machine was suspended
-    assert not looks(late, 1) and not looks(late, 11) and looks(late, 1)
+    assert [looks(late, 1), looks(late, 9), looks(late, 2)] == [0, 0, 2]
+    looks.now[0] += 1000
+    assert looks(late, 1) == 3, "also when it is late already"
+    for _ in range(4):
+        looks.now[0] += 10
+        late.look(looks.now[0])
+    assert late.look(looks.now[0]) == 7, "a machine on which every look comes late ends, too"
+
+
+def test_a_stopped_process_is_seen():
+    process = subprocess.Popen(["sleep", "100"])
+    try:
+        assert not cp_watch._is_stopped(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while not cp_watch._is_stopped(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert cp_watch._is_stopped(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert not cp_watch._is_stopped(process.pid)
 
 
 def test_who_is_missing():
@@ -173,7 +199,7 @@ def test_a_process_that_does_not_mind_is_killed(hasty):
 
 
 def test_an_exchange_that_arrives_after_all(hasty):
-    late = "import time; time.sleep(1.5); ctypes.c_uint64.from_address(watch.arrived_at).value = 2; time.sleep(4)"
+    late = "import time; watch.wait_until_up(30); time.sleep(1.5); ctypes.c_uint64.from_address(watch.arrived_at).value = 2; time.sleep(4)"
     done = run(hasty.replace("ctypes.PyDLL(None).sleep(100)", late), board_of(2))
     assert done.returncode == 0
     assert "failed after 0 s; did not come: rank 5\nrank 3: the exchange has arrived after all\n" in done.stderr
@@ -187,16 +213,18 @@ def test_it_ends_with_its_process(end):
     assert gone(int(done.stdout)) and "failed" not in done.stderr
 
 
-def test_a_watch_that_is_closed_and_one_that_ends(capsys):
+def test_a_watch_that_is_closed_and_one_that_ends(capsys, monkeypatch):
     board = board_of(1)
-    watch = Watch(board, 0, [0], lambda: 500.0)
+    watch = Watch(board, 0, [6], lambda: 500.0)
     assert [watch.issue(), watch.issue(), board.get(0, STARTED), board.get(0, TIMEOUT)] == [1, 2, 2, 500_000]
     watch.wait_until_up(30)
     assert watch.arrived() == 0
     watch.close()
     assert watch._process.returncode == -9
-    assert watch.issue() == 3
-    assert capsys.readouterr().out == "S2: the process that watches exchanges ended (-9); started again\n"
+    assert watch.issue() == 3 and watch._process.returncode == -9, "one that ends at once is not started for every exchange"
+    monkeypatch.setattr(cp_watch, "RESTART_SECONDS", 0.0)
+    assert watch.issue() == 4
+    assert capsys.readouterr().out == "rank 6: the process that watches exchanges ended (-9); started again\n"
     watch.wait_until_up(30)
     watch.close()
     board.close()
@@ -213,8 +241,9 @@ def test_a_watch_that_does_not_come_up(monkeypatch, tmp_path):
 
 def test_no_room_for_a_board(monkeypatch, tmp_path):
     monkeypatch.setattr(cp_watch, "LOCKED_MEMORY", str(tmp_path))
-    with pytest.raises(OSError, match=r"^\[Errno"):
-        Board.create(2**50)
+    monkeypatch.setattr(cp_watch.os, "posix_fallocate", Mock(side_effect=OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        Board.create(2)
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(cp_watch, "LOCKED_MEMORY", str(tmp_path / "nowhere"))
     with pytest.raises(OSError, match="nowhere"):

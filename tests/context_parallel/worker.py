@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import sys
+import tempfile
 import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -185,6 +186,7 @@ def copies(group):
             stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
             stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
             stack.enter_context(patch.object(cp_copies, "_note", write_now))
+            stack.enter_context(patch.object(cp_copies, "_shareable", failing("memory", lambda n_bytes, device: None)))
             stack.enter_context(patch.object(cp_copies, "_lock", failing("lock", lambda board: None)))
             stack.enter_context(patch.object(cp_copies, "_unlock", lambda board: None))
             before = what_is_open()
@@ -193,9 +195,10 @@ def copies(group):
             assert what_is_open() == before, "something is left"
         return [found is not None, reason]
 
-    results["where it works"] = made()
-    results["where it fails"] = {step: made(step) for step in ("board", "watch", "lock", "arena")}
-    assert not list(Path(cp_watch.LOCKED_MEMORY).glob("s2-exchange-*"))
+    with tempfile.TemporaryDirectory() as folder, patch.object(cp_watch, "LOCKED_MEMORY", folder):
+        results["where it works"] = made()
+        results["where it fails"] = {step: made(step) for step in ("memory", "board", "watch", "lock", "arena")}
+        assert not os.listdir(folder)
     return results
 
 
