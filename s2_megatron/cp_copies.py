@@ -71,10 +71,10 @@ class Arena:
 
     def send(self, lane: int, sent: torch.Tensor, route: Route) -> None:
         """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on the current stream."""
-        source, n_bytes = sent.view(-1).view(torch.uint8), 0
+        source, row_bytes, n_bytes = sent.view(-1).view(torch.uint8), _row_bytes(sent), 0
         self._take[lane]()
         for peer, *rows in route.pieces:
-            first, length, place = (_row_bytes(sent) * number for number in rows)
+            first, length, place = (row_bytes * number for number in rows)
             self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
             n_bytes += length
         self._hand_over[lane]()

@@ -85,6 +85,7 @@ class Watch:
 
     def __init__(self, board: Board, rank: int, names: Sequence[int], timeout: Callable[[], float]):
         self.board, self._rank, self._name, self._timeout = board, rank, names[rank], timeout
+        self.arrived_at = board.address(rank, ARRIVED)
         arguments = [os.getpid(), board.descriptor, rank, *names]
         self._command = [sys.executable, "-I", "-S", __file__, *map(str, arguments)]
         self._start()
@@ -104,7 +105,7 @@ class Watch:
             time.sleep(1e-3)
 
     def issue(self) -> int:
-        """The number of one more exchange, which is to be written to `arrived_at` once it has arrived. It is watched from now on."""
+        """The number of one more exchange, to be written to the 64 bits at `arrived_at` when it has arrived. It is watched from now on."""
         if self._process.poll() is not None and time.monotonic() - self._started > RESTART_SECONDS:
             print(f"rank {self._name}: the process that watches exchanges ended ({self._process.returncode}); started again", flush=True)
             self._start()
@@ -112,11 +113,6 @@ class Watch:
         self.board.set(self._rank, TIMEOUT, int(self._timeout() * 1e3))
         self.board.set(self._rank, STARTED, number)
         return number
-
-    @property
-    def arrived_at(self) -> int:
-        """The address of 64 bits."""
-        return self.board.address(self._rank, ARRIVED)
 
     def arrived(self) -> int:
         return self.board.get(self._rank, ARRIVED)

@@ -93,7 +93,11 @@ def test_ignored_flags_are_said(cases):
     "size, types, keep, transport, said",
     [
         (1, ["a2a"], True, "copies", "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect"),
-        (2, ["a2a", "a2a"], False, "copies", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a a2a: no effect"),
+        (
+            *(2, ["a2a", "all_gather"], False, "copies"),
+            "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect",
+        ),
+        (2, ["a2a"], False, "collective", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a: no effect"),
         (2, ["a2a", "sparse"], True, "copies", None),
         (2, ["a2a"], True, "auto", None),
         (1, ["sparse"], False, "auto", None),

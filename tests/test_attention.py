@@ -313,15 +313,21 @@ def test_strides_beyond_32_bits_inside_a_tile_are_refused():
 def test_a_gradient_with_such_strides_is_copied(monkeypatch):
     lines, taken = [], []
     monkeypatch.setattr(attention, "print_once", lines.append)
-    record = SimpleNamespace(delta=lambda grad_out, *rest: taken.append(grad_out.stride()))
+    names = "backward", "delta", "backward_dkdv", "backward_dq"
+    record = SimpleNamespace(**{name: lambda grad_out, *rest, **settings: taken.append(grad_out.stride()) for name in names})
     monkeypatch.setattr(attention, "_implementation", lambda backend: record)
     shape = (4, 1, 2, 8)
     out, lse = torch.empty(shape, device="meta"), torch.empty(1, 2, 4, device="meta")
     call = AttentionCall(build_layout(pattern_of(PAPER, 16, 2, 1)), 0.2, "sbhd", None, None, "triton", False)
     for strides in ((16, 16, 8, 1), (1, 8, 4, 2**23)):
-        attention.attention_delta(torch.empty_strided(shape, strides, device="meta"), out, lse, call)
-    assert taken == [(16, 8, 16, 1), (64, 32, 8, 1)]
-    assert lines == ["S2 attention copies the gradient of its output, whose strides (1, 8, 4, 8388608) do not fit into 32 bits inside a tile"]
+        grad = torch.empty_strided(shape, strides, device="meta")
+        attention_backward(grad, None, out, out, out, out, lse, call)
+        attention_delta(grad, out, lse, call)
+        attention_backward_dkdv(grad, out, out, out, lse, lse, out, out, call)
+        attention_backward_dq(grad, out, out, out, lse, lse, call)
+    assert taken == [(16, 8, 16, 1)] * 4 + [(64, 32, 8, 1)] * 4
+    line = "S2 attention copies the gradient of its output, whose strides (1, 8, 4, 8388608) do not fit into 32 bits inside a tile"
+    assert lines == [line] * 4
 
 
 def test_a_second_derivative_raises():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import context_parallel as benchmark
+from benchmarks.group_timing import Turns
 from benchmarks.predict import Layer, predict
 from s2_megatron.cp_plan import zigzag_blocks
 from tests.context_parallel.check import is_right
@@ -26,6 +27,12 @@ def bench():
     """As on four GPUs, for which nothing is computed."""
     args = benchmark.parse(["--head-dim", "64", "--keep-received", "--dense-heads", "2", "--transport", "collective"])
     return benchmark.Bench(args, SimpleNamespace(size=lambda: 4, rank=lambda: 0), torch.device("cuda"))
+
+
+def test_turns_without_a_lead_are_refused():
+    for warmup, repeats in ((1, 5), (2, 0)):
+        with pytest.raises(ValueError, match=f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2"):
+            Turns(None, torch.device("cuda"), warmup, repeats)
 
 
 def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from functools import cache
 
 import pytest
@@ -299,50 +298,6 @@ def test_accepted(name, config_file):
     assert result["error"] is None, result["message"]
     assert result["refused_by_megatron"] is None
     assert 0 < result["args"]["s2_density"] < 1
-
-
-@pytest.mark.parametrize(
-    "tokens, sizes, kv_heads, micro_batch, refused",
-    [
-        (2**20, (2, 2), 32, 1, True),
-        (2**20, (1, 4), 32, 1, True),
-        (2**20, (8, 1), 32, 1, False),
-        (2**20, (2, 4), 32, 1, False),
-        (2**20, (2, 4), 32, 2, True),
-        (2**20, (4, 1), None, 1, True),
-        (2**20, (4, 1), 4, 1, False),
-        (2**20, (16, 4), 4, 1, False),
-        (2**20, (16, 2), 4, 1, True),  # rows of all 40 heads, for ranks share KV heads
-        (2**20, (1, 4), 16, 1, False),  # 2**31 just fit
-        (2**20 + 4, (1, 4), 16, 1, True),
-    ],
-)
-def test_what_fused_rope_can_address(tokens, sizes, kv_heads, micro_batch, refused):
-    """The paper's 7B: 32 heads of 128. sizes: TP, CP."""
-    args = fused_rope_args(tokens, sizes, kv_heads, micro_batch)
-    (refusal,) = (refusal for refusal in REFUSALS if refusal.name == "apply_rope_fusion")
-    assert refusal.refused(args) == refused
-    args.apply_rope_fusion = False
-    assert not refusal.refused(args)
-
-
-def test_a_gate_widens_the_rows_and_norms_leave_them():
-    (refusal,) = (refusal for refusal in REFUSALS if refusal.name == "apply_rope_fusion")
-    rows_of_96_heads = fused_rope_args(2**19, (1, 4), 32, 1)
-    assert not refusal.refused(rows_of_96_heads)
-    assert not refusal.refused(Namespace(**{**vars(rows_of_96_heads), "attention_output_gate": True})), "128 heads: 2**31 just fit"
-    longer = fused_rope_args(2**19 + 512, (1, 4), 32, 1)
-    assert refusal.refused(Namespace(**{**vars(longer), "attention_output_gate": True})) and not refusal.refused(longer)
-    assert not refusal.refused(Namespace(**{**vars(fused_rope_args(2**20, (2, 2), 32, 1)), "qk_layernorm": True}))
-    assert refusal.refused(Namespace(**{**vars(fused_rope_args(2**21 + 512, (2, 2), 32, 1)), "qk_layernorm": True}))
-
-
-def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
-    return Namespace(
-        num_attention_heads=32, num_query_groups=kv_heads or 1, group_query_attention=kv_heads is not None, kv_channels=128, seq_length=tokens,
-        tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1], micro_batch_size=micro_batch, apply_rope_fusion=True,
-        qk_layernorm=False, attention_output_gate=False,
-    )  # fmt: skip
 
 
 def test_version_bounds(config_file):
