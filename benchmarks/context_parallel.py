@@ -1,7 +1,7 @@
 """Times one attention layer whose sequence lies on several GPUs, for every exchange, beside one GPU; counts what is sent.
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/context_parallel.py --seq-lengths 32768,131072 --json cp4.json
-    python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp4_collective.json      # no GPU needed
+    python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp2.json      # no GPU needed
 
 First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not timed. Then, per length:
 
@@ -21,8 +21,9 @@ estimated to hide it.
 --transport: of sparse, as --s2-cp-transport; `copies` and `collective` name it, auto says which it took. The JSON's transfer_ms is one exchange
 of K and V that nothing runs beside, without packing.
 
---predict N adds the row of `sparse` on N ranks that follows from the measured ones (predict.py says how), marked "predicted" in the table and
-the JSON; with --from FILE nothing is measured, and the rows of a JSON are the measured ones.
+--predict N adds the row of `sparse` on N ranks that follows from the measured ones and from what each of N ranks computes (--each-rank, a
+JSON of each_rank.py; predict.py says how), marked "predicted" in the table and the JSON; with --from FILE nothing is measured, and the rows of
+a JSON are the measured ones. --link: as if a rank received so many GB/s.
 
 `te:p2p` and the like are Transformer Engine's dense attention with that cp_comm_type, where it is installed. On a machine without GPUs the
 script runs over gloo with the reference backend, for its own test.
@@ -57,6 +58,8 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import check_case, is_right
 
 MIB = 2**20
+EACH_RANK = Path(__file__).resolve().parent / "results" / "h200_each_rank.json"
+LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")  # arguments that make it
 
 
 @contextmanager
@@ -82,6 +85,13 @@ def dense_heads(args):
     return {"spread": args.dense_heads} if args.dense_heads else ()
 
 
+def tensors(args, tokens, device, dtype):
+    """[query, key, value] as strided pieces of one projection, and the gradient of out."""
+    fused = torch.randn(tokens, 1, args.heads + 2 * args.kv_heads, args.head_dim, device=device, dtype=dtype)
+    parts = [part.requires_grad_() for part in fused.split([args.heads, args.kv_heads, args.kv_heads], 2)]
+    return parts, torch.randn(parts[0].shape, device=device, dtype=dtype)
+
+
 class Bench:
     def __init__(self, args, group, device):
         self.args, self.group, self.device = args, group, device
@@ -91,11 +101,7 @@ class Bench:
         self.turns = Turns(group, device, args.warmup, args.repeats)
 
     def tensors(self, tokens):
-        """[query, key, value] as strided pieces of one projection, and the gradient of out."""
-        args = self.args
-        fused = torch.randn(tokens, 1, args.heads + 2 * args.kv_heads, args.head_dim, device=self.device, dtype=self.dtype)
-        parts = [part.requires_grad_() for part in fused.split([args.heads, args.kv_heads, args.kv_heads], 2)]
-        return parts, torch.randn(parts[0].shape, device=self.device, dtype=self.dtype)
+        return tensors(self.args, tokens, self.device, self.dtype)
 
     def one_gpu(self, tokens):
         """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it lacks the memory."""
@@ -159,7 +165,7 @@ class Bench:
         if alone:
             row["speed_up"] = row["one_gpu_step_ms"] / row["step_ms"]
         if comm_type == "sparse":
-            exchange = cp.exchange(tokens, self.device)
+            exchange = cp.state(tokens, self.device).exchange
             row["transport"] = "collective" if exchange.copies is None else "copies"
             row["transfer_ms"] = self.transfer(exchange, parts)
         return row
@@ -226,32 +232,39 @@ def line_of(row: dict) -> str:
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
 
 
-def predictions(args, rows: list[dict], itemsize: int, ranks: int) -> list[dict]:
-    """The predicted row of every length of the rows, printed. Raises ValueError where what it takes was not measured."""
+def predictions(args, settings, rows: list[dict], itemsize: int) -> list[dict]:
+    """The predicted row of every length of the rows, printed. settings: of the layer that the rows are of. Raises ValueError where something
+    was not measured."""
+    each = json.loads(args.each_rank.read_text())
+    for name in LAYER:
+        if getattr(settings, name) != each["settings"][name]:
+            raise ValueError(f"{name} is {getattr(settings, name)} in the rows, and {each['settings'][name]} in {args.each_rank}; measure that "
+                             "with benchmarks/each_rank.py, and name it with --each-rank")
     found = []
-    for tokens in dict.fromkeys(row["tokens"] for row in rows):
-        found.append(predict(rows, Layer(pattern_of(args), tokens, args.head_dim, itemsize, args.keep_received), ranks))
+    lengths = set(map(int, args.seq_lengths.split(",")))
+    for tokens in dict.fromkeys(row["tokens"] for row in rows if row["tokens"] in lengths):
+        layer = Layer(pattern_of(settings), tokens, settings.head_dim, itemsize, settings.keep_received)
+        found.append(predict(rows, each["rows"], layer, args.predict, args.link))
         print(f"{line_of(found[-1])}\n{explained(found[-1])}", flush=True)
     return found
 
 
 def predict_from(args) -> None:
-    """The predictions from the rows of a JSON; with --json all of them in another one."""
-    content = json.loads(args.source.read_text())
+    """The predictions from the rows of a JSON; with --json in another one, which names both files."""
+    content, each = (json.loads(path.read_text()) for path in (args.source, args.each_rank))
     settings = argparse.Namespace(**content["settings"])
     if getattr(settings, "first_heads", None) is not None:
-        raise ValueError("its rows were measured with --first-heads, which --predict estimates; measure without it")
-    card = content["hardware"]["gpu"] if "hardware" in content else content["device"]
-    print(f"from {args.source}: {card}, commit {content['commit']}")
-    itemsize = getattr(torch, content.get("dtype", "bfloat16")).itemsize
+        raise ValueError("its rows were measured with --first-heads, which --predict takes as estimated; measure without it")
+    for path, measured in ((args.source, content), (args.each_rank, each)):
+        print(f"from {path}: {measured['hardware']['gpu']}, commit {measured['commit']}")
     rows = [row for row in content["rows"] if not row.get("predicted")]
-    found = predictions(settings, rows, itemsize, args.predict)
+    found = predictions(args, settings, rows, getattr(torch, content["dtype"]).itemsize)
     if args.json:
-        report.write_json(args.json, {**content, "rows": [*rows, *found]})
+        report.write_json(args.json, dict(sources=[str(args.source), str(args.each_rank)], rows=found))
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """The layer and its lengths."""
     parser.add_argument("--seq-lengths", default="32768,131072")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=32)
@@ -260,22 +273,29 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--local-tokens", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=16)
     parser.add_argument("--dense-heads", type=int, default=0)
+    parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several")
+    parser.add_argument("--keep-received", action="store_true")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_layer_arguments(parser)
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES))
     parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
-    parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several; checked and timed alike")
     parser.add_argument("--transport", choices=cp_copies.TRANSPORTS, default="auto", help="of sparse")
-    parser.add_argument("--keep-received", action="store_true")
     parser.add_argument("--first-heads", type=int, metavar="N", help="KV heads that visit their query tiles twice, of each rank")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
     parser.add_argument("--predict", type=int, metavar="RANKS", help="also predict the time of sparse on so many ranks")
     parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="with --predict: measure nothing, take the rows of a JSON")
+    parser.add_argument("--each-rank", type=Path, default=EACH_RANK, metavar="JSON", help="for --predict: what each_rank.py measured")
+    parser.add_argument("--link", type=float, metavar="GB/S", help="for --predict: what a rank receives, instead of the measured rate")
     args = parser.parse_args(arguments)
     if args.source and not args.predict:
         parser.error("--from is for --predict, which says for how many ranks")
     if args.first_heads is not None and (args.predict or args.first_heads < 0):
-        parser.error("--first-heads is 0 or more, and not for --predict, which estimates it")
+        parser.error("--first-heads is 0 or more, and not for --predict: each_rank.py has measured as many as are estimated")
     return args
 
 
@@ -284,7 +304,7 @@ def origin(args, dtype) -> dict:
     launcher = f"torchrun --nproc-per-node {dist.get_world_size()}"
     if (connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) is not None:
         launcher = f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {launcher}"
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "predict", "source")}
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "predict", "source", "each_rank", "link")}
     return dict(**report.provenance("benchmarks/context_parallel.py", sys.argv[1:], launcher), dtype=str(dtype)[6:], settings=settings)
 
 
@@ -333,8 +353,8 @@ def main() -> None:
             report.write_json(args.json, {**content, "rows": rows})
     if first and args.predict:
         try:
-            rows += predictions(args, rows, bench.dtype.itemsize, args.predict)
-        except ValueError as problem:
+            rows += predictions(args, args, rows, bench.dtype.itemsize)
+        except (OSError, ValueError) as problem:
             print(f"not predicted: {problem}", flush=True)
         if args.json:
             report.write_json(args.json, {**content, "rows": rows})

@@ -1,15 +1,13 @@
 """What `sparse` would take on more ranks, from what was measured on fewer: for tables whose GPUs cannot be had. Marked "predicted" everywhere.
 
-Measured are one GPU's time for the whole sequence, the step with and without its communication, and one exchange alone. Counted, from the
-plans of both numbers of ranks, are (query, key) pairs, bytes that travel, and bytes of partial results. Then
+Measured are, on fewer ranks, one GPU's time for the whole sequence, the step with and without its communication, and one exchange alone; and
+what each rank of both numbers computes, one after another on one GPU beside the whole sequence (each_rank.py). Then
 
-work        one GPU's time times the busiest rank's share of the pairs, those with keys of its own and those with received ones alike
-overhead    the second visit of the first heads (cp_plan.heads_beside: on more ranks more heads take it), by the bytes of their partial
-            results; and what else the silent step took beyond its work, in proportion to the bytes that travel, which are packed and added
-            (where that is negative: in proportion to the work)
+silent      what the slowest rank computes, as a share of one GPU's time, times what the measured ranks took together without communication over
+            their slowest rank's by itself: cards that wait for each other, and are not equally fast
 exposed     what transfers take, at the rate of the exchange measured alone, beyond the attention that could be beside them if all heads went
             twice: K and V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the
-            received keys' part of dQ. And what was exposed when measured, in proportion to the bytes
+            received keys' part of dQ. And what was exposed when measured, in proportion to the bytes, but no more than transfers take
 
 Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
 """
@@ -20,23 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.cp_plan import (
-    LayerCosts,
-    block_pairs,
-    check_block_count,
-    heads_beside,
-    layer_costs,
-    make_plan,
-    rank_pairs,
-    zigzag_blocks,
-)
-from s2_megatron.cp_sparse import FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS
-from s2_megatron.cp_transport import COPY_RATE, LINK_RATE
+from s2_megatron.cp_plan import LayerCosts, block_pairs, check_block_count, layer_costs, rank_pairs, zigzag_blocks
 from s2_megatron.patterns import Pattern
 
-RATES = {"copies": COPY_RATE, "collective": LINK_RATE}  # by which heads are chosen, not by what is measured
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
-SECOND_VISIT = 3.3e9  # bytes of partial results a ms, written and read: 128K on four H200s, --first-heads 32 against 13 and 9 (NOTES.md)
 
 
 @dataclass(frozen=True)
@@ -54,18 +39,6 @@ class Layer:
             self.pattern, ranks, self.tokens, exchange, head_dim=self.head_dim, itemsize=self.itemsize, keep_received=self.keep_received
         )
 
-    def partial(self, ranks: int, transport: str) -> tuple[int, int]:
-        """Bytes of partial results of the forward and of the backward, out and dQ of the first heads in fp32, written and read once; of the
-        rank with the most of them."""
-        n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
-        plans = [make_plan(self.pattern, rank, ranks, n_blocks) for rank in range(ranks)]
-
-        def moved(products: int) -> int:
-            first = max(heads_beside(self.pattern, plan, self.head_dim, self.itemsize, products, RATES[transport]) for plan in plans)
-            return 2 * 4 * first * self.pattern.num_heads // self.pattern.num_kv_heads * self.head_dim * self.tokens // ranks
-
-        return moved(FORWARD_PRODUCTS), 0 if self.keep_received else moved(QUERY_GRADIENT_PRODUCTS)
-
     def own_share(self, ranks: int) -> float:
         """Of the pairs, those whose key the query's rank holds; of the rank with the smallest share. By whole blocks."""
         n_blocks = check_block_count(self.tokens, ranks, self.pattern.block_size)
@@ -77,48 +50,58 @@ class Layer:
         return float(min(shares))
 
 
-def predict(rows: list[dict], layer: Layer, ranks: int) -> dict:
-    """The row of `sparse` on `ranks` ranks, from the measured rows of the same length. Raises ValueError where one is missing, and for lengths
+def slowest_share(each: list[dict], tokens: int, ranks: int, kind: str) -> float:
+    """Of one GPU's time for the whole sequence, what the slowest of the ranks computes. kind: forward or step. Raises ValueError."""
+    found = {row["rank"]: row[f"{kind}_ms"] / row[f"one_gpu_{kind}_ms"] for row in each if (row["tokens"], row["ranks"]) == (tokens, ranks)}
+    if sorted(found) != list(range(ranks)):
+        raise ValueError(f"what each of {ranks} ranks computes of {tokens} tokens is not known; measure it with benchmarks/each_rank.py")
+    return max(found.values())
+
+
+def predict(rows: list[dict], each: list[dict], layer: Layer, ranks: int, link: float | None = None) -> dict:
+    """The row of `sparse` on `ranks` ranks, from the measured rows of the same length and from what each rank computes (rows of each_rank.py).
+    link: GB a second that a rank receives, None for as many as were measured. Raises ValueError where what it takes is missing, and for lengths
     that cannot be cut."""
     rows = [row for row in rows if row["tokens"] == layer.tokens and not row.get("predicted")]
     base = next((row for row in rows if row["exchange"] == "sparse" and "one_gpu_step_ms" in row), None)
     if base is None:
         raise ValueError(f"no row of sparse at {layer.tokens} tokens beside one GPU's time; add it to --exchanges")
-    if base.get("transfer_ms", 0) <= 0:
-        raise ValueError("the rate of the exchange is not known: the row of sparse has no transfer_ms, or none above 0; measure it again")
-    rate, transport = base["sent_forward"] / base["transfer_ms"], base["transport"]
+    if link is None and base.get("transfer_ms", 0) <= 0:
+        raise ValueError("the rate of the exchange is not known: the row of sparse has no transfer_ms above 0; measure again, or give --link")
+    rate = base["sent_forward"] / base["transfer_ms"] if link is None else link * 1e6
     before, after = layer.costs(base["ranks"]), layer.costs(ranks)
     pairs = int(rank_pairs(layer.pattern, 1, layer.tokens // layer.pattern.block_size)[0])
-    forward, backward = max(after.sent_forward), max(after.sent_backward)
-    repeated = 0 if layer.keep_received else forward
-    partial_before, partial = layer.partial(base["ranks"], transport), layer.partial(ranks, transport)
-    traffic = (forward + backward) / (base["sent_forward"] + base["sent_backward"])
-    own = layer.own_share(ranks)
+    repeated = 0 if layer.keep_received else 1
 
-    def part(kind: str, passes: int) -> tuple[float, float, float]:
-        """(work, overhead, what was exposed) of `kind`, forward or step, in ms; the last two scaled. passes: 1 or both of `partial`."""
+    def transfers(costs: LayerCosts) -> list[float]:
+        """ms of K and V, of K and V once more, of what is returned."""
+        there, back = max(costs.sent_forward), max(costs.sent_backward)
+        return [there / rate, there * repeated / rate, (back - there * repeated) / rate]
+
+    def part(kind: str, passes: int) -> tuple[float, float]:
+        """(silent, what was exposed) of `kind`, in ms, for so many ranks. passes: of `transfers`, how many it has."""
         # A step that sends cannot be the faster one: where it was, its time is the better estimate of both.
-        alone, silent = base[f"one_gpu_{kind}_ms"], min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
-        overhead, exposed = silent - alone * max(before.pairs) / pairs, base[f"{kind}_ms"] - silent
-        other = overhead - sum(partial_before[:passes]) / SECOND_VISIT
-        other *= traffic if other > 0 else max(after.pairs) / max(before.pairs)  # negative: it took less than its share of one GPU
-        return alone * max(after.pairs) / pairs, sum(partial[:passes]) / SECOND_VISIT + other, max(0.0, exposed) * traffic
+        silent = min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
+        shares = [slowest_share(each, layer.tokens, number, kind) for number in (base["ranks"], ranks)]
+        taken = [sum(transfers(costs)[:passes]) for costs in (before, after)]
+        return silent * shares[1] / shares[0], min(base[f"{kind}_ms"] - silent, taken[0]) / taken[0] * taken[1]
 
-    (forward_work, forward_overhead, forward_exposed), (work, overhead, exposed) = part("forward", 1), part("step", 2)
+    (forward_silent, forward_exposed), (silent, exposed) = part("forward", 1), part("step", 3)
+    share, own = max(after.pairs) / pairs, layer.own_share(ranks)
+    forward_work, work = (base[f"one_gpu_{kind}_ms"] * share for kind in ("forward", "step"))
     backward_work = work - forward_work
     hidden = own * forward_work, own * backward_work * SHARE_OF_DQ, (1 - own) * backward_work * SHARE_OF_DQ
-    transfers = [sent / rate for sent in (forward, repeated, backward - repeated)]
-    waits = [max(0.0, transfer - beside) for transfer, beside in zip(transfers, hidden)]
+    waits = [max(0.0, transfer - beside) for transfer, beside in zip(transfers(after), hidden)]
     forward_exposed, exposed = forward_exposed + waits[0], exposed + sum(waits)
-    step = work + overhead + exposed
+    forward, backward = max(after.sent_forward), max(after.sent_backward)
     return dict(
         exchange="sparse", tokens=layer.tokens, ranks=ranks, predicted=True, measured_ranks=base["ranks"], sent_forward=forward,
         sent_backward=backward, planned_forward=forward, planned_backward=backward,
-        all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_work + forward_overhead + forward_exposed,
-        step_ms=step, silent_forward_ms=forward_work + forward_overhead, silent_step_ms=work + overhead, work=after.balance,
-        transport=transport, work_ms=work, overhead_ms=overhead, transfers_ms=transfers, beside_ms=list(hidden),
+        all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_silent + forward_exposed,
+        step_ms=silent + exposed, silent_forward_ms=forward_silent, silent_step_ms=silent, work=after.balance,
+        transport=base["transport"], work_ms=work, overhead_ms=silent - work, transfers_ms=transfers(after), beside_ms=list(hidden),
         link_gb_per_s=rate / 1e6, own_share=own, one_gpu_forward_ms=base["one_gpu_forward_ms"], one_gpu_step_ms=base["one_gpu_step_ms"],
-        speed_up=base["one_gpu_step_ms"] / step,
+        speed_up=base["one_gpu_step_ms"] / (silent + exposed),
     )  # fmt: skip
 
 

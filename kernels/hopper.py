@@ -109,7 +109,7 @@ class _Call:
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.block_dim = hopper_block_dim(self.head_dim)
         self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
-        self.tiles = hopper_tiles_for(self.block_dim, self.rows)
+        self.tiles = hopper_tiles_for(self.block_dim, self.rows, self.rows if placement is None else placement.n_blocks * BLOCK)
         self.steps = None
         if _needs_lists(layout, placement, initial):
             self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps

@@ -64,7 +64,7 @@ def prepare(layout, placement, rows, head_dim, dtype, backend):
 
     query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
     if hopper.refusal(query, key, key, layout, None, placement, None) is None:
-        tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows)
+        tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows, placement.n_blocks * hopper.BLOCK)
         for tile in (tiles.forward, tiles.grad_query):
             placement.steps.query(bool(tile.pack and layout.heads_pair))
         if placement.own_slots == placement.n_slots:  # dK and dV of two tensors come from two calls

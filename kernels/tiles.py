@@ -80,10 +80,10 @@ def hopper_block_dim(head_dim: int) -> int:
 
 
 @cache
-def hopper_tiles_for(block_dim: int, rows: int) -> HopperTiles:
-    """block_dim: 64, 128 or 256. rows: tokens of the sequence, or of all packed documents."""
+def hopper_tiles_for(block_dim: int, rows: int, keys: int) -> HopperTiles:
+    """block_dim: 64, 128 or 256. rows: tokens of the queries. keys: of the sequence, whatever a call has of them; of all packed documents."""
     # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for even work.
-    query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32 if rows <= 16384 else 2, persistent=True, pack=True)
+    query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32 if keys <= 16384 else 2, persistent=True, pack=True)
     column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
     if block_dim == 256:
         return HopperTiles(query_tile._replace(value_stages=2), query_tile._replace(value_stages=1), column)

@@ -27,7 +27,7 @@ from s2_megatron.attention import (
     resolve_backend,
 )
 from s2_megatron.cp_copies import TRANSPORTS
-from s2_megatron.cp_exchange import BlockExchange, cut_order, documents_of_rank, returned_sum, sequence_order
+from s2_megatron.cp_exchange import cut_order, documents_of_rank, returned_sum, sequence_order
 from s2_megatron.cp_plan import check_block_count, make_plan, zigzag_blocks
 from s2_megatron.cp_sparse import SparseAttention, SparseState
 from s2_megatron.cp_transport import all_gather, all_to_all
@@ -112,7 +112,7 @@ class ContextParallel:
         if self.comm_type == "a2a":
             return
         with torch.device(device):  # whatever device the model around it is built on
-            state = self._state(seq_length, device)
+            state = self.state(seq_length, device)
         if self.comm_type == "sparse":
             state.exchange.reserve(head_dim, dtype.itemsize)
             placements = state.read_by_kernels(head_dim, dtype.itemsize, self.keep_received)
@@ -166,10 +166,6 @@ class ContextParallel:
         all_queries = query.new_zeros((len(order), *query.shape[1:])).index_copy(0, rows, query)
         return kept_attention(all_queries, *whole, layout, **options)[rows]
 
-    def exchange(self, seq_length: int, device: torch.device) -> BlockExchange:
-        """What comm type sparse sends blocks with."""
-        return self._state(seq_length, device).exchange
-
     def _packed_order(self, packed, tokens, device):
         return sequence_order(tokens, self.size, device) if self.cut == "sequence" else cut_order(packed.starts, tokens, self.size)
 
@@ -179,7 +175,7 @@ class ContextParallel:
             order = sequence_order(tokens, self.size, query.device)
             options = dict(softmax_scale=scale, tensor_format="sbhd", packed=None, backend=backend, deterministic=deterministic, kept=kept)
             return self._by_heads(query, key, value, order, self._layout.to(query.device), options)
-        state = self._state(tokens, query.device)
+        state = self.state(tokens, query.device)
         call = AttentionCall(state.layout, float(scale), "sbhd", None, None, backend, deterministic)
         function = SparseAttention if self.comm_type == "sparse" else _GatheredAttention
         known = None if kept is None else kept.take()
@@ -188,7 +184,8 @@ class ContextParallel:
             kept.keep(out, lse)
         return out
 
-    def _state(self, tokens: int, device: torch.device) -> SparseState | _Gathered:
+    def state(self, tokens: int, device: torch.device) -> SparseState | _Gathered:
+        """What the calls of one length share; not for a2a. Raises ValueError for a length that cannot be cut."""
         if (tokens, device) not in self._prepared:
             n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
             layout = self._layout.to(device)

@@ -156,7 +156,7 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     cp, cpu = ContextParallel(pattern, Ranks(), comm_type), torch.device("cpu")
     with torch.device("meta"):  # as Megatron may build the layers
         cp.prepare(48 * 64, cpu, 64, dtype, "auto")
-    state = cp._state(48 * 64, cpu)
+    state = cp.state(48 * 64, cpu)
     assert cp._prepared == {(48 * 64, cpu): state}
     placements = state.read_by_kernels(64, 2, False) if comm_type == "sparse" else [state.placement]
     assert len(placements) == (len(rest) + 2 if comm_type == "sparse" else 1)
