@@ -5,7 +5,7 @@
 Nothing is sent: received blocks are random numbers that lie there. So this is what is left of a step when all communication is hidden, of any
 number of ranks: predict.py needs it for tables whose GPUs cannot be had. Each step comes behind 50 ms of its like, in turns with the one GPU's
 (group_timing.py). Columns: forward, and forward + backward, in ms; their share of one GPU's, times the ranks (1: nothing is lost); KV heads
-that visit their query tiles twice in forward and backward, as many as hide the exchange at --transport's rate.
+whose blocks would come first, and that visit their query tiles twice, in forward and backward: as where blocks are copied.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ from benchmarks.group_timing import Call, Turns
 from s2_megatron import cp_sparse
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import ContextParallel
-from s2_megatron.cp_exchange import BlockExchange
-from s2_megatron.cp_transport import COPY_RATE, LINK_RATE, Pending
+from s2_megatron.cp_transport import Pending
 from s2_megatron.layout import build_layout
-
-RATES = {"copies": COPY_RATE, "collective": LINK_RATE}
 
 
 @contextmanager
@@ -46,19 +43,20 @@ def one_of(size: int, rank: int):
         dist.destroy_process_group()
 
 
-@contextmanager
-def standing_blocks():
-    """What an exchange receives lies there already, and is random."""
-    buffers: dict = {}
+class Standing:
+    """Stands for the copies between ranks (cp_copies.PeerCopies). What an exchange receives lies there already, and is random."""
 
-    def travel(exchange, lane, sent, held, prepare):
-        shape = (sum(exchange.routes[lane].received), *sent.shape[1:])
-        if (lane, shape) not in buffers:
-            buffers[lane, shape] = torch.randn(shape, device=sent.device, dtype=sent.dtype)
-        return Pending(buffers[lane, shape], (sent, *held), prepare)
+    def __init__(self):
+        self._buffers: dict = {}
 
-    with patch.object(BlockExchange, "_travel", travel):
-        yield
+    def reserve(self, row_bytes, routes):
+        """There is nothing to reserve."""
+
+    def start(self, lane, sent, routes, held, prepare, early_rows=None):
+        shape = (sum(routes[lane].received), *sent.shape[1:])
+        if (lane, shape) not in self._buffers:
+            self._buffers[lane, shape] = torch.randn(shape, device=sent.device, dtype=sent.dtype)
+        return Pending(self._buffers[lane, shape], (sent, *held), prepare)
 
 
 def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> dict:
@@ -66,13 +64,14 @@ def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> di
     pattern, dtype = pattern_of(args), torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = args.backend if device.type == "cuda" else "reference"
     layout = build_layout(pattern, device)
-    with one_of(size, rank) as group, standing_blocks(), patch.object(cp_sparse, "LINK_RATE", RATES[args.transport]):
+    with one_of(size, rank) as group, patch.object(cp_sparse, "peer_copies", lambda *_: Standing()):
         turns = Turns(group, device, args.warmup, args.repeats)
-        cp = ContextParallel(pattern, group, "sparse", keep_received=args.keep_received, transport="collective")
+        cp = ContextParallel(pattern, group, "sparse", keep_received=args.keep_received)
         cp.prepare(tokens, device, args.head_dim, dtype, backend)
         state = cp.state(tokens, device)
         products = [cp_sparse.FORWARD_PRODUCTS, *([] if args.keep_received else [cp_sparse.QUERY_GRADIENT_PRODUCTS])]
-        row = dict(ranks=size, rank=rank, tokens=tokens, first_heads=[state.heads_first(args.head_dim, dtype.itemsize, n) for n in products])
+        heads = [state.heads(args.head_dim, dtype.itemsize, number) for number in products]
+        row = dict(ranks=size, rank=rank, tokens=tokens, early_heads=[early for early, _ in heads], first_heads=[first for _, first in heads])
         part, whole = ((*tensors(args, length, device, dtype),) for length in (tokens // size, tokens))
         for name, make in (("forward", forward_of), ("step", step_of)):
             calls = [
@@ -88,14 +87,14 @@ def line_of(row: dict) -> str:
     for name in ("forward", "step"):
         share = row[f"{name}_ms"] / row[f"one_gpu_{name}_ms"] * row["ranks"]
         text += f"  {name} {row[f'{name}_ms']:7.2f} of {row[f'one_gpu_{name}_ms']:7.2f} ms ({share:.3f})"
-    return f"{text}  first heads {' + '.join(map(str, row['first_heads']))}  CPU {row['step_cpu_ms']:.1f} ms"
+    early, first = (" + ".join(map(str, row[f"{kind}_heads"])) for kind in ("early", "first"))
+    return f"{text}  early heads {early}, twice {first}  CPU {row['step_cpu_ms']:.1f} ms"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_layer_arguments(parser)
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; all ranks of each are timed")
-    parser.add_argument("--transport", choices=tuple(RATES), default="copies", help="whose rate says how many heads go first")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")

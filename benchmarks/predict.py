@@ -66,6 +66,8 @@ def predict(rows: list[dict], each: list[dict], layer: Layer, ranks: int, link: 
     base = next((row for row in rows if row["exchange"] == "sparse" and "one_gpu_step_ms" in row), None)
     if base is None:
         raise ValueError(f"no row of sparse at {layer.tokens} tokens beside one GPU's time; add it to --exchanges")
+    if base["transport"] != "copies":
+        raise ValueError("the row of sparse is by a collective, and each_rank.py times what ranks compute beside copies; take rows by copies")
     if link is None and base.get("transfer_ms", 0) <= 0:
         raise ValueError("the rate of the exchange is not known: the row of sparse has no transfer_ms above 0; measure again, or give --link")
     rate = base["sent_forward"] / base["transfer_ms"] if link is None else link * 1e6

@@ -33,7 +33,7 @@ TRANSPORTS = ("auto", "copies", "collective")
 FLAG_BYTES = 4096  # of an arena, before its lanes
 LANES = 2  # blocks, gradients
 WAIT, WRITE = "wait", "write"
-FREE, FULL = range(2)
+FREE, FULL, EARLY = range(3)  # a lane may be written to; all rows are there; those that go first are there
 TRIAL_SECONDS = 30
 # (WAIT or WRITE, address of a 32-bit flag, value)
 FlagOperation = tuple[str, int, int]
@@ -64,29 +64,39 @@ class Arena:
         def set_theirs(kind: int, lane: int) -> list[FlagOperation]:
             return [(WRITE, flag(peer, kind, lane, rank), 1) for peer in peers]
 
-        self._take = [compiled(await_own(FREE, lane)) for lane in range(LANES)]
-        self._hand_over = [compiled(set_theirs(FULL, lane)) for lane in range(LANES)]
-        self._await = [compiled(await_own(FULL, lane)) for lane in range(LANES)]
-        self._release = [compiled(set_theirs(FREE, lane)) for lane in range(LANES)]
+        self._await, self._set = (
+            [[compiled(flags(kind, lane)) for lane in range(LANES)] for kind in (FREE, FULL, EARLY)] for flags in (await_own, set_theirs)
+        )
 
-    def send(self, lane: int, sent: torch.Tensor, route: Route) -> None:
-        """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on the current stream."""
-        source, row_bytes, n_bytes = sent.view(-1).view(torch.uint8), _row_bytes(sent), 0
-        self._take[lane]()
-        for peer, *rows in route.pieces:
-            first, length, place = (row_bytes * number for number in rows)
-            self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
-            n_bytes += length
-        self._hand_over[lane]()
-        count_sent(n_bytes)
+    def send(self, lane: int, sent: torch.Tensor, route: Route, early_rows: Sequence[int] | None = None) -> None:
+        """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on the current stream.
+        early_rows: of each piece of the route, how many of its last rows go before all others."""
+        source, row_bytes = sent.view(-1).view(torch.uint8), _row_bytes(sent)
+        pieces = route.pieces
 
-    def arrive(self, lane: int) -> None:
-        """The current stream waits until all ranks have sent."""
-        self._await[lane]()
+        def copy(pieces):
+            for peer, *rows in pieces:
+                first, length, place = (row_bytes * number for number in rows)
+                if length:
+                    self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
+
+        self._await[FREE][lane]()
+        if early_rows is not None:
+            left = [rows - early for (_, _, rows, _), early in zip(pieces, early_rows)]
+            copy((peer, first + n, rows - n, place + n) for (peer, first, rows, place), n in zip(pieces, left))
+            self._set[EARLY][lane]()
+            pieces = [(peer, first, n, place) for (peer, first, _, place), n in zip(pieces, left)]
+        copy(pieces)
+        self._set[FULL][lane]()
+        count_sent(row_bytes * sum(rows for _, _, rows, _ in route.pieces))
+
+    def arrive(self, lane: int, kind: int = FULL) -> None:
+        """The current stream waits until all ranks have sent all, or what goes first (EARLY)."""
+        self._await[kind][lane]()
 
     def release(self, lane: int) -> None:
         """Others may write again, behind what the current stream holds."""
-        self._release[lane]()
+        self._set[FREE][lane]()
 
 
 def flag_index(kind: int, lane: int, other: int, size: int) -> int:
@@ -140,8 +150,11 @@ class PeerCopies:
             self._arena = self._make_arena([max(pair) for pair in zip(needed, self._arena.lane_bytes)])
         return self._arena
 
-    def start(self, lane: int, sent: torch.Tensor, routes: Sequence[Route], held: tuple, prepare: Callable[[], None]) -> Pending:
+    def start(
+        self, lane: int, sent: torch.Tensor, routes: Sequence[Route], held: tuple, prepare: Callable[[], None], early_rows=None
+    ) -> Pending:
         """Sends rows of sent [rows, ...], which `prepare` fills, along routes[lane]. routes: of both lanes, which follow each other.
+        early_rows: as in Arena.send, None on all ranks or on none.
 
         The result's memory is the arena's: it has to be released, and read before that only.
         """
@@ -152,11 +165,12 @@ class PeerCopies:
 
         def work():
             prepare()
-            arena.send(lane, sent, route)
+            arena.send(lane, sent, route, early_rows)
 
-        return Pending(received, (sent, *held), work, lambda: self._arrive(arena, lane), lambda: arena.release(lane))
+        free, early = (lambda: arena.release(lane)), {} if early_rows is None else dict(came_early=lambda: self._arrive(arena, lane, EARLY))
+        return Pending(received, (sent, *held), work, lambda: self._arrive(arena, lane, FULL), free, **early)
 
-    def _arrive(self, arena: Arena, lane: int) -> None:
+    def _arrive(self, arena: Arena, lane: int, kind: int) -> None:
         if torch.cuda.is_available():
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("an exchange by copies inside a CUDA graph; use --s2-cp-transport collective")
@@ -165,7 +179,7 @@ class PeerCopies:
                 stream.wait_stream(self._reader)  # exchanges of a lane arrive in their order
             self._reader = stream
         number = self.watch.issue()
-        arena.arrive(lane)
+        arena.arrive(lane, kind)
         self._note(self.watch.arrived_at, number)
 
 

@@ -27,6 +27,7 @@ class BlockExchange:
     def __init__(self, plan: ExchangePlan, group, device, copies: PeerCopies | None = None):
         self.plan, self.group, self.copies = plan, group, copies
         self.routes = Route.of(plan.counts, plan.rank), Route.of(plan.counts.T, plan.rank)  # there and back
+        self._early: dict[int, tuple[int, ...]] = {}
         self.heads, self.blocks = (torch.from_numpy(index).to(device) for index in (plan.send_heads, plan.send_blocks))
         place = plan.send_blocks * plan.num_kv_heads + plan.send_heads
         order = np.argsort(place, kind="stable")  # a block's slots stay in the order of ranks
@@ -35,25 +36,39 @@ class BlockExchange:
         parts = (starts, np.append(order, 0))
         self.return_starts, self.return_entries = (torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts)
 
-    def start(self, key: torch.Tensor, value: torch.Tensor, backend: str) -> Pending:
-        """Sends the blocks that other ranks need of key and value [S/c, B, G, D], any strides; the result is the buffer of received slots."""
+    def start(self, key: torch.Tensor, value: torch.Tensor, backend: str, early_heads: int = 0) -> Pending:
+        """Sends the blocks that other ranks need of key and value [S/c, B, G, D], any strides; the result is the buffer of received slots.
+
+        early_heads: KV heads, the last ones, whose blocks go first, so that they are there before the result is (Pending.early); the same
+        on all ranks. For blocks that are copied.
+        """
         sent = key.new_empty((len(self.heads), self.plan.block_size, 2, key.shape[1], key.shape[3]))
-        return self._travel(0, sent, (key, value), lambda: self._pack(key, value, sent, backend))
+        return self._travel(0, sent, (key, value), lambda: self._pack(key, value, sent, backend), self._early_rows(early_heads))
 
     def start_return(self, gradients: torch.Tensor) -> Pending:
         """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
-        return self._travel(1, gradients, (), lambda: None)
+        return self._travel(1, gradients, (), lambda: None, None)
+
+    def _early_rows(self, heads: int) -> tuple[int, ...] | None:
+        """Of each piece of the route, how many of its last rows go first; None where all go at once. A piece is ordered by KV head."""
+        if heads and heads not in self._early:
+            first_head, all_heads = self.plan.num_kv_heads - heads, self.plan.send_heads
+            self._early[heads] = tuple(
+                rows - int(np.searchsorted(all_heads[first : first + rows], first_head)) for _, first, rows, _ in self.routes[0].pieces
+            )
+        return self._early[heads] if heads else None
 
     def reserve(self, head_dim: int, itemsize: int, batch: int = 1) -> None:
         """Makes room for what tensors of this kind will need, where blocks are copied; a collective call then."""
         if self.copies is not None:
             self.copies.reserve(self.plan.slot_bytes(head_dim, itemsize, batch), self.routes)
 
-    def _travel(self, lane, sent, held, prepare) -> Pending:
+    def _travel(self, lane, sent, held, prepare, early_rows) -> Pending:
         """prepare: fills `sent`, on the stream of the transfer."""
         route = self.routes[lane]
         if self.copies is not None:
-            return self.copies.start(lane, sent, self.routes, held, prepare)
+            return self.copies.start(lane, sent, self.routes, held, prepare, early_rows)
+        assert early_rows is None, "a collective brings all at once"
         received = sent.new_empty((sum(route.received), *sent.shape[1:]))
 
         def work():

@@ -203,21 +203,42 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
 
 
 ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
+IN_PARTS_FROM = 1.2e-3  # seconds of a rank's forward: below them a step is short beside what the CPU takes for its launches
 
 
-@lru_cache(maxsize=256)
-def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
-    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks of the plan take to come; all at most.
+def _seconds_of_heads(pattern: Pattern, plan: ExchangePlan, held: np.ndarray, head_dim: int, products: int) -> np.ndarray:
+    """float[G]: what every KV head's attention to the held key blocks takes on the plan's rank."""
+    pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
+    return pairs * (plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE)
+
+
+def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float, early: int = 0) -> int:
+    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks take to come, or those of the `early` last
+    heads where these come first; all other heads at most.
 
     products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate, the same in every run: the order of
     sums depends on it.
     """
-    seconds = plan.received_slots * plan.slot_bytes(head_dim, itemsize) / rate
+    slots = (plan.remote_slot[-early:] >= 0).sum() if early else plan.received_slots
     held = np.zeros(plan.n_blocks, dtype=bool)
     held[plan.query_blocks] = True
-    pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
-    work = np.cumsum(pairs) * plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE
-    return min(int(np.searchsorted(work, seconds)) + 1, plan.num_kv_heads)
+    work = np.cumsum(_seconds_of_heads(pattern, plan, held, head_dim, products))
+    return min(int(np.searchsorted(work, slots * plan.slot_bytes(head_dim, itemsize) / rate)) + 1, plan.num_kv_heads - early)
+
+
+def early_heads(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
+    """KV heads, the last ones, whose blocks go first: so many that their attention takes as long as the blocks of the others take to come. 0:
+    all go at once, as where the forward is too short for another launch (IN_PARTS_FROM). Arguments as in heads_beside. An estimate by the work
+    of rank 0, so that all ranks find the same.
+    """
+    first = make_plan(pattern, 0, plan.size, plan.n_blocks)
+    seconds = _seconds_of_heads(pattern, first, np.ones(plan.n_blocks, dtype=bool), head_dim, products)
+    if seconds.sum() < IN_PARTS_FROM * products / 2:
+        return 0
+    slots = (first.remote_slot >= 0).sum(1)
+    coming = np.cumsum(slots)[::-1] - slots[::-1]  # of the other heads, when the last one, two, ... are there
+    enough = np.cumsum(seconds[::-1]) >= coming * first.slot_bytes(head_dim, itemsize) / rate
+    return (int(np.argmax(enough)) + 1) % plan.num_kv_heads
 
 
 @dataclass(frozen=True)

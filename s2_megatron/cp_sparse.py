@@ -2,7 +2,8 @@
 
 To attend the rank's own keys first and to continue with what came hides the exchange, but visits every query tile twice. Where the kernels take
 keys from two tensors (joins_keys), only so many KV heads do that as it takes (cp_plan.heads_beside): the first ones. The others attend all keys
-at once afterwards, from where they lie.
+at once afterwards, from where they lie. Blocks that are copied come in two parts: those of a few early heads, the last ones, come first, and
+their attention hides what the others wait for (cp_plan.early_heads). Fewer heads then go twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from s2_megatron.attention import (
 )
 from s2_megatron.cp_copies import peer_copies
 from s2_megatron.cp_exchange import BlockExchange, slot_views
-from s2_megatron.cp_plan import ExchangePlan, heads_beside
+from s2_megatron.cp_plan import ExchangePlan, early_heads, heads_beside
 from s2_megatron.cp_transport import COPY_RATE, LINK_RATE, NETWORK_RATE, one_host
 from s2_megatron.layout import Placement
 from s2_megatron.patterns import Pattern
@@ -40,23 +41,30 @@ class SparseState(NamedTuple):
     own: Placement  # this rank's queries and keys
     received: Placement | None  # its queries, and where received blocks lie; None when there are none
     joined: Placement | None  # its queries, its keys, and from own_slots on the received blocks
+    chosen: dict  # what heads() has found
 
     @classmethod
     def make(cls, layout, plan: ExchangePlan, group, device, transport: str = "auto") -> SparseState:
         copies = peer_copies(group, device, transport)
         rate = COPY_RATE if copies is not None else LINK_RATE if one_host(group) else NETWORK_RATE
-        return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device))
+        return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device), {})
 
-    def heads_first(self, head_dim: int, itemsize: int, products: int) -> int:
-        """KV heads that attend own keys while the blocks are on their way, if the kernels join keys. products: matmuls of a tile."""
-        return heads_beside(self.layout.pattern, self.exchange.plan, head_dim, itemsize, products, self.rate)
+    def heads(self, head_dim: int, itemsize: int, products: int) -> tuple[int, int]:
+        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way), where the kernels join keys.
+        products: matmuls of a tile."""
+        kind = head_dim, itemsize, products
+        if kind not in self.chosen:
+            call = self.layout.pattern, self.exchange.plan, *kind, self.rate
+            early = early_heads(*call) if self.exchange.copies is not None else 0
+            self.chosen[kind] = early, heads_beside(*call, early)
+        return self.chosen[kind]
 
     def read_by_kernels(self, head_dim: int, itemsize: int, keep_received: bool) -> list[Placement]:
         """Those whose lists calls will ask for, where the kernels join keys."""
         if self.received is None:
             return [self.own]
-        first = (self.heads_first(head_dim, itemsize, products) for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS))
-        rest = keep_received or min(first) < self.layout.num_kv_heads
+        twice = (self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS))
+        rest = keep_received or min(twice) < self.layout.num_kv_heads
         return [self.own, self.received, *([self.joined] if rest else [])]
 
 
@@ -73,26 +81,30 @@ def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Plac
 
 
 class _Heads:
-    """The KV heads that visit their tiles twice, the first ones, and the others. first: how many those are."""
+    """The KV heads by how they attend: `twice` visit their query tiles for own keys and again for received ones; `early` attend all keys when
+    their blocks have come, the `rest` when all have. Falsy: none; `ends` is what kernels take of them."""
 
-    def __init__(self, query, key, first: int):
+    def __init__(self, query, key, early: int, twice: int):
         groups = key.shape[2]
-        self.first, self.rest = first > 0, first < groups
-        # None: all of them, which is all that other kernels compute.
-        self.first_heads, self.rest_heads = ((0, first), (first, groups)) if 0 < first < groups else (None, None)
-        self._shape = (*query.shape[:2], query.shape[2] // groups * first, query.shape[3])
-        self._query = query
+        self.twice, self.rest, self.early = range(twice), range(twice, groups - early), range(groups - early, groups)
+        self._groups, self._query = groups, query
+
+    def ends(self, heads: range) -> tuple[int, int] | None:
+        """None: all of them, which is all that other kernels compute."""
+        return None if len(heads) == self._groups else (heads.start, heads.stop)
 
     def partial(self) -> torch.Tensor:
-        """For what the first heads get from their own keys, which is rounded after the received ones."""
-        return self._query.new_empty(self._shape, dtype=torch.promote_types(self._query.dtype, torch.float32))
+        """For what the heads that go twice get from their own keys, which is rounded after the received ones."""
+        query = self._query
+        shape = *query.shape[:2], query.shape[2] // self._groups * len(self.twice), query.shape[3]
+        return query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-def _heads(query, key, value, slots, joined, state: SparseState, products: int) -> _Heads:
-    """products: matmuls of a tile that run beside an exchange, 0 where there is none."""
+def _heads(query, key, value, slots, joined, state: SparseState, chosen: tuple[int, int]) -> _Heads:
+    """chosen: early heads, and those that go twice where the kernels join keys."""
     if state.received is None or not joins_keys(query, key, value, slots, joined):
-        return _Heads(query, key, key.shape[2])
-    return _Heads(query, key, state.heads_first(query.shape[3], query.itemsize, products) if products else 0)
+        return _Heads(query, key, 0, key.shape[2])
+    return _Heads(query, key, *chosen)
 
 
 class SparseAttention(torch.autograd.Function):
@@ -117,19 +129,26 @@ class SparseAttention(torch.autograd.Function):
 def compute(query, key, value, call, state, keep_received=False):
     """(out, LSE), and the received blocks where they are to be kept."""
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
-    pending = state.exchange.start(key, value, call.backend)
+    chosen = state.heads(query.shape[3], query.itemsize, FORWARD_PRODUCTS)
+    pending = state.exchange.start(key, value, call.backend, chosen[0])
     slots = slot_views(pending.received, key.shape[2])
-    heads = _heads(query, key, value, slots, joined, state, FORWARD_PRODUCTS)
+    heads = _heads(query, key, value, slots, joined, state, chosen)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device), empty_lse(query, call.tensor_format)
     # Where nothing is received, the own keys' part is the result.
-    early = result if state.received is None else (heads.partial(), result[1])
-    if heads.first:
-        attention_forward(query, key, value, own, kv_heads=heads.first_heads, into=early)
+    partial = result if state.received is None else (heads.partial(), result[1])
+
+    def attend_all(some):
+        if some:
+            attention_forward(query, key, value, joined, kv_heads=heads.ends(some), more=slots, into=result)
+
+    if heads.twice:
+        attention_forward(query, key, value, own, kv_heads=heads.ends(heads.twice), into=partial)
+    pending.early()
+    attend_all(heads.early)
     pending.result()
-    if heads.first and state.received is not None:
-        attention_forward(query, *slots, received, initial=early, kv_heads=heads.first_heads, into=result)
-    if heads.rest:
-        attention_forward(query, key, value, joined, kv_heads=heads.rest_heads, more=slots, into=result)
+    if heads.twice and state.received is not None:
+        attention_forward(query, *slots, received, initial=partial, kv_heads=heads.ends(heads.twice), into=result)
+    attend_all(heads.rest)
     kept = (pending.kept(),) if keep_received else ()
     pending.release()
     return *result, *kept
@@ -139,26 +158,33 @@ def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
     """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head goes twice where the kernels join keys."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
-    # Enqueued first: it comes while delta and the first heads' part of dQ are computed.
-    pending = None if kept else exchange.start(key, value, call.backend)
+    chosen = (0, 0) if kept else state.heads(query.shape[3], query.itemsize, QUERY_GRADIENT_PRODUCTS)
+    # Enqueued first: it comes while delta and parts of dQ are computed.
+    pending = None if kept else exchange.start(key, value, call.backend, chosen[0])
     buffer = kept[0] if kept else pending.received
     slots, slot_gradients = slot_views(buffer, groups), torch.empty_like(buffer)
-    heads = _heads(query, key, value, slots, joined, state, 0 if kept else QUERY_GRADIENT_PRODUCTS)
+    heads = _heads(query, key, value, slots, joined, state, chosen)
     row_sums = attention_delta(grad_out, out, lse, own)
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    early = grad_query if state.received is None else heads.partial()
+    partial = grad_query if state.received is None else heads.partial()
     shared = (grad_out, query)
-    if heads.first:
-        attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.first_heads, into=early)
+
+    def attend_all(some):
+        if some:
+            attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.ends(some), more=slots, into=grad_query)
+
+    if heads.twice:
+        attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.ends(heads.twice), into=partial)
     if pending is not None:
+        pending.early()
+        attend_all(heads.early)
         pending.result()
     if state.received is not None:
         attention_backward_dkdv(*shared, *slots, lse, row_sums, *slot_views(slot_gradients, groups), received)
     returning = exchange.start_return(slot_gradients)
-    if heads.first and state.received is not None:
-        attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=early, kv_heads=heads.first_heads, into=grad_query)
-    if heads.rest:
-        attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.rest_heads, more=slots, into=grad_query)
+    if heads.twice and state.received is not None:
+        attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=partial, kv_heads=heads.ends(heads.twice), into=grad_query)
+    attend_all(heads.rest)
     if pending is not None:
         pending.release()
     grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))

@@ -126,12 +126,14 @@ class Pending:
     """A transfer that runs beside what is enqueued next: `work`, which fills `received`, on a stream of its own that first waits for what the
     current stream holds. On a CPU it has run when the constructor is back.
 
-    received: the result, in which there is nothing before `result()`. held: what must not be freed before. arrived: enqueued by `result()` on
-    the current stream when it has waited for the work. free: enqueued by `release()`.
+    received: the result, in which there is nothing before `early()` or `result()`. held: what must not be freed before. came_early: enqueued by
+    `early()` on the current stream. arrived: enqueued there by `result()` when it has waited for the work. free: enqueued by `release()`.
     """
 
-    def __init__(self, received: torch.Tensor, held: tuple, work: Callable[[], None], arrived=_nothing, free=_nothing):
-        self.received, self._held, self._arrived, self._free = received, held, arrived, free
+    def __init__(
+        self, received: torch.Tensor, held: tuple, work: Callable[[], None], arrived=_nothing, free=_nothing, came_early=_nothing
+    ):
+        self.received, self._held, self._arrived, self._free, self._came_early = received, held, arrived, free, came_early
         self._stream = _side_stream(received.device) if received.is_cuda else None
         if self._stream is None:
             work()
@@ -140,11 +142,17 @@ class Pending:
         with torch.cuda.stream(self._stream):
             work()
 
+    def early(self) -> None:
+        """What is enqueued on the current stream from now on may read what was to come first; nothing, where all comes at once."""
+        self._came_early()
+        self._came_early = _nothing
+
     def result(self) -> torch.Tensor:
         """The received rows, for what is enqueued on the current stream from now on. What is held, and what is received by a collective, comes
         from that stream's pool and has been held here until it waits, so that nothing of it is used again too early."""
         if self._stream is not None:
             torch.cuda.current_stream(self.received.device).wait_stream(self._stream)
+        self.early()  # in any case: what it waits for must not be taken for that of the next transfer
         self._arrived()
         self._held = None
         return self.received

@@ -1,7 +1,6 @@
 """The Hopper kernels against fp64, by the same bound as the others: error at most twice that of eager attention in the same dtype."""
 
 from itertools import product
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -179,18 +178,24 @@ def test_more_ranges_than_a_plan_holds(dim):
     check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), dim, length=1500)
 
 
-class Handed(NamedTuple):
-    """Stands for a BlockExchange, and for what is pending: received, the blocks of other ranks; returned_gradients, what goes back."""
+class Handed:
+    """Stands for a BlockExchange, and for what is pending: blocks, those of other ranks, which are NaN until they are there;
+    returned_gradients, what goes back."""
 
-    plan: object
-    received: torch.Tensor
-    returned_gradients: list
+    def __init__(self, plan, blocks):
+        self.plan, self.blocks, self.received, self.returned_gradients = plan, blocks, None, []
 
-    def start(self, *_):
+    def start(self, key, value, backend, early_heads):
+        self.received, self.early_heads = torch.full_like(self.blocks, float("nan")), early_heads
         return self
 
+    def early(self):
+        slots = self.plan.remote_slot[self.plan.num_kv_heads - self.early_heads :]
+        come = torch.from_numpy(slots[slots >= 0]).long().to(self.blocks.device)
+        self.received[come] = self.blocks[come]
+
     def result(self):
-        return self.received
+        return self.received.copy_(self.blocks)
 
     def release(self):
         pass
@@ -204,11 +209,12 @@ class Handed(NamedTuple):
 
 
 class Chosen(SparseState):
-    """So many KV heads attend the own keys first: 1, all, none, or 2."""
+    """Early KV heads, and such that attend the own keys first: 1 and 1, none and all, 2 and none, none and 2."""
 
-    def heads_first(self, *shape):
+    def heads(self, *shape):
         groups = self.layout.num_kv_heads
-        return min((1, groups, 0, 2)[self.exchange.plan.rank % 4], groups)
+        early, twice = ((1, 1), (0, groups), (2, 0), (0, 2))[self.exchange.plan.rank % 4]
+        return min(early, groups - 1), min(twice, groups - min(early, groups - 1))
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):
@@ -226,7 +232,7 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
             buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
     q, do, *kv = (tensor[rows] for tensor in (query, grad, key, value))
     call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
-    state = Chosen(layout, Handed(plan, buffer, []), 1.0, *place(plan, pattern, device))
+    state = Chosen(layout, Handed(plan, buffer), 1.0, *place(plan, pattern, device), {})
     out, lse = compute(q, *kv, call, state)
     kept = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
     dq, *rounded = gradients(do, q, *kv, out, lse, *kept, call=call, state=state)

@@ -8,6 +8,8 @@
     ...
     15 combinations in 50 s: all right
 
+Where blocks are copied, `in parts` is sparse once more, with those of some KV heads before the others, as of long sequences.
+
 The numbers are the error (norm-wise, against fp64) over that of one GPU; at most 2 is right. --dtypes, --cases and --comm-types choose: most of
 the time goes into compiling. On a machine without GPUs it runs over gloo with small cases, and nothing can wait.
 """
@@ -18,6 +20,8 @@ import argparse
 import os
 import sys
 import time
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,7 @@ from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
 from s2_megatron.cp_copies import TRANSPORTS
 from s2_megatron.cp_plan import make_plan
+from s2_megatron.cp_sparse import SparseState
 from s2_megatron.cp_transport import count_traffic
 from s2_megatron.layout import build_layout
 from s2_megatron.patterns import RangePattern
@@ -33,6 +38,7 @@ from tests.context_parallel.cases import Case, block_mask, ranges
 from tests.context_parallel.worker import NAMES, differentiate, inputs, own_rows, tokens_of
 
 FACTOR = 2.0
+IN_PARTS = "in parts"
 
 
 def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
@@ -74,11 +80,23 @@ def waits(function, device) -> str:
     return ""
 
 
+@contextmanager
+def blocks_in_parts():
+    """Where blocks are copied, those of a third of the KV heads come before the others, and one head goes twice, in calls however short."""
+
+    def heads(state, *_):
+        return max(state.layout.num_kv_heads // 3, 1) if state.exchange.copies is not None else 0, 1
+
+    with patch.object(SparseState, "heads", heads):
+        yield
+
+
 def check_case(
     case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
 ) -> dict[str, dict]:
     """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are the plan's, and what
-    a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
+    a third run said that waited for the GPU}. comm_types: also IN_PARTS, which is sparse (see blocks_in_parts). backend, deterministic: of
+    s2_attention, on one GPU and on several. transport: of sparse."""
     rank, size = group.rank(), group.size()
     whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
     layout = build_layout(case.pattern, device)
@@ -92,16 +110,18 @@ def check_case(
 
     own = relative_errors([rows(tensor) for tensor in alone], truth, group, rows)
     found = {}
-    for comm_type in comm_types:
+    for kind in comm_types:
+        comm_type = "sparse" if kind == IN_PARTS else kind
         cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received, transport=transport)
-        cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
 
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
 
-        with count_traffic() as traffic:
-            got = step()
-        again, waited = step(), waits(step, device)
+        with blocks_in_parts() if kind == IN_PARTS else nullcontext():
+            cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
+            with count_traffic() as traffic:
+                got = step()
+            again, waited = step(), waits(step, device)
         errors = relative_errors(got, truth, group, rows)
         # A result that is exact to a unit of roundoff or better has nothing to be compared with.
         roundoff = torch.finfo(dtype).eps
@@ -112,7 +132,7 @@ def check_case(
             expected = plan.sent_slots[rank] * (1 if case.keep_received else 2) + plan.needed_slots[rank]
             flags[1] = traffic.bytes_sent == expected * plan.slot_bytes(case.dim, got[0].itemsize, case.batch)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
-        found[comm_type] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
+        found[kind] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
     return found
 
 
@@ -154,6 +174,7 @@ def main() -> int:
         for name in args.cases or [name for name in known if name not in EXTRA]:
             case = known[name]
             comm_types = [kind for kind in args.comm_types if kind != "a2a" or case.pattern.num_kv_heads % group.size() == 0]
+            comm_types += [IN_PARTS] if on_gpu and "sparse" in comm_types and args.transport != "collective" else []
             torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
             for comm_type, found in check_case(case, comm_types, torch_dtype, group, device, backend, transport=args.transport).items():
                 line, right = line_of(name, torch_dtype, comm_type, found)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from s2_megatron.cp_copies import FLAG_BYTES, LANES, WAIT, Arena, free_flags
+from s2_megatron.cp_copies import FLAG_BYTES, FULL, LANES, WAIT, Arena, free_flags
 
 PATIENCE = 60.0  # seconds
 POISON = 0xFF  # a NaN of every dtype
@@ -45,9 +45,10 @@ class Watched(Arena):
         super().__init__(rank, views, lane_bytes, enqueued)
         self._mine, self._seen, self._broken = [views[rank] for views in self.lanes], [None] * LANES, broken
 
-    def arrive(self, lane):
-        super().arrive(lane)
-        self._seen[lane] = self._mine[lane].clone()
+    def arrive(self, lane, kind=FULL):
+        super().arrive(lane, kind)
+        if kind == FULL:
+            self._seen[lane] = self._mine[lane].clone()
 
     def release(self, lane):
         if not torch.equal(self._seen[lane], self._mine[lane]):

@@ -100,6 +100,6 @@ def test_what_the_ranks_tell_each_other(monkeypatch):
 
 
 def test_flags_of_an_arena_are_apart():
-    indices = [cp_copies.flag_index(kind, lane, other, 8) for kind in range(2) for lane in range(cp_copies.LANES) for other in range(8)]
+    indices = [cp_copies.flag_index(kind, lane, other, 8) for kind in range(3) for lane in range(cp_copies.LANES) for other in range(8)]
     assert len(set(indices)) == len(indices) and 4 * max(indices) < cp_copies.FLAG_BYTES
     assert len(cp_copies.free_flags(3, 8)) == 14

@@ -120,6 +120,7 @@ def test_copied_blocks_are_those_of_the_collective(found, ranks):
             assert [copies[name]["forward bytes"], copies[name]["backward bytes"]] == copies[name]["plan"]
             assert copies[name]["calls"] == [1, 1 if case.keep_received else 2]
             assert copies[name]["handed over"] == [[], []], "nothing goes through torch's collectives"
+            assert copies[name]["in parts"] == [True] * (2 if case.keep_received else 3), "results, and what was there early"
         arenas = copies["arenas"]
         assert arenas[0] == [0, 0] and arenas == found(ranks)[0]["copies"]["arenas"], "of one size on all ranks"
         for before, after in pairwise(arenas):

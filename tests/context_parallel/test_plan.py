@@ -13,7 +13,17 @@ import torch
 from s2_megatron import context_parallel, cp_plan, cp_sparse, cp_transport, layout
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.context_parallel import ContextParallel, check_comm_type
-from s2_megatron.cp_plan import block_pairs, check_block_count, heads_beside, make_plan, needed_blocks, owners, rank_pairs, zigzag_blocks
+from s2_megatron.cp_plan import (
+    block_pairs,
+    check_block_count,
+    early_heads,
+    heads_beside,
+    make_plan,
+    needed_blocks,
+    owners,
+    rank_pairs,
+    zigzag_blocks,
+)
 from s2_megatron.cp_transport import Route
 from s2_megatron.kernels import hopper, launch
 from s2_megatron.patterns import RangePattern, make_range_pattern
@@ -54,13 +64,29 @@ def test_heads_that_hide_the_exchange(monkeypatch):
     flops = np.cumsum(block_pairs(pattern, plan.query_blocks, held)[::2] * 2) * 64 * 64 * 4 * 128
     assert flops[found[2, 160e9] - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[found[2, 160e9] - 1] / cp_plan.ATTENTION_RATE
     assert 1 < found[3, 160e9] < found[2, 160e9] < found[3, 40e9] <= found[2, 40e9] <= 16
+    # Of the blocks of early heads alone, which are the last ones.
+    few = heads_beside(pattern, plan, 128, 2, 2, 40e9, early=8)
+    seconds = (plan.remote_slot[8:] >= 0).sum() * 2 * 64 * 128 * 2 / 40e9
+    assert flops[few - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[few - 1] / cp_plan.ATTENTION_RATE and 1 < few < found[2, 40e9]
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
-    heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 1
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1e30)
-    heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 16
-    heads_beside.cache_clear()
+    assert heads_beside(pattern, plan, 128, 2, 2, 160e9, 5) == 11, "an early head does not go twice"
+
+
+def test_heads_whose_blocks_come_first(monkeypatch):
+    """So many that their attention hides the blocks of the others; the same on all ranks; none where a step is short, nor all."""
+    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), dense_heads={"spread": 2})
+    plans = [make_plan(pattern, rank, 8, 2048) for rank in range(8)]
+    (early,) = {early_heads(pattern, plan, 128, 2, 2, 260e9) for plan in plans}
+    seconds = block_pairs(pattern, plans[0].query_blocks, np.ones(2048, dtype=bool)) * 64 * 64 * 4 * 128 / cp_plan.ATTENTION_RATE
+    coming = (plans[0].remote_slot >= 0).sum(1) * 2 * 64 * 128 * 2 / 260e9
+    assert seconds[-early:].sum() >= coming[:-early].sum() and seconds[1 - early :].sum() < coming[: 1 - early].sum() and early > 1
+    assert early_heads(pattern, plans[3], 128, 2, 3, 260e9) <= early <= early_heads(pattern, plans[3], 128, 2, 2, 40e9)
+    assert early_heads(pattern, plans[3], 128, 2, 2, 1.0) == 0, "all heads early is none early"
+    monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", seconds.sum() * 1.01)
+    assert early_heads(pattern, plans[3], 128, 2, 2, 260e9) == early_heads(pattern, plans[3], 128, 2, 3, 260e9) == 0
 
 
 @pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True),

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse, cp_watch
+from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse, cp_transport, cp_watch
 from s2_megatron.attention import s2_attention
 from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
 from s2_megatron.cp_exchange import BlockExchange, cut_order
@@ -147,6 +147,36 @@ def what_is_open():
     return len(os.listdir("/proc/self/fd")), len(children), boards
 
 
+@contextmanager
+def in_parts():
+    """The blocks of one KV head in three, or of one, come before the others. Whether they were all there by then, of every exchange."""
+    looked, start, result = [], BlockExchange.start, cp_transport.Pending.result
+
+    def started(exchange, key, value, backend, early_heads):
+        assert early_heads == early(key.shape[2])
+        pending = start(exchange, key, value, backend, early_heads)
+        slots = exchange.plan.remote_slot[exchange.plan.num_kv_heads - early_heads :]
+        pending.rows = torch.from_numpy(slots[slots >= 0]).long()
+        return pending
+
+    def finished(pending):
+        if not hasattr(pending, "rows"):
+            return result(pending)
+        pending.early()
+        before = pending.received[pending.rows]
+        looked.append(torch.equal(before, result(pending)[pending.rows]) and bool(before.isfinite().all()))
+        return pending.received
+
+    def early(groups):
+        return max(groups // 3, 1)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(cp_sparse.SparseState, "heads", lambda state, *_: (early(state.layout.num_kv_heads), 0)))
+        stack.enter_context(patch.object(BlockExchange, "start", started))
+        stack.enter_context(patch.object(cp_transport.Pending, "result", finished))
+        yield looked
+
+
 def copies(group):
     """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
     results = {}
@@ -160,7 +190,10 @@ def copies(group):
         with patch.object(cp_sparse, "peer_copies", lambda *_: shared):
             results[name] = run_case(case, "sparse", group, truth)
             copied = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
-        results[name]["same"] = all(map(torch.equal, collective, copied))
+            results[name]["same"] = all(map(torch.equal, collective, copied))
+            with in_parts() as looked:
+                parted = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+            results[name]["in parts"] = [all(map(torch.equal, collective, parted)), *looked]
     results["arenas"], results["watched"] = arenas.made, shared.watch.arrived()
     results["broken promises"] = arenas.broken
 

@@ -14,7 +14,7 @@ TOKENS = 2**18
 
 
 def test_fused_rope_beyond_2_31_elements_reads_other_memory():
-    """When this fails because all rows are right, the installed Transformer Engine counts in 64 bits: the refusal can then ask for its version."""
+    """When this fails because all rows are right, Transformer Engine counts in 64 bits now, and the refusal can name that version."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
