@@ -58,7 +58,7 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import IN_PARTS, check_case, is_right
 
 MIB = 2**20
-EACH_RANK = Path(__file__).resolve().parent / "results" / "h200_each_rank.json"
+EACH_RANK = report.ROOT / "benchmarks" / "results" / "h200_each_rank.json"
 LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")  # arguments that make it
 
 
@@ -257,11 +257,11 @@ def predict_from(args) -> None:
     if getattr(settings, "first_heads", None) is not None:
         raise ValueError("its rows were measured with --first-heads, which --predict takes as estimated; measure without it")
     for path, measured in ((args.source, content), (args.each_rank, each)):
-        print(f"from {path}: {measured['hardware']['gpu']}, commit {measured['commit']}")
+        print(f"from {os.path.relpath(path)}: {measured['hardware']['gpu']}, commit {measured['commit']}")
     rows = [row for row in content["rows"] if not row.get("predicted")]
     found = predictions(args, settings, rows, getattr(torch, content["dtype"]).itemsize)
     if args.json:
-        report.write_json(args.json, dict(sources=[str(args.source), str(args.each_rank)], rows=found))
+        report.write_json(args.json, dict(sources=[os.path.relpath(path) for path in (args.source, args.each_rank)], rows=found))
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
