@@ -1,6 +1,6 @@
 """Times what every rank of context parallelism `sparse` computes, one rank after another on one GPU, beside that GPU with the whole sequence.
 
-    python benchmarks/each_rank.py --ranks 2,4,8 --seq-lengths 32768,131072 --json benchmarks/results/h200_each_rank.json
+    python benchmarks/each_rank.py --ranks 2,4,8 --seq-lengths 131072 --json benchmarks/results/h200_each_rank.json
 
 Nothing is sent: received blocks are random numbers that lie there. So this is what is left of a step when all communication is hidden, of any
 number of ranks: predict.py needs it for tables whose GPUs cannot be had. Each step comes behind 50 ms of its like, in turns with the one GPU's

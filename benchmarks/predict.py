@@ -4,7 +4,8 @@ Measured are, on fewer ranks, one GPU's time for the whole sequence, the step wi
 what each rank of both numbers computes, one after another on one GPU beside the whole sequence (each_rank.py). Then
 
 silent      what the slowest rank computes, as a share of one GPU's time, times what the measured ranks took together without communication over
-            their slowest rank's by itself: cards that wait for each other, and are not equally fast
+            their slowest rank's by itself: cards that wait for each other, and are not equally fast (and, where the rows are of different code,
+            what that changed)
 exposed     what transfers take, at the rate of the exchange measured alone, beyond the attention that could be beside them if all heads went
             twice: K and V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the
             received keys' part of dQ. And what was exposed when measured, in proportion to the bytes, but no more than transfers take

@@ -9,6 +9,7 @@ ranks there is one permission to write:
 
 free    in the sender's arena, set by the receiver once all that read its buffer is enqueued; taken back by the sender before it copies
 full    in the receiver's arena, set by the sender behind its copies; taken back by the receiver when it has waited for it
+early   likewise, set behind the copies of those rows that go first, where some do
 
 A sender waits for all receivers, with or without rows for them, because buffers are laid out anew for each plan. A flag that is written follows
 what its stream copied before (the driver's default: a fence of the whole system in front of the write).

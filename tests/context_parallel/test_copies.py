@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from s2_megatron import cp_copies
+from s2_megatron.cp_transport import Pending
 
 GPU = torch.device("cuda", 0)
 
@@ -103,3 +104,16 @@ def test_flags_of_an_arena_are_apart():
     indices = [cp_copies.flag_index(kind, lane, other, 8) for kind in range(3) for lane in range(cp_copies.LANES) for other in range(8)]
     assert len(set(indices)) == len(indices) and 4 * max(indices) < cp_copies.FLAG_BYTES
     assert len(cp_copies.free_flags(3, 8)) == 14
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_comes_early_is_waited_for_once(asked):
+    """Whether somebody asks for it or not: its flag would be taken for that of the next transfer."""
+    waited = []
+    arrived, early = (lambda: waited.append("all")), (lambda: waited.append("early"))
+    pending = Pending(torch.empty(0), (), lambda: None, arrived, came_early=early)
+    if asked:
+        pending.early()
+        assert waited == ["early"]
+    pending.result()
+    assert waited == ["early", "all"]
