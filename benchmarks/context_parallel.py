@@ -129,7 +129,8 @@ class Bench:
         case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
         for deterministic in (False, True):
             settings = dict(deterministic=deterministic, transport=args.transport)
-            kinds = (comm_type, IN_PARTS) if comm_type == "sparse" else (comm_type,)
+            in_parts = comm_type == "sparse" and args.transport != "collective" and self.device.type == "cuda"
+            kinds = (comm_type, IN_PARTS) if in_parts else (comm_type,)
             for kind, found in check_case(case, kinds, self.dtype, self.group, self.device, self.backend, **settings).items():
                 if not is_right(found, bits=deterministic):
                     raise SystemExit(f"{kind} is wrong, and not timed: {found}")
@@ -234,19 +235,27 @@ def line_of(row: dict) -> str:
 
 
 def predictions(args, settings, rows: list[dict], itemsize: int) -> list[dict]:
-    """The predicted row of every length of the rows, printed. settings: of the layer that the rows are of. Raises ValueError where something
-    was not measured."""
+    """The predicted row of every length of the rows, printed, or why there is none. settings: of the layer that the rows are of. Raises
+    ValueError where there is none at all."""
     each = json.loads(args.each_rank.read_text())
-    for name in LAYER:
+    for name in (*LAYER, "backend"):
         if getattr(settings, name) != each["settings"][name]:
             raise ValueError(f"{name} is {getattr(settings, name)} in the rows, and {each['settings'][name]} in {args.each_rank}; measure that "
                              "with benchmarks/each_rank.py, and name it with --each-rank")
-    found = []
+    found, problems = [], []
     lengths = set(map(int, args.seq_lengths.split(",")))
     for tokens in dict.fromkeys(row["tokens"] for row in rows if row["tokens"] in lengths):
         layer = Layer(pattern_of(settings), tokens, settings.head_dim, itemsize, settings.keep_received)
-        found.append(predict(rows, each["rows"], layer, args.predict, args.link))
+        try:
+            found.append(predict(rows, each["rows"], layer, args.predict, args.link))
+        except ValueError as problem:
+            problems.append(f"{tokens} tokens: {problem}")
+            continue
         print(f"{line_of(found[-1])}\n{explained(found[-1])}", flush=True)
+    if not found:
+        raise ValueError("; ".join(problems) or f"no row has one of --seq-lengths {args.seq_lengths}")
+    for problem in problems:
+        print(f"not predicted: {problem}", flush=True)
     return found
 
 
@@ -355,7 +364,7 @@ def main() -> None:
     if first and args.predict:
         try:
             rows += predictions(args, args, rows, bench.dtype.itemsize)
-        except (OSError, ValueError) as problem:
+        except (OSError, ValueError, KeyError) as problem:
             print(f"not predicted: {problem}", flush=True)
         if args.json:
             report.write_json(args.json, {**content, "rows": rows})

@@ -11,7 +11,6 @@ whose blocks would come first, and that visit their query tiles twice, in forwar
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,11 +33,10 @@ from s2_megatron.layout import build_layout
 
 @contextmanager
 def one_of(size: int, rank: int):
-    """A process group of `size` ranks on one host, of which there is this one; its collectives do nothing."""
+    """A process group of `size` ranks, of which there is this one; its collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with patch.dict(os.environ, LOCAL_WORLD_SIZE=str(size)):
-            yield dist.group.WORLD
+        yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
 
@@ -56,7 +54,7 @@ class Standing:
         shape = (sum(routes[lane].received), *sent.shape[1:])
         if (lane, shape) not in self._buffers:
             self._buffers[lane, shape] = torch.randn(shape, device=sent.device, dtype=sent.dtype)
-        return Pending(self._buffers[lane, shape], (sent, *held), prepare)
+        return Pending(self._buffers[lane, shape], (sent, *held), prepare, free=lambda: None)  # lent: to be kept it is copied
 
 
 def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> dict:

@@ -212,6 +212,7 @@ def _seconds_of_heads(pattern: Pattern, plan: ExchangePlan, held: np.ndarray, he
     return pairs * (plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE)
 
 
+@lru_cache(maxsize=256)
 def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float, early: int = 0) -> int:
     """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks take to come, or those of the `early` last
     heads where these come first; all other heads at most.
@@ -226,16 +227,17 @@ def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: 
     return min(int(np.searchsorted(work, slots * plan.slot_bytes(head_dim, itemsize) / rate)) + 1, plan.num_kv_heads - early)
 
 
+@lru_cache(maxsize=256)
 def early_heads(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
     """KV heads, the last ones, whose blocks go first: so many that their attention takes as long as the blocks of the others take to come. 0:
-    all go at once, as where the forward is too short for another launch (IN_PARTS_FROM). Arguments as in heads_beside. An estimate by the work
-    of rank 0, so that all ranks find the same.
+    all go at once, as where the forward of one sequence is too short for another launch (IN_PARTS_FROM). Arguments as in heads_beside. An
+    estimate by the work of rank 0, so that all ranks find the same.
     """
     first = make_plan(pattern, 0, plan.size, plan.n_blocks)
     seconds = _seconds_of_heads(pattern, first, np.ones(plan.n_blocks, dtype=bool), head_dim, products)
-    if seconds.sum() < IN_PARTS_FROM * products / 2:
-        return 0
     slots = (first.remote_slot >= 0).sum(1)
+    if seconds.sum() < IN_PARTS_FROM * products / 2 or not slots.any():
+        return 0
     coming = np.cumsum(slots)[::-1] - slots[::-1]  # of the other heads, when the last one, two, ... are there
     enough = np.cumsum(seconds[::-1]) >= coming * first.slot_bytes(head_dim, itemsize) / rate
     return (int(np.argmax(enough)) + 1) % plan.num_kv_heads

@@ -50,8 +50,10 @@ class SparseState(NamedTuple):
         return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device), {})
 
     def heads(self, head_dim: int, itemsize: int, products: int) -> tuple[int, int]:
-        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way), where the kernels join keys.
-        products: matmuls of a tile."""
+        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way). products: matmuls of a tile.
+
+        The first number is the same on all ranks, so it does not depend on what kernels make of it; the second is for those that join keys.
+        """
         kind = head_dim, itemsize, products
         if kind not in self.chosen:
             call = self.layout.pattern, self.exchange.plan, *kind, self.rate
@@ -63,7 +65,7 @@ class SparseState(NamedTuple):
         """Those whose lists calls will ask for, where the kernels join keys."""
         if self.received is None:
             return [self.own]
-        twice = (self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS))
+        twice = [self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS)]
         rest = keep_received or min(twice) < self.layout.num_kv_heads
         return [self.own, self.received, *([self.joined] if rest else [])]
 
@@ -86,6 +88,7 @@ class _Heads:
 
     def __init__(self, query, key, early: int, twice: int):
         groups = key.shape[2]
+        assert early + twice <= groups, "a head is one or the other"
         self.twice, self.rest, self.early = range(twice), range(twice, groups - early), range(groups - early, groups)
         self._groups, self._query = groups, query
 

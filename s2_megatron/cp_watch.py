@@ -28,7 +28,7 @@ ABORT_SECONDS = 5.0  # for a process to end after SIGABRT
 RESTART_SECONDS = 10.0
 
 WORDS, WORD_BYTES = 8, 8  # of a rank on the board: a cache line
-# Exchanges, exchanges, milliseconds, whether its second process runs, whether it is stopped.
+# Exchanges (one in two parts is two), likewise, milliseconds, whether its second process runs, whether it is stopped.
 STARTED, ARRIVED, TIMEOUT, WATCHED, STOPPED = range(5)
 LOCKED_MEMORY = "/dev/shm"  # files there can be locked for a GPU
 

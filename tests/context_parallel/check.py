@@ -85,7 +85,9 @@ def blocks_in_parts():
     """Where blocks are copied, those of a third of the KV heads come before the others, and one head goes twice, in calls however short."""
 
     def heads(state, *_):
-        return max(state.layout.num_kv_heads // 3, 1) if state.exchange.copies is not None else 0, 1
+        groups = state.layout.num_kv_heads
+        early = min(max(groups // 3, 1), groups - 1) if state.exchange.copies is not None else 0
+        return early, min(1, groups - early)
 
     with patch.object(SparseState, "heads", heads):
         yield

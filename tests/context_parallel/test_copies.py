@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from s2_megatron import cp_copies
-from s2_megatron.cp_transport import Pending
+from s2_megatron.cp_transport import Pending, Route
 
 GPU = torch.device("cuda", 0)
 
@@ -104,6 +104,32 @@ def test_flags_of_an_arena_are_apart():
     indices = [cp_copies.flag_index(kind, lane, other, 8) for kind in range(3) for lane in range(cp_copies.LANES) for other in range(8)]
     assert len(set(indices)) == len(indices) and 4 * max(indices) < cp_copies.FLAG_BYTES
     assert len(cp_copies.free_flags(3, 8)) == 14
+
+
+def test_what_goes_first_is_there_when_its_flag_is_set():
+    """Of three ranks, rank 0 sends 3 rows to rank 1, two of them first, and 4 to rank 2, none first; and the other way round."""
+    for early in ((2, 0), (0, 4), (3, 4)):
+        views = [torch.zeros(cp_copies.FLAG_BYTES + 2 * 64, dtype=torch.uint8, device="cpu") for _ in range(3)]
+        lanes = [view[cp_copies.FLAG_BYTES :] for view in views]
+        seen = []
+
+        def compiled(operations, views=views, lanes=lanes, seen=seen):
+            written = [address - view.data_ptr() for view in views for kind, address, _ in operations
+                       if kind == cp_copies.WRITE and 0 <= address - view.data_ptr() < cp_copies.FLAG_BYTES]  # fmt: skip
+            return lambda: seen.append((written, [lane.clone() for lane in lanes]))
+
+        route = Route(0, (0, 3, 4), (0, 0, 0), ((1, 0, 3, 1), (2, 3, 4, 2)), 8)
+        sent = torch.arange(1, 15, dtype=torch.uint8).view(7, 2)
+        cp_copies.Arena(0, views, (64, 64), compiled).send(0, sent, route, early)
+        (_, before), (first_flags, first), (last_flags, last) = seen
+        assert not any(lane.any() for lane in before) and not set(first_flags) & set(last_flags)
+        assert first_flags == [4 * cp_copies.flag_index(cp_copies.EARLY, 0, 0, 3)] * 2
+        for (peer, start, rows, place), n in zip(route.pieces, early):
+            whole = torch.zeros(64, dtype=torch.uint8)
+            whole[2 * place : 2 * (place + rows)] = sent[start : start + rows].flatten()
+            assert torch.equal(last[peer][:64], whole)
+            whole[2 * place : 2 * (place + rows - n)] = 0
+            assert torch.equal(first[peer][:64], whole), "neither less nor more"
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from s2_megatron import context_parallel, cp_plan, cp_sparse, cp_transport, layout
 from s2_megatron.block_mask import BlockMaskPattern
 from s2_megatron.context_parallel import ContextParallel, check_comm_type
+from s2_megatron.cp_exchange import BlockExchange
 from s2_megatron.cp_plan import (
     block_pairs,
     check_block_count,
@@ -69,10 +71,13 @@ def test_heads_that_hide_the_exchange(monkeypatch):
     seconds = (plan.remote_slot[8:] >= 0).sum() * 2 * 64 * 128 * 2 / 40e9
     assert flops[few - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[few - 1] / cp_plan.ATTENTION_RATE and 1 < few < found[2, 40e9]
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
+    heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 1
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1e30)
+    heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 16
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9, 5) == 11, "an early head does not go twice"
+    heads_beside.cache_clear()
 
 
 def test_heads_whose_blocks_come_first(monkeypatch):
@@ -86,7 +91,31 @@ def test_heads_whose_blocks_come_first(monkeypatch):
     assert early_heads(pattern, plans[3], 128, 2, 3, 260e9) <= early <= early_heads(pattern, plans[3], 128, 2, 2, 40e9)
     assert early_heads(pattern, plans[3], 128, 2, 2, 1.0) == 0, "all heads early is none early"
     monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", seconds.sum() * 1.01)
+    early_heads.cache_clear()
     assert early_heads(pattern, plans[3], 128, 2, 2, 260e9) == early_heads(pattern, plans[3], 128, 2, 3, 260e9) == 0
+    monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", 0.0)
+    early_heads.cache_clear()
+    alone = make_range_pattern(block_size=64, num_heads=4, num_kv_heads=4, ranges=((1, 1),))
+    assert early_heads(alone, make_plan(alone, 3, 8, 2048), 128, 2, 2, 260e9) == 0, "nothing travels"
+    early_heads.cache_clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_rows_that_go_first_are_those_of_the_last_heads(name, size):
+    """The rows of every piece that a sender sends first come to the slots in which the receiver has the early heads' blocks of that sender."""
+    pattern = CASES[name].pattern
+    n_blocks = 2 * size * (48 // (2 * size))
+    plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
+    owner = owners(size, n_blocks)
+    for plan in plans:
+        exchange = BlockExchange(plan, None, "cpu")
+        for early in range(1, pattern.num_kv_heads):
+            pieces = exchange.routes[0].pieces
+            for (peer, _, rows, place), first in zip(pieces, exchange._early_rows(early), strict=True):
+                slots = plans[peer].remote_slot[-early:, owner == plan.rank]
+                assert sorted(slots[slots >= 0]) == list(range(place + rows - first, place + rows))
+        assert exchange._early_rows(0) is None
 
 
 @pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True),
@@ -163,10 +192,10 @@ class Ranks:
         return 1
 
 
-@pytest.mark.parametrize("rest", ["", "1"], ids=["all heads twice", "one head once"])
+@pytest.mark.parametrize("rest, early", [("", 0), ("1", 0), ("1", 1)], ids=["all heads twice", "one head once", "that one early"])
 @pytest.mark.parametrize("dtype, made", [(torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")])
-def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, monkeypatch):
+def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, early, monkeypatch):
     """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "GLUON", "")
@@ -174,6 +203,8 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)
     monkeypatch.setattr(cp_sparse, "heads_beside", lambda pattern, *_: pattern.num_kv_heads - len(rest))
+    monkeypatch.setattr(cp_sparse, "early_heads", lambda *_: early)
+    monkeypatch.setattr(cp_sparse, "peer_copies", lambda *_: SimpleNamespace(reserve=lambda *_: None) if early else None)
     pattern = CASES[pattern].pattern
     if isinstance(pattern, BlockMaskPattern):
         pattern = dataclasses.replace(pattern, block_size=64)
