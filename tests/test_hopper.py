@@ -179,8 +179,7 @@ def test_more_ranges_than_a_plan_holds(dim):
 
 
 class Handed:
-    """Stands for a BlockExchange, and for what is pending: blocks, those of other ranks, which are NaN until they are there;
-    returned_gradients, what goes back."""
+    """A BlockExchange, and what is pending. blocks: of other ranks, NaN until they are there. returned_gradients: what goes back."""
 
     def __init__(self, plan, blocks):
         self.plan, self.blocks, self.received, self.returned_gradients = plan, blocks, None, []
@@ -190,31 +189,29 @@ class Handed:
         return self
 
     def early(self):
-        slots = self.plan.remote_slot[self.plan.num_kv_heads - self.early_heads :]
-        come = torch.from_numpy(slots[slots >= 0]).long().to(self.blocks.device)
+        slots = torch.from_numpy(self.plan.remote_slot[self.plan.num_kv_heads - self.early_heads :])
+        come = slots[slots >= 0].long().to(self.blocks.device)
         self.received[come] = self.blocks[come]
 
     def result(self):
         return self.received.copy_(self.blocks)
 
-    def release(self):
-        pass
+    def release(self, *_):
+        """Nothing is lent, and nothing comes back."""
+
+    returned = release
 
     def start_return(self, gradients):
         self.returned_gradients.append(gradients)
         return self
-
-    def returned(self, _):
-        return None
 
 
 class Chosen(SparseState):
     """Early KV heads, and such that attend the own keys first: 1 and 1, none and all, 2 and none, none and 2."""
 
     def heads(self, *shape):
-        groups = self.layout.num_kv_heads
-        early, twice = ((1, 1), (0, groups), (2, 0), (0, 2))[self.exchange.plan.rank % 4]
-        return min(early, groups - 1), min(twice, groups - min(early, groups - 1))
+        groups = self.layout.num_kv_heads  # 2 or more
+        return ((1, 1), (0, groups), (min(2, groups - 1), 0), (0, 2))[self.exchange.plan.rank % 4]
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):
