@@ -234,10 +234,13 @@ def line_of(row: dict) -> str:
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
 
 
-def predictions(args, settings, rows: list[dict], itemsize: int) -> list[dict]:
-    """The predicted row of every length of the rows, printed, or why there is none. settings: of the layer that the rows are of. Raises
-    ValueError where there is none at all."""
+def predictions(args, settings, rows: list[dict], itemsize: int, card: str) -> list[dict]:
+    """The predicted row of every length of the rows, printed, or why there is none. settings: of the layer that the rows are of. card: that
+    they were measured on. Raises ValueError where there is none at all."""
     each = json.loads(args.each_rank.read_text())
+    if card != each["hardware"]["gpu"]:
+        raise ValueError(f"the rows were measured on {card}, and {args.each_rank} on {each['hardware']['gpu']}; measure that there with "
+                         "benchmarks/each_rank.py, and name it with --each-rank")
     for name in (*LAYER, "backend"):
         if getattr(settings, name) != each["settings"][name]:
             raise ValueError(f"{name} is {getattr(settings, name)} in the rows, and {each['settings'][name]} in {args.each_rank}; measure that "
@@ -268,7 +271,7 @@ def predict_from(args) -> None:
     for path, measured in ((args.source, content), (args.each_rank, each)):
         print(f"from {os.path.relpath(path)}: {measured['hardware']['gpu']}, commit {measured['commit']}")
     rows = [row for row in content["rows"] if not row.get("predicted")]
-    found = predictions(args, settings, rows, getattr(torch, content["dtype"]).itemsize)
+    found = predictions(args, settings, rows, getattr(torch, content["dtype"]).itemsize, content["hardware"]["gpu"])
     if args.json:
         report.write_json(args.json, dict(sources=[os.path.relpath(path) for path in (args.source, args.each_rank)], rows=found))
 
@@ -363,7 +366,7 @@ def main() -> None:
             report.write_json(args.json, {**content, "rows": rows})
     if first and args.predict:
         try:
-            rows += predictions(args, args, rows, bench.dtype.itemsize)
+            rows += predictions(args, args, rows, bench.dtype.itemsize, content["hardware"]["gpu"])
         except (OSError, ValueError, KeyError) as problem:
             print(f"not predicted: {problem}", flush=True)
         if args.json:

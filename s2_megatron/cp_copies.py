@@ -91,8 +91,8 @@ class Arena:
         self._set[FULL][lane]()
         count_sent(row_bytes * sum(rows for _, _, rows, _ in route.pieces))
 
-    def arrive(self, lane: int, kind: int = FULL) -> None:
-        """The current stream waits until all ranks have sent all, or what goes first (EARLY)."""
+    def arrive(self, lane: int, kind: int) -> None:
+        """The current stream waits until all ranks have sent all (FULL), or what goes first (EARLY)."""
         self._await[kind][lane]()
 
     def release(self, lane: int) -> None:

@@ -158,6 +158,14 @@ def test_rows_that_are_not_predicted_from(tmp_path, setting, message):
         benchmark.predict_from(benchmark.parse(["--predict", "8", "--from", str(path)]))
 
 
+def test_rows_of_another_card_are_not_predicted_from(tmp_path):
+    each = json.loads((RESULTS / "h200_each_rank.json").read_text())
+    each["hardware"]["gpu"] = "none"
+    (path := tmp_path / "x.json").write_text(json.dumps(each))
+    with pytest.raises(ValueError, match=r"the rows were measured on NVIDIA H200, and .*x\.json on none; measure that there"):
+        benchmark.predict_from(benchmark.parse(["--predict", "8", "--from", str(MEASURED), "--link", "260", "--each-rank", str(path)]))
+
+
 def test_lengths_that_are_not_predicted(tmp_path, capsys):
     """One of two lengths is said and passed by; none at all is an error."""
     path = tmp_path / "x.json"
@@ -218,4 +226,4 @@ def test_a_run_over_gloo(tmp_path):
     assert [row["exchange"] for row in measured] == ["sparse", "all_gather", "a2a"]
     assert all(row["sent_forward"] == row["planned_forward"] and row["sent_backward"] == row["planned_backward"] for row in measured)
     assert measured[0]["transport"] == "collective"
-    assert "not predicted: heads is 4 in the rows, and 32 in" in done.stdout and len(content["rows"]) == 3
+    assert "not predicted: the rows were measured on none, and " in done.stdout and len(content["rows"]) == 3

@@ -45,7 +45,7 @@ class Watched(Arena):
         super().__init__(rank, views, lane_bytes, enqueued)
         self._mine, self._seen, self._broken = [views[rank] for views in self.lanes], [None] * LANES, broken
 
-    def arrive(self, lane, kind=FULL):
+    def arrive(self, lane, kind):
         super().arrive(lane, kind)
         if kind == FULL:
             self._seen[lane] = self._mine[lane].clone()

@@ -28,6 +28,7 @@ from s2_megatron.cp_plan import (
 )
 from s2_megatron.cp_transport import Route
 from s2_megatron.kernels import hopper, launch
+from s2_megatron.layout import Placement
 from s2_megatron.patterns import RangePattern, make_range_pattern
 from tests.context_parallel.cases import CASES
 
@@ -247,3 +248,13 @@ def test_comm_types():
         check_comm_type("p2p", 8, 4)
     with pytest.raises(ValueError, match=r"2 KV heads .*context_parallel_size=4; expected a multiple of 4; use --s2-cp-comm-type sparse"):
         check_comm_type("a2a", 2, 4)
+
+
+@pytest.mark.parametrize("n_blocks, together", [(256, 32), (512, 2)])
+def test_heads_that_share_l2_follow_from_the_whole_sequence(n_blocks, together):
+    """Not from a rank's rows: their stripes are those of the sequence. Columns of keys pass by a rank's queries."""
+    placement = Placement.make(np.arange(8), n_blocks)
+    tensor = torch.empty(1, 2, 8 * 64, 128)
+    pattern = make_range_pattern(block_size=64, num_heads=2, num_kv_heads=2, ranges=((2, 1), (None, 4)))
+    tiles = hopper._Call(tensor, tensor, tensor, layout.build_layout(pattern), None, placement).tiles
+    assert tiles.forward.heads == tiles.grad_query.heads == together and tiles.backward.heads == 4
