@@ -11,7 +11,8 @@ step       median over repeats of the slowest rank, forward alone and forward + 
            (at most 50): it is as warm as in a row of them. The CPU is ahead of it, also where it takes longer for a step than the GPU, which
            then waits in training. The GPUs start together. CPU: ms until a step is enqueued
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
-           and % of the step
+           and % of the step. By copies, also what of it such a step loses when it copies 64 KB instead: links between GPUs that are in use
+           draw power, and a card at its power limit then has a lower clock, however little travels
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence (all of them do, the slowest counts), in turns with it, over this step
 
@@ -58,6 +59,7 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import IN_PARTS, check_case, is_right
 
 MIB = 2**20
+LINK_BYTES = 2**16  # that keep a link awake
 EACH_RANK = report.ROOT / "benchmarks" / "results" / "h200_each_rank.json"
 LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")  # arguments that make it
 
@@ -70,6 +72,19 @@ def silent_collectives():
     with ExitStack() as stack:
         for owner, name in silent:
             stack.enter_context(patch.object(owner, name, lambda *args, **kwargs: None))
+        yield
+
+
+@contextmanager
+def awake_links():
+    """The same for exchanges by copies, but that each of them sends LINK_BYTES at most to the next rank, for which nobody waits."""
+
+    def send(arena, lane, sent, route, early_rows=None):
+        target, source = arena.lanes[lane][(route.rank + 1) % len(route.sent)], sent.view(-1).view(torch.uint8)
+        length = min(LINK_BYTES, len(target), len(source))
+        target[:length].copy_(source[:length], non_blocking=True)
+
+    with silent_collectives(), patch.object(cp_copies.Arena, "send", send):
         yield
 
 
@@ -159,15 +174,18 @@ class Bench:
             exchange=comm_type, tokens=tokens, ranks=size, sent_forward=int(sent[0]), sent_backward=int(sent[1]),
             planned_forward=max(costs.sent_forward), planned_backward=max(costs.sent_backward), all_gather_forward=gathered, work=costs.balance,
         )  # fmt: skip
-        kinds = {"": (function, parts, grad), "silent_": (function, parts, grad)} | ({"one_gpu_": alone} if alone else {})
+        exchange = cp.state(tokens, self.device).exchange if comm_type == "sparse" else None
+        ours, contexts = (function, parts, grad), {"": nullcontext, "silent_": silent_collectives}
+        if exchange is not None and exchange.copies is not None:
+            contexts["awake_"] = awake_links
+        kinds = {kind: (ours, context) for kind, context in contexts.items()} | ({"one_gpu_": (alone, nullcontext)} if alone else {})
         for name, make in (("forward", forward_of), ("step", step_of)):
-            calls = [Call(make(*what), silent_collectives if kind == "silent_" else nullcontext) for kind, what in kinds.items()]
+            calls = [Call(make(*what), context) for what, context in kinds.values()]
             for kind, (elapsed, enqueued) in zip(kinds, self.turns.medians(calls)):
                 row |= {f"{kind}{name}_ms": elapsed, f"{kind}{name}_cpu_ms": enqueued}
         if alone:
             row["speed_up"] = row["one_gpu_step_ms"] / row["step_ms"]
-        if comm_type == "sparse":
-            exchange = cp.state(tokens, self.device).exchange
+        if exchange is not None:
             row["transport"] = "collective" if exchange.copies is None else "copies"
             row["transfer_ms"] = self.transfer(exchange, parts)
         return row
@@ -228,7 +246,9 @@ def line_of(row: dict) -> str:
     if "silent_step_ms" in row:
         exposed = row["step_ms"] - row["silent_step_ms"]
         text += f"  by {row['transport']}" if "transport" in row else ""
-        text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})  work {row['work']:.3f}"
+        text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})"
+        text += f", links awake {row['awake_step_ms'] - row['silent_step_ms']:.2f} of it" if "awake_step_ms" in row else ""
+        text += f"  work {row['work']:.3f}"
     text += f"  {row['speed_up']:.2f} x one GPU ({row['one_gpu_step_ms']:.2f} ms)" if "speed_up" in row else ""
     text += f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else ""
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")

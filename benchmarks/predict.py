@@ -1,11 +1,14 @@
 """What `sparse` would take on more ranks, from what was measured on fewer: for tables whose GPUs cannot be had. Marked "predicted" everywhere.
 
-Measured are, on fewer ranks, one GPU's time for the whole sequence, the step with and without its communication, and one exchange alone; and
-what each rank of both numbers computes, one after another on one GPU beside the whole sequence (each_rank.py). Then
+Measured are, on fewer ranks, one GPU's time for the whole sequence, the step with its communication, without it, and with links that carry next
+to nothing, and one exchange alone; and what each rank of both numbers computes, one after another on one GPU beside the whole sequence
+(each_rank.py). Then
 
 silent      what the slowest rank computes, as a share of one GPU's time, times what the measured ranks took together without communication over
             their slowest rank's by itself: cards that wait for each other, and are not equally fast (and, where the rows are of different code,
             what that changed)
+links       what a step loses when links between GPUs are awake, as a share of it: their power, which does not grow with the bytes. Unknown in
+            rows of older code, where it counts as exposed
 exposed     what transfers take, at the rate of the exchange measured alone, beyond the attention that could be beside them if all heads went
             twice: K and V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the
             received keys' part of dQ. And what was exposed when measured, in proportion to the bytes, but no more than transfers take
@@ -81,15 +84,18 @@ def predict(rows: list[dict], each: list[dict], layer: Layer, ranks: int, link: 
         there, back = max(costs.sent_forward), max(costs.sent_backward)
         return [there / rate, there * repeated / rate, (back - there * repeated) / rate]
 
-    def part(kind: str, passes: int) -> tuple[float, float]:
-        """(silent, what was exposed) of `kind`, in ms, for so many ranks. passes: of `transfers`, how many it has."""
-        # A step that sends cannot be the faster one: where it was, its time is the better estimate of both.
-        silent = min(base[f"silent_{kind}_ms"], base[f"{kind}_ms"])
+    def part(kind: str, passes: int) -> tuple[float, float, float]:
+        """(silent, with links that are awake, what was exposed beside that) of `kind`, in ms, for so many ranks. passes: of `transfers`, how
+        many it has."""
+        # A step that sends more cannot be the faster one: where it was, its time is the better estimate of both.
+        awake = min(base.get(f"awake_{kind}_ms", base[f"silent_{kind}_ms"]), base[f"{kind}_ms"])
+        silent = min(base[f"silent_{kind}_ms"], awake)
         shares = [slowest_share(each, layer.tokens, number, kind) for number in (base["ranks"], ranks)]
         taken = [sum(transfers(costs)[:passes]) for costs in (before, after)]
-        return silent * shares[1] / shares[0], min(base[f"{kind}_ms"] - silent, taken[0]) / taken[0] * taken[1]
+        grown = shares[1] / shares[0]
+        return silent * grown, awake * grown, min(base[f"{kind}_ms"] - awake, taken[0]) / taken[0] * taken[1]
 
-    (forward_silent, forward_exposed), (silent, exposed) = part("forward", 1), part("step", 3)
+    (forward_silent, forward_awake, forward_exposed), (silent, awake, exposed) = part("forward", 1), part("step", 3)
     share, own = max(after.pairs) / pairs, layer.own_share(ranks)
     forward_work, work = (base[f"one_gpu_{kind}_ms"] * share for kind in ("forward", "step"))
     backward_work = work - forward_work
@@ -97,14 +103,15 @@ def predict(rows: list[dict], each: list[dict], layer: Layer, ranks: int, link: 
     waits = [max(0.0, transfer - beside) for transfer, beside in zip(transfers(after), hidden)]
     forward_exposed, exposed = forward_exposed + waits[0], exposed + sum(waits)
     forward, backward = max(after.sent_forward), max(after.sent_backward)
-    return dict(
+    known = dict(awake_forward_ms=forward_awake, awake_step_ms=awake) if "awake_step_ms" in base else {}
+    return known | dict(
         exchange="sparse", tokens=layer.tokens, ranks=ranks, predicted=True, measured_ranks=base["ranks"], sent_forward=forward,
         sent_backward=backward, planned_forward=forward, planned_backward=backward,
-        all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_silent + forward_exposed,
-        step_ms=silent + exposed, silent_forward_ms=forward_silent, silent_step_ms=silent, work=after.balance,
+        all_gather_forward=max(layer.costs(ranks, "all_gather").sent_forward), forward_ms=forward_awake + forward_exposed,
+        step_ms=awake + exposed, silent_forward_ms=forward_silent, silent_step_ms=silent, work=after.balance,
         transport=base["transport"], work_ms=work, overhead_ms=silent - work, transfers_ms=transfers(after), beside_ms=list(hidden),
         link_gb_per_s=rate / 1e6, own_share=own, one_gpu_forward_ms=base["one_gpu_forward_ms"], one_gpu_step_ms=base["one_gpu_step_ms"],
-        speed_up=base["one_gpu_step_ms"] / (silent + exposed),
+        speed_up=base["one_gpu_step_ms"] / (awake + exposed),
     )  # fmt: skip
 
 
@@ -112,9 +119,11 @@ def explained(row: dict) -> str:
     """A line below the row's, with what it was made of."""
     transfers = " + ".join(f"{time:.2f}" for time in row["transfers_ms"])
     beside = " + ".join(f"{time:.2f}" for time in row["beside_ms"])
-    exposed = row["step_ms"] - row["silent_step_ms"]
+    silent, awake = row["silent_step_ms"], row.get("awake_step_ms")
+    exposed = f"exposed {row['step_ms'] - silent:.2f}"
+    if awake is not None:
+        exposed = f"links awake {awake - silent:.2f} + waiting {row['step_ms'] - awake:.2f}"
     return (
-        f"          from {row['measured_ranks']} ranks: "
-        f"work {row['work_ms']:.2f} + overhead {row['overhead_ms']:.2f} + exposed {exposed:.2f} ms; "
+        f"          from {row['measured_ranks']} ranks: work {row['work_ms']:.2f} + overhead {row['overhead_ms']:.2f} + {exposed} ms; "
         f"transfers {transfers} ms at {row['link_gb_per_s']:.3g} GB/s beside {beside} ms of attention"
     )

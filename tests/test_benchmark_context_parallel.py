@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import context_parallel as benchmark
 from benchmarks.group_timing import Turns
-from benchmarks.predict import Layer, predict
+from benchmarks.predict import Layer, explained, predict
+from s2_megatron.cp_copies import Arena
 from s2_megatron.cp_plan import zigzag_blocks
+from s2_megatron.cp_transport import Route
 from tests.context_parallel.check import is_right
 
 RIGHT = dict(out=1.0, dq=1.0, dk=1.9, dv=1.0, repeats=True, bytes=True, waited="")
@@ -120,6 +123,33 @@ def test_the_prediction_follows_from_its_parts(measured):
     late = [rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 50.0), *rows[1:]]
     exposed = predict(late, EACH, layer, 8, LINK)
     assert exposed["step_ms"] - exposed["silent_step_ms"] == pytest.approx(sum(exposed["transfers_ms"])), "no more than transfers take"
+
+
+def test_what_links_cost_does_not_grow_with_the_bytes(measured):
+    (sparse, *others), layer = measured
+    base = {kind: sparse[f"silent_{kind}_ms"] for kind in ("forward", "step")}
+    times = {f"{name}{kind}_ms": base[kind] * factor for kind in base for name, factor in (("", 1.03), ("silent_", 1), ("awake_", 1.02))}
+    found = predict([sparse | times, *others], EACH, layer, 8, LINK)
+    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(sparse[f"sent_{way}"] for way in ("forward", "backward"))
+    assert found["awake_step_ms"] == pytest.approx(found["silent_step_ms"] * 1.02)
+    assert found["step_ms"] == pytest.approx(found["awake_step_ms"] + 0.01 * base["step"] * grown)
+    assert "links awake 0.20 + waiting 0.23" in explained(found) and "awake 0.20" in benchmark.line_of(found)
+    unknown = predict([sparse, *others], EACH, layer, 8, LINK)
+    assert "awake_step_ms" not in unknown and "awake" not in explained(unknown) + benchmark.line_of(unknown)
+    quick = predict([sparse | times | dict(step_ms=base["step"] * 0.99), *others], EACH, layer, 8, LINK)  # noise: the quickest of the three
+    assert quick["step_ms"] == quick["awake_step_ms"] == quick["silent_step_ms"] == pytest.approx(found["silent_step_ms"] * 0.99)
+
+
+def test_links_are_kept_awake_by_little():
+    """What stands for an exchange by copies then: no flags, and a piece for the next rank."""
+    route = Route.of(np.array([[0, 3], [2, 0]]), 0)
+    lanes = [[torch.zeros(size, dtype=torch.uint8) for _ in range(2)] for size in (100, 2 * benchmark.LINK_BYTES)]
+    arena = SimpleNamespace(lanes=lanes)
+    with benchmark.awake_links():
+        for lane, rows in enumerate((3, benchmark.LINK_BYTES)):
+            Arena.send(arena, lane, torch.ones(rows, 20, dtype=torch.bfloat16).view(torch.uint8) | 1, route, None)
+            Arena.arrive(arena, lane, 0), Arena.release(arena, lane)
+    assert [[int((buffer > 0).sum()) for buffer in lane] for lane in lanes] == [[0, 100], [0, benchmark.LINK_BYTES]]
 
 
 def test_own_share_by_counting():
