@@ -33,10 +33,16 @@ def _to_cpu(device):
     return device
 
 
+# That do so by a positional argument, or by what they are.
+_NAMING_DEVICES = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Redirects the device of tensor factories, Tensor.to and Tensor.cuda, and reports CPU tensors' type() as CUDA's."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _NAMING_DEVICES:
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]

@@ -1,5 +1,6 @@
 """Real training runs of Megatron's loop, in processes of their own (gloo on a CPU, NCCL on a GPU), on a tiny GPT and a tiny corpus.
 
+On a CPU they are forked from a process that has imported Megatron (forks.py), but those that torchrun starts.
 Every run appends its exact losses to a file (`--s2-loss-log`), so that comparisons do not depend on printed digits.
 """
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.loss_log import read_loss_log
+from tests.megatron import forks
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +55,12 @@ class Run:
 
 
 def run_processes(
-    command: list[str], processes: int, timeout: float, environment: dict | None = None, python_path: Path | None = None
+    command: list[str], processes: int, timeout: float, environment: dict | None = None, python_path: Path | None = None, forked: bool = False
 ) -> tuple[int, str]:
-    """Run `command` as ranks 0 .. processes-1 of one job; (the worst exit code, all output). Stragglers are killed after `timeout` s."""
+    """Run `command` as ranks 0 .. processes-1 of one job; (the worst exit code, all output). Stragglers are killed after `timeout` s.
+
+    forked: by forks.py; the command is then a Python script and its arguments.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(path) for path in (python_path, ROOT, os.environ.get("PYTHONPATH")) if path]
     common = {
@@ -68,6 +73,9 @@ def run_processes(
         jobs = []
         for rank, log in enumerate(logs):
             environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if forked:
+                jobs.append(forks.start(Path(command[0]), command[1:], environ, ROOT, log))
+                continue
             with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the process
                 jobs.append(subprocess.Popen(command, env=environ, cwd=ROOT, start_new_session=True, stdout=file, stderr=subprocess.STDOUT))
         _wait_for_all(jobs, time.monotonic() + timeout)
@@ -75,7 +83,7 @@ def run_processes(
     return max(abs(job.returncode) for job in jobs), output
 
 
-def _wait_for_all(jobs: list[subprocess.Popen], deadline: float) -> None:
+def _wait_for_all(jobs: list[subprocess.Popen | forks.Forked], deadline: float) -> None:
     """Wait until every job has ended. Once one has failed the others only wait for it: they get 5 more seconds, then they are killed."""
     failed = False
     try:
@@ -92,11 +100,12 @@ def _wait_for_all(jobs: list[subprocess.Popen], deadline: float) -> None:
 
 @dataclass
 class Lab:
-    """Folders and defaults of a test session's runs. device_flags: what this machine's processes need."""
+    """Folders and defaults of a test session's runs. device_flags: what this machine's processes need. forked: as in run_processes."""
 
     folder: Path
     device_flags: str
     timeout: float = 180
+    forked: bool = False
 
     @property
     def sparsity(self) -> Path:
@@ -124,8 +133,8 @@ class Lab:
         python_path: a folder of modules to put first. log_flag: False for a script without --s2-loss-log, which reads LOSS_LOG.
         torchrun: start the ranks with torchrun, as a user does; the default saves its three seconds.
         """
-        log = self.folder / f"{name}.jsonl"
-        launcher = [sys.executable]
+        log, forked = self.folder / f"{name}.jsonl", self.forked and not torchrun
+        launcher = [] if forked else [sys.executable]
         if torchrun:
             launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             processes = 1
@@ -133,7 +142,7 @@ class Lab:
         if log_flag:
             command += ["--s2-loss-log", str(log)]
         environment = {"LOSS_LOG": str(log), **(environment or {})}
-        code, output = run_processes(command, processes, self.timeout, environment, python_path)
+        code, output = run_processes(command, processes, self.timeout, environment, python_path, forked)
         assert (code != 0) == fails, f"{name}: exit code {code}\n{output[-6000:]}"
         records, evaluations = read_loss_log(log)
         return Run(
@@ -145,7 +154,8 @@ class Lab:
 
     def python(self, script: str, *arguments, processes: int = 1) -> str:
         """Run one of tests/megatron/scripts; what it printed."""
-        code, output = run_processes([sys.executable, str(SCRIPTS / script), *map(str, arguments)], processes, self.timeout)
+        command = [*([] if self.forked else [sys.executable]), str(SCRIPTS / script), *map(str, arguments)]
+        code, output = run_processes(command, processes, self.timeout, forked=self.forked)
         assert code == 0, f"{script}: exit code {code}\n{output[-6000:]}"
         return output
 
@@ -193,7 +203,7 @@ def scripts() -> Path:
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory) -> Lab:
-    lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo")
+    lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo", forked=True)
     lab.sparsity.write_text(SPARSITY)
     write_corpus(lab.folder / "corpus")
     return lab

@@ -28,9 +28,9 @@ def test_five_lines_in_a_script_of_ones_own(lab, scripts, baseline):
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
 
 
-def test_start_up_says_what_runs_where(baseline):
-    first_step = baseline.output.index("iteration        1/")
-    before = baseline.output[:first_step]
+def test_start_up_says_what_runs_where(lab):
+    output = lab.run("start_up", "--train-iters 1", torchrun=True).output
+    before = output[: output.index("iteration        1/")]
     assert "No GPU found" in before
     assert re.search(r"0 +│ D +│ dense", before)
     assert re.search(r"│ S +│ s2 +│ local 2 \+ stride 4", before)

@@ -1,0 +1,9 @@
+"""What runs of tests/megatron import, before they are forked (forks.py)."""
+
+import importlib
+
+from s2_megatron.cuda_on_cpu import install_if_no_gpu
+
+install_if_no_gpu()  # as in pretrain_gpt_s2.py, in front of Megatron
+for name in ("megatron.training.training", "megatron.training.checkpointing", "megatron.core.tokenizers.text.text_tokenizer"):
+    importlib.import_module(name)
