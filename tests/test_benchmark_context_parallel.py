@@ -210,6 +210,7 @@ def test_lengths_that_are_not_predicted(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", [
     "--predict 8 --from benchmarks/results/h200_cp4_te.json --link 260 --seq-lengths 131072",
+    "--predict 8 --from benchmarks/results/h200_cp2.json",
     "--predict 4 --from benchmarks/results/h200_cp2.json",
 ])  # fmt: skip
 def test_the_documented_predictions(command, tmp_path, capsys, monkeypatch):
