@@ -11,8 +11,8 @@ step       median over repeats of the slowest rank, forward alone and forward + 
            (at most 50): it is as warm as in a row of them. The CPU is ahead of it, also where it takes longer for a step than the GPU, which
            then waits in training. The GPUs start together. CPU: ms until a step is enqueued
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
-           and % of the step. By copies, also what of it such a step loses when it copies 64 KB instead: links between GPUs that are in use
-           draw power, and a card at its power limit then has a lower clock, however little travels
+           and % of the step. By copies, also what a step loses that sends 64 KB in place of each transfer, for which nobody waits: on cards at
+           their power limit the clock is lower while links between GPUs are used, for so little, too
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence (all of them do, the slowest counts), in turns with it, over this step
 
@@ -59,7 +59,7 @@ from tests.context_parallel.cases import Case
 from tests.context_parallel.check import IN_PARTS, check_case, is_right
 
 MIB = 2**20
-LINK_BYTES = 2**16  # that keep a link awake
+LINK_BYTES = 2**16  # in place of an exchange
 EACH_RANK = report.ROOT / "benchmarks" / "results" / "h200_each_rank.json"
 LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")  # arguments that make it
 
@@ -247,7 +247,7 @@ def line_of(row: dict) -> str:
         exposed = row["step_ms"] - row["silent_step_ms"]
         text += f"  by {row['transport']}" if "transport" in row else ""
         text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})"
-        text += f", links awake {row['awake_step_ms'] - row['silent_step_ms']:.2f} of it" if "awake_step_ms" in row else ""
+        text += f", links alone {row['awake_step_ms'] - row['silent_step_ms']:.2f}" if "awake_step_ms" in row else ""
         text += f"  work {row['work']:.3f}"
     text += f"  {row['speed_up']:.2f} x one GPU ({row['one_gpu_step_ms']:.2f} ms)" if "speed_up" in row else ""
     text += f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else ""

@@ -7,11 +7,12 @@ to nothing, and one exchange alone; and what each rank of both numbers computes,
 silent      what the slowest rank computes, as a share of one GPU's time, times what the measured ranks took together without communication over
             their slowest rank's by itself: cards that wait for each other, and are not equally fast (and, where the rows are of different code,
             what that changed)
-links       what a step loses when links between GPUs are awake, as a share of it: their power, which does not grow with the bytes. Unknown in
-            rows of older code, where it counts as exposed
+links       what a step loses when links between GPUs are used for next to nothing, as a share of it: the clock's loss, which does not grow with
+            the bytes. Unknown in rows of older code, where it counts as exposed
 exposed     what transfers take, at the rate of the exchange measured alone, beyond the attention that could be beside them if all heads went
             twice: K and V in the forward beside the own keys' part; K and V again beside the own part of dQ; returned gradients beside the
-            received keys' part of dQ. And what was exposed when measured, in proportion to the bytes, but no more than transfers take
+            received keys' part of dQ. And what was exposed when measured, beyond what links cost, in proportion to the bytes, but no more than
+            transfers take
 
 Links between GPUs are taken to be as fast as the measured ones: true of GPUs of one host behind a switch, not across hosts.
 """
@@ -85,7 +86,7 @@ def predict(rows: list[dict], each: list[dict], layer: Layer, ranks: int, link: 
         return [there / rate, there * repeated / rate, (back - there * repeated) / rate]
 
     def part(kind: str, passes: int) -> tuple[float, float, float]:
-        """(silent, with links that are awake, what was exposed beside that) of `kind`, in ms, for so many ranks. passes: of `transfers`, how
+        """(silent, with links that are used, what was exposed beside that) of `kind`, in ms, for so many ranks. passes: of `transfers`, how
         many it has."""
         # A step that sends more cannot be the faster one: where it was, its time is the better estimate of both.
         awake = min(base.get(f"awake_{kind}_ms", base[f"silent_{kind}_ms"]), base[f"{kind}_ms"])
@@ -122,7 +123,7 @@ def explained(row: dict) -> str:
     silent, awake = row["silent_step_ms"], row.get("awake_step_ms")
     exposed = f"exposed {row['step_ms'] - silent:.2f}"
     if awake is not None:
-        exposed = f"links awake {awake - silent:.2f} + waiting {row['step_ms'] - awake:.2f}"
+        exposed = f"links {awake - silent:.2f} + waiting {row['step_ms'] - awake:.2f}"
     return (
         f"          from {row['measured_ranks']} ranks: work {row['work_ms']:.2f} + overhead {row['overhead_ms']:.2f} + {exposed} ms; "
         f"transfers {transfers} ms at {row['link_gb_per_s']:.3g} GB/s beside {beside} ms of attention"

@@ -33,7 +33,7 @@ def _to_cpu(device):
     return device
 
 
-# That do so by a positional argument, or by what they are.
+# What names a device without a keyword; all other calls name one by `device=`, or none.
 _NAMING_DEVICES = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.to))
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,11 +132,13 @@ def test_what_links_cost_does_not_grow_with_the_bytes(measured):
     times = {f"{name}{kind}_ms": base[kind] * factor for kind in base for name, factor in (("", 1.03), ("silent_", 1), ("awake_", 1.02))}
     found = predict([sparse | times, *others], EACH, layer, 8, LINK)
     grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(sparse[f"sent_{way}"] for way in ("forward", "backward"))
-    assert found["awake_step_ms"] == pytest.approx(found["silent_step_ms"] * 1.02)
-    assert found["step_ms"] == pytest.approx(found["awake_step_ms"] + 0.01 * base["step"] * grown)
-    assert "links awake 0.20 + waiting 0.23" in explained(found) and "awake 0.20" in benchmark.line_of(found)
+    grown_there = found["sent_forward"] / sparse["sent_forward"]
+    for kind, growth in (("step", grown), ("forward", grown_there)):
+        assert found[f"awake_{kind}_ms"] == pytest.approx(found[f"silent_{kind}_ms"] * 1.02)
+        assert found[f"{kind}_ms"] == pytest.approx(found[f"awake_{kind}_ms"] + 0.01 * base[kind] * growth)
+    assert "links 0.20 + waiting 0.23" in explained(found) and "links alone 0.20" in benchmark.line_of(found)
     unknown = predict([sparse, *others], EACH, layer, 8, LINK)
-    assert "awake_step_ms" not in unknown and "awake" not in explained(unknown) + benchmark.line_of(unknown)
+    assert "awake_step_ms" not in unknown and "links" not in explained(unknown) + benchmark.line_of(unknown)
     quick = predict([sparse | times | dict(step_ms=base["step"] * 0.99), *others], EACH, layer, 8, LINK)  # noise: the quickest of the three
     assert quick["step_ms"] == quick["awake_step_ms"] == quick["silent_step_ms"] == pytest.approx(found["silent_step_ms"] * 0.99)
 
@@ -150,6 +153,37 @@ def test_links_are_kept_awake_by_little():
             Arena.send(arena, lane, torch.ones(rows, 20, dtype=torch.bfloat16).view(torch.uint8) | 1, route, None)
             Arena.arrive(arena, lane, 0), Arena.release(arena, lane)
     assert [[int((buffer > 0).sum()) for buffer in lane] for lane in lanes] == [[0, 100], [0, benchmark.LINK_BYTES]]
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
+    """By name: the step, in silence, by copies with little on the links, and one GPU."""
+    contexts = {}
+
+    class Layer(benchmark.ContextParallel):
+        prepare = attention = lambda *_, **__: torch.zeros(1, requires_grad=True)
+
+        def state(self, *_):
+            return SimpleNamespace(exchange=SimpleNamespace(copies=object() if copies else None))
+
+    def medians(calls):
+        contexts[len(contexts)] = [call.context for call in calls]
+        return [(float(number), 0.0) for number in range(1, 1 + len(calls))]
+
+    monkeypatch.setattr(benchmark, "ContextParallel", Layer)
+    monkeypatch.setattr(bench, "device", torch.device("cpu"))
+    monkeypatch.setattr(bench, "tensors", lambda tokens: ([torch.zeros(1, dtype=bench.dtype, requires_grad=True)], torch.ones(1)))
+    monkeypatch.setattr(bench, "turns", SimpleNamespace(medians=medians))
+    monkeypatch.setattr(bench, "transfer", lambda *_: 1.0)
+    monkeypatch.setattr(benchmark.torch.autograd, "grad", lambda *_: None)
+    monkeypatch.setattr(benchmark.dist, "all_reduce", lambda *_, **__: None)
+    row = bench.measure("sparse", 65536, (lambda *_: None, [], None))
+    names = ["", "silent_", *(["awake_"] if copies else []), "one_gpu_"]
+    kinds = [nullcontext, benchmark.silent_collectives, *([benchmark.awake_links] if copies else []), nullcontext]
+    assert list(contexts.values()) == [kinds, kinds]
+    for kind in ("forward", "step"):
+        assert [row[f"{name}{kind}_ms"] for name in names] == [float(number) for number in range(1, 1 + len(names))]
+    assert row["transport"] == ("copies" if copies else "collective") and ("awake_step_ms" in row) == copies
 
 
 def test_own_share_by_counting():
@@ -256,5 +290,5 @@ def test_a_run_over_gloo(tmp_path):
     measured = [row for row in content["rows"] if not row.get("predicted")]
     assert [row["exchange"] for row in measured] == ["sparse", "all_gather", "a2a"]
     assert all(row["sent_forward"] == row["planned_forward"] and row["sent_backward"] == row["planned_backward"] for row in measured)
-    assert measured[0]["transport"] == "collective"
+    assert measured[0]["transport"] == "collective" and "awake_step_ms" not in measured[0]
     assert "not predicted: the rows were measured on none, and " in done.stdout and len(content["rows"]) == 3

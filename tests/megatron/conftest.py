@@ -1,6 +1,6 @@
 """Real training runs of Megatron's loop, in processes of their own (gloo on a CPU, NCCL on a GPU), on a tiny GPT and a tiny corpus.
 
-On a CPU they are forked from a process that has imported Megatron (forks.py), but those that torchrun starts.
+On a machine without a GPU they are forked from a process that has imported Megatron (forks.py), except those that torchrun starts.
 Every run appends its exact losses to a file (`--s2-loss-log`), so that comparisons do not depend on printed digits.
 """
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,31 +72,41 @@ def run_processes(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(processes)]
         jobs = []
-        for rank, log in enumerate(logs):
-            environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if forked:
-                jobs.append(forks.start(Path(command[0]), command[1:], environ, ROOT, log))
-                continue
-            with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the process
-                jobs.append(subprocess.Popen(command, env=environ, cwd=ROOT, start_new_session=True, stdout=file, stderr=subprocess.STDOUT))
-        _wait_for_all(jobs, time.monotonic() + timeout)
+        try:
+            for rank, log in enumerate(logs):
+                environ = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the process
+                    if forked:
+                        jobs.append(forks.start(Path(command[0]), command[1:], environ, ROOT, log))
+                        continue
+                    options = dict(start_new_session=True, stdout=file, stderr=subprocess.STDOUT)
+                    jobs.append(subprocess.Popen(command, env=environ, cwd=ROOT, **options))
+            _wait_for_all(jobs, time.monotonic() + timeout)
+        finally:
+            _end(jobs)
         output = "\n".join(log.read_text(errors="replace") for log in logs)
     return max(abs(job.returncode) for job in jobs), output
 
 
 def _wait_for_all(jobs: list[subprocess.Popen | forks.Forked], deadline: float) -> None:
-    """Wait until every job has ended. Once one has failed the others only wait for it: they get 5 more seconds, then they are killed."""
+    """Wait until every job has ended. Once one has failed the others only wait for it: they get 5 more seconds."""
     failed = False
-    try:
-        while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
-            if not failed and any(job.poll() not in (None, 0) for job in jobs):
-                failed, deadline = True, min(deadline, time.monotonic() + 5)
-            time.sleep(0.05)
-    finally:
-        for job in jobs:
-            if job.poll() is None:
+    while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
+        if not failed and any(job.poll() not in (None, 0) for job in jobs):
+            failed, deadline = True, min(deadline, time.monotonic() + 5)
+        time.sleep(0.05)
+
+
+def _end(jobs: list[subprocess.Popen | forks.Forked]) -> None:
+    """Kill those that still run, each with its session."""
+    for job in jobs:
+        if job.poll() is None:
+            try:
                 os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+            except ProcessLookupError:  # forked, and not in a session of its own yet
+                with suppress(ProcessLookupError):
+                    os.kill(job.pid, signal.SIGKILL)
+        job.wait()
 
 
 @dataclass
@@ -131,7 +142,7 @@ class Lab:
         """Train with the given flags on top of the defaults, and check that it went through (or, with fails, that it did not).
 
         python_path: a folder of modules to put first. log_flag: False for a script without --s2-loss-log, which reads LOSS_LOG.
-        torchrun: start the ranks with torchrun, as a user does; the default saves its three seconds.
+        torchrun: start the ranks with torchrun, as a user does; the default is quicker.
         """
         log, forked = self.folder / f"{name}.jsonl", self.forked and not torchrun
         launcher = [] if forked else [sys.executable]
@@ -202,8 +213,9 @@ def scripts() -> Path:
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory) -> Lab:
-    lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo", forked=True)
+def lab(tmp_path_factory, count_gpus) -> Lab:
+    # Not where there is a GPU: to ask for it would initialise CUDA in the process that is forked.
+    lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo", forked=count_gpus == 0)
     lab.sparsity.write_text(SPARSITY)
     write_corpus(lab.folder / "corpus")
     return lab

@@ -1,7 +1,8 @@
 """Ranks that are forked from a process that has imported Megatron: of a run's 12 seconds the imports are 8.
 
-Like processes of their own they have an environment, arguments, a session and an output of their own. Unlike them they share Python's hash
-seed, what has been printed once by the imports is not printed again, and nothing that waits for the interpreter's end is run.
+Like processes of their own they have an environment, arguments, a session and an output of their own. Unlike them they find the imports done,
+in the right order; all ranks share Python's hash seed, so that sets are in the same order; what has been printed once by the imports is not
+printed again; and nothing that waits for the interpreter's end is run. So some runs are still started by torchrun.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ PRELOADED = "tests.megatron.preloaded"
 
 
 def start(script: Path, arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> Forked:
-    """`python script *arguments` with this environment, in a folder; what it prints goes to a file."""
+    """`python script *arguments` with this environment, in the project's folder; what it prints goes to a file."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     process = context.Process(target=_run, args=(script, arguments, environment, folder, output))
-    with patch.dict(os.environ, OMP_NUM_THREADS="1"):  # of the process that imports, when this is the first start
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Of the process that imports, when this is the first start.
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths)):
         process.start()
     return Forked(process)
 
@@ -46,6 +49,7 @@ def _run(script: Path, arguments: list[str], environment: dict[str, str], folder
     with output.open("w") as file:
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)
+    assert PRELOADED in sys.modules, "the fork server has imported nothing: it is silent about an ImportError"
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -11,7 +11,7 @@
 
 fp32, without TF32 and with Megatron's local layers: at most 1e-5. bf16: at most twice the difference that Megatron's own dense model shows
 between the same two layouts. Where that one cannot run (CP and SP take Transformer Engine, and CP no packed rows) the bound is twice the
-largest of the other layouts' in the table, in brackets; without any the row is not judged, which is no success. With --seeds N all
+largest of the layouts' above it in the table, in brackets; without any the row is not judged, which is no success. With --seeds N all
 differences are the largest of N orders of the data: a single one can be small by chance.
 """
 
@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import report
 from tests.megatron.conftest import LOCAL_SPEC, SPARSITY, Lab, write_corpus
 
 # 8 query heads in 4 groups, so that a2a and TP mix; two virtual stages; blocks of 16 are the smallest of the kernels; CP 8 cuts 256 tokens.
@@ -259,7 +260,8 @@ def main() -> int:
             rows.append(make_row(table, name, precision, backend, stock_seen))
             print(line_of(rows[-1]), flush=True)
             if args.json:
-                about = dict(command=" ".join(["python", *sys.argv]), device=gpus[0] if gpus else "CPU", gpus=len(gpus), versions=versions())
+                where = dict(device=gpus[0] if gpus else "CPU", gpus=len(gpus), versions=versions())
+                about = dict(command=" ".join(["python", *sys.argv]), commit=report.commit(), **where)
                 model = dict(model=" ".join(table.model.split()), transformer_engine=engine, sparsity=SPARSITY, iterations=10, seeds=args.seeds)
                 args.json.write_text(json.dumps({**about, **model, "rows": rows}, indent=1) + "\n")
     wrong = sum(row["verdict"] != "yes" for row in rows)

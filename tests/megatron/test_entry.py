@@ -24,7 +24,7 @@ def test_five_lines_in_a_script_of_ones_own(lab, scripts, baseline):
     before, after = ((scripts / name).read_text().splitlines() for name in ("stock_pretrain.py", "user_pretrain.py"))
     changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith(("- ", "+ "))]
     assert sum(line.startswith("+ ") for line in changed) == 5
-    run = lab.run("user", "--train-iters 10", script=scripts / "user_pretrain.py")
+    run = lab.run("user", "--train-iters 10", script=scripts / "user_pretrain.py", torchrun=True)
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
 
 
