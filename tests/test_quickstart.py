@@ -283,7 +283,7 @@ def test_speed_leaves_the_start_out(monkeypatch):
 
 # Real runs
 
-ITERATIONS, SAVE_INTERVAL = 10, 4
+ITERATIONS, SAVE_INTERVAL = 16, 4  # enough of them that a run is killed long before its end
 
 
 def command(runs: Path, *extra: str) -> list[str]:
