@@ -158,7 +158,7 @@ def test_links_are_kept_awake_by_little():
 @pytest.mark.parametrize("copies", [True, False])
 def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
     """By name: the step, in silence, by copies with little on the links, and one GPU."""
-    contexts = {}
+    contexts = []
 
     class Layer(benchmark.ContextParallel):
         prepare = attention = lambda *_, **__: torch.zeros(1, requires_grad=True)
@@ -167,7 +167,7 @@ def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
             return SimpleNamespace(exchange=SimpleNamespace(copies=object() if copies else None))
 
     def medians(calls):
-        contexts[len(contexts)] = [call.context for call in calls]
+        contexts.append([call.context for call in calls])
         return [(float(number), 0.0) for number in range(1, 1 + len(calls))]
 
     monkeypatch.setattr(benchmark, "ContextParallel", Layer)
@@ -180,7 +180,7 @@ def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
     row = bench.measure("sparse", 65536, (lambda *_: None, [], None))
     names = ["", "silent_", *(["awake_"] if copies else []), "one_gpu_"]
     kinds = [nullcontext, benchmark.silent_collectives, *([benchmark.awake_links] if copies else []), nullcontext]
-    assert list(contexts.values()) == [kinds, kinds]
+    assert contexts == [kinds, kinds]
     for kind in ("forward", "step"):
         assert [row[f"{name}{kind}_ms"] for name in names] == [float(number) for number in range(1, 1 + len(names))]
     assert row["transport"] == ("copies" if copies else "collective") and ("awake_step_ms" in row) == copies

@@ -83,7 +83,7 @@ def run_processes(
                     jobs.append(subprocess.Popen(command, env=environ, cwd=ROOT, **options))
             _wait_for_all(jobs, time.monotonic() + timeout)
         finally:
-            _end(jobs)
+            end_all(jobs)
         output = "\n".join(log.read_text(errors="replace") for log in logs)
     return max(abs(job.returncode) for job in jobs), output
 
@@ -97,7 +97,7 @@ def _wait_for_all(jobs: list[subprocess.Popen | forks.Forked], deadline: float) 
         time.sleep(0.05)
 
 
-def _end(jobs: list[subprocess.Popen | forks.Forked]) -> None:
+def end_all(jobs: list[subprocess.Popen | forks.Forked]) -> None:
     """Kill those that still run, each with its session."""
     for job in jobs:
         if job.poll() is None:

@@ -3,6 +3,12 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
+import subprocess
+import sys
+import time
+
+from tests.megatron.conftest import end_all, run_processes
 
 STOCK = "--train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 --calculate-per-token-loss --eval-iters 2 --eval-interval 3"
 
@@ -35,6 +41,16 @@ def test_start_up_says_what_runs_where(lab):
     assert re.search(r"0 +│ D +│ dense", before)
     assert re.search(r"│ S +│ s2 +│ local 2 \+ stride 4", before)
     assert "S2 dense layers: computed by Megatron local" in before
+
+
+def test_ranks_that_outlive_their_time_are_ended(lab, tmp_path):
+    (script := tmp_path / "sleeps.py").write_text("import time\ntime.sleep(100)\n")
+    command, start = [*([] if lab.forked else [sys.executable]), str(script)], time.monotonic()
+    code, _ = run_processes(command, 2, 2.0, forked=lab.forked)
+    assert code == signal.SIGKILL and time.monotonic() - start < 60
+    alone = subprocess.Popen(["sleep", "100"])  # not in a session of its own, as a rank that has just been forked
+    end_all([alone])
+    assert alone.returncode == -signal.SIGKILL
 
 
 def test_settings_that_a_cpu_lacks(lab):
