@@ -28,7 +28,7 @@ def main() -> None:
             warnings.filterwarnings("ignore", category=category)
 
     # Before the first import of Megatron, which binds torch.cuda functions by name.
-    from s2_megatron.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
 
     on_cpu = install_if_no_gpu()
 
@@ -37,10 +37,10 @@ def main() -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from s2_megatron.arguments import add_s2_arguments, prepare_s2
-    from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
-    from s2_megatron.gpt_data import datasets_provider, embedding_ranks, forward_step
-    from s2_megatron.layer_specs import apply_s2
+    from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
+    from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
+    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.layer_specs import apply_s2
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     use_prebuilt_dataset_helpers()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from s2_megatron.attention_checks import canonical_view
-from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.config import load_config
-from s2_megatron.layout import PackedSequence
-from s2_megatron.patterns import HeadPattern, Pattern, RangePattern, make_range_pattern
+from s2_megatron.config.schema import load_config
+from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.layout import PackedSequence
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from benchmarks.group_timing import Call, Turns
 from benchmarks.predict import Layer, explained, predict
-from s2_megatron import cp_copies
-from s2_megatron.attention import resolve_backend, s2_attention
-from s2_megatron.context_parallel import COMM_TYPES, ContextParallel, check_comm_type
-from s2_megatron.cp_plan import layer_costs
-from s2_megatron.cp_sparse import SparseState
-from s2_megatron.cp_transport import count_traffic
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.context_parallel import copies as cp_copies
+from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel, check_comm_type
+from s2_megatron.context_parallel.plan import layer_costs
+from s2_megatron.context_parallel.sparse import SparseState
+from s2_megatron.context_parallel.transport import count_traffic
+from s2_megatron.ops.api import resolve_backend, s2_attention
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.ranges import make_range_pattern
 from tests.context_parallel.cases import Case
 from tests.context_parallel.check import IN_PARTS, check_case, is_right
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from benchmarks.context_parallel import add_layer_arguments, forward_of, pattern_of, step_of, tensors
 from benchmarks.group_timing import Call, Turns
-from s2_megatron import cp_sparse
-from s2_megatron.attention import s2_attention
-from s2_megatron.context_parallel import ContextParallel
-from s2_megatron.cp_transport import Pending
-from s2_megatron.layout import build_layout
+from s2_megatron.context_parallel import sparse as cp_sparse
+from s2_megatron.context_parallel.attention import ContextParallel
+from s2_megatron.context_parallel.transport import Pending
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import build_layout
 
 
 @contextmanager

@@ -59,7 +59,7 @@ GROUPS = {
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }  # fmt: skip
 
-FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/refusals.py
+FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals.py
 
 EXPECTED = "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
 

@@ -21,10 +21,10 @@ from functools import partial
 
 import torch
 
-from s2_megatron import attention
-from s2_megatron.attention import s2_attention
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import Pattern
+from s2_megatron.ops import api as attention
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.ranges import Pattern
 
 
 class LeftOut(Exception):

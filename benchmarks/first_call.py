@@ -26,9 +26,9 @@ def child(length: int, heads: int = 32, dim: int = 128) -> None:
     """Prints the seconds as the last line. CUDA itself is started before the clock."""
     import torch
 
-    from s2_megatron.attention import s2_attention
-    from s2_megatron.layout import build_layout
-    from s2_megatron.patterns import make_range_pattern
+    from s2_megatron.ops.api import s2_attention
+    from s2_megatron.ops.layout import build_layout
+    from s2_megatron.patterns.ranges import make_range_pattern
 
     pattern = make_range_pattern(block_size=64, num_heads=heads, num_kv_heads=heads, ranges=((16, 1), (None, 16)))
     fused = torch.randn(length, 1, 3 * heads, dim, device="cuda", dtype=torch.bfloat16)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from benchmarks.cases import Case, Tensors
-from s2_megatron.attention import s2_attention
-from s2_megatron.attention_checks import canonical_view
-from s2_megatron.layout import Placement, build_layout
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.layout import Placement, build_layout
 from tests.oracle import check_against_eager, packed_mask, token_mask
 
 SHORT = 2065  # tokens: whole blocks and a piece

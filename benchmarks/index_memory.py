@@ -14,9 +14,9 @@ import sys
 import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import make_range_pattern
 
 LIMIT = 16 * 2**20
 BLOCK, HEADS = 64, 32

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.cases import block_lists, coarsen, equal_pairs
 from benchmarks.entries import LeftOut, Runner, entry
 from benchmarks.timing import milliseconds
-from s2_megatron.patterns import RangePattern
+from s2_megatron.patterns.ranges import RangePattern
 
 PEER_BLOCK = 128
 LARGEST_LISTS = 2**28  # entries; a peer's [H, N, N] index tables beyond that are not worth their memory

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.cp_plan import LayerCosts, block_pairs, check_block_count, layer_costs, rank_pairs, zigzag_blocks
-from s2_megatron.patterns import Pattern
+from s2_megatron.context_parallel.plan import LayerCosts, block_pairs, check_block_count, layer_costs, rank_pairs, zigzag_blocks
+from s2_megatron.patterns.ranges import Pattern
 
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
 

@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from benchmarks.timing import quantile
-from s2_megatron.env_report import ENVIRONMENT_PREFIXES
+from s2_megatron.tools.env_report import ENVIRONMENT_PREFIXES
 
 FORMAT = 1  # of the JSON
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.cases import Case, as_table, lognormal_documents
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.patterns.ranges import make_range_pattern
 
 K = 1024
 DENSE = ("FA-2 dense", "cuDNN dense", "FA-4 dense")

@@ -34,11 +34,12 @@ import triton
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.timing import SAMPLE_MS, milliseconds, quantile
-from s2_megatron.attention import s2_attention
-from s2_megatron.kernels import portable, tiles
+from s2_megatron.kernels import tiles
 from s2_megatron.kernels.tiles import Tile
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.kernels.triton import launch as portable
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.ranges import make_range_pattern
 
 Key = tuple[int, bool]  # padded head dim, 32-bit inputs: the rows of the portable table
 PORTABLE = ("forward", "grad_query", "grad_key")  # in the order of a row

@@ -36,7 +36,7 @@ if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".
 fi
 
 # The Hopper kernels are written for the Gluon of one release of Triton. Where torch brings another one, tests compile them with a copy beside it.
-gluon=$(sed -n 's/^GLUON = "\([0-9.]*\)".*/\1/p' "$(dirname "$0")/../kernels/launch.py")
+gluon=$(sed -n 's/^GLUON = "\([0-9.]*\)".*/\1/p' "$(dirname "$0")/../kernels/dispatch.py")
 case $("$venv/bin/python" -m pip show triton 2>/dev/null | sed -n 's/^Version: //p') in
 "" | "$gluon"*) ;;
 *)

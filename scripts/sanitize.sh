@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # compute-sanitizer over small calls of every kernel: memcheck must be clean, and so must racecheck, but for reports that
-# tests/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each tool and backend.
+# tests/kernels/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each tool and backend.
 #
 #   scripts/sanitize.sh                  memcheck and racecheck of triton and, on Hopper, gluon
 #   BACKENDS=triton TOOLS=memcheck scripts/sanitize.sh
@@ -33,15 +33,15 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 failed=0
 for backend in $backends; do
-    "$python" tests/sanitizer_cases.py --backend "$backend"  # without the tool: compiles, so that the tool's time is the kernels'
+    "$python" tests/kernels/sanitizer_cases.py --backend "$backend"  # without the tool: compiles, so that the tool's time is the kernels'
     for tool in $tools; do
         log="$logs/$tool-$backend.log"
         options=()
         [ "$tool" = racecheck ] && options+=(--racecheck-report all --show-backtrace no --print-limit 1000000)
         # Only kernels of ours (their names begin with s2_): torch's would take most of the time.
         timeout "${LIMIT:-600}" "$sanitizer" --tool "$tool" "${options[@]}" --kernel-name kernel_substring=s2_ \
-            "$python" tests/sanitizer_cases.py --backend "$backend" >"$log" 2>&1 || echo "exit code $?" >>"$log"
-        "$python" tests/sanitizer_reports.py "$tool" "$backend" "$log" || failed=1
+            "$python" tests/kernels/sanitizer_cases.py --backend "$backend" >"$log" 2>&1 || echo "exit code $?" >>"$log"
+        "$python" tests/kernels/sanitizer_reports.py "$tool" "$backend" "$log" || failed=1
     done
 done
 exit $failed

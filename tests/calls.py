@@ -2,9 +2,9 @@
 
 import torch
 
-from s2_megatron.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from tests.ops.test_attention import PAPER, UNEVEN, pattern_of
 from tests.oracle import make_inputs, random_mask
-from tests.test_attention import PAPER, UNEVEN, pattern_of
 
 FORMS = ("sbhd", "bshd", "bhsd", "thd")
 KINDS = (*FORMS, "padded", "mask", "uneven", "placed", "ending")

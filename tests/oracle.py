@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from s2_megatron.attention import s2_attention
-from s2_megatron.attention_checks import canonical_view
-from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.layout import build_layout
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.block_mask import BlockMaskPattern
 
 
 class Result(NamedTuple):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron import env_report
+from s2_megatron.tools import env_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt_s2.py", "s2_megatron", "kernels")
 # launch is found, not imported: the question is where the modules come from, and Triton's import takes seconds.
-IMPORT_KERNELS = "import importlib.util; print(importlib.util.find_spec('s2_megatron.kernels.launch').origin); import s2_megatron.kernels.tiles"
+IMPORT_KERNELS = "import importlib.util; print(importlib.util.find_spec('s2_megatron.kernels.dispatch').origin); import s2_megatron.kernels.tiles"
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_make_names_the_packages_that_the_present_environment_lacks(tmp_path):
 
 
 def test_the_environment_report_names_what_is_there():
-    result = run(sys.executable, "-m", "s2_megatron.env_report", cwd=ROOT)
+    result = run(sys.executable, "-m", "s2_megatron.tools.env_report", cwd=ROOT)
     assert result.returncode == 0, result.stderr
     lines = dict(line.split(None, 1) for line in result.stdout.splitlines())
     for name in ("torch", "megatron-core"):

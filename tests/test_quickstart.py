@@ -17,8 +17,8 @@ from examples.quickstart import dataset, launch, run, summary
 from examples.quickstart.corpus import Document, collect_documents, corpus_hash, docstring_document, document_hashes, source_documents
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.progress import OutputFollower, Speed
-from s2_megatron.config import load_config
-from s2_megatron.loss_log import _locked, _Writer, read_loss_log, truncate_loss_log
+from s2_megatron.config.schema import load_config
+from s2_megatron.megatron.loss_log import _locked, _Writer, read_loss_log, truncate_loss_log
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.launch import MODEL, model_flags
-from s2_megatron.loss_log import read_loss_log
+from s2_megatron.megatron.loss_log import read_loss_log
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,7 +26,7 @@ from rich.table import Table
 from examples.quickstart import launch, summary
 from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare_corpus
 from examples.quickstart.progress import OutputFollower, Speed, follow_training
-from s2_megatron.loss_log import read_loss_log, truncate_loss_log
+from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def resolve_sparsity(config: Path, console: Console):
     """The config's sparsity for the quickstart's model. The shipped config must be a real S2 run; others are only remarked upon."""
-    from s2_megatron.config import load_config
+    from s2_megatron.config.schema import load_config
 
     model = launch.MODEL
     sparsity = load_config(config).resolve(
@@ -106,7 +106,7 @@ def check_settings(run_folder: Path, settings: dict) -> None:
 
 
 def _change(name: str, before, after) -> str:
-    from s2_megatron.sparsity import diff_sparsity
+    from s2_megatron.config.sparsity import diff_sparsity
 
     if name == "sparsity" and before is not None:
         return "; ".join(diff_sparsity(before, after))

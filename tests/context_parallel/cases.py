@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from s2_megatron.patterns import HeadPattern, Pattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
 from tests.oracle import random_mask
 
 

@@ -26,14 +26,14 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from s2_megatron.attention import s2_attention
-from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
-from s2_megatron.cp_copies import TRANSPORTS
-from s2_megatron.cp_plan import make_plan
-from s2_megatron.cp_sparse import SparseState
-from s2_megatron.cp_transport import count_traffic
-from s2_megatron.layout import build_layout
-from s2_megatron.patterns import RangePattern
+from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
+from s2_megatron.context_parallel.copies import TRANSPORTS
+from s2_megatron.context_parallel.plan import make_plan
+from s2_megatron.context_parallel.sparse import SparseState
+from s2_megatron.context_parallel.transport import count_traffic
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.patterns.ranges import RangePattern
 from tests.context_parallel.cases import Case, block_mask, ranges
 from tests.context_parallel.worker import NAMES, differentiate, inputs, own_rows, tokens_of
 

@@ -1,4 +1,4 @@
-"""Arenas of s2_megatron.cp_copies in memory that processes on a CPU share, for tests: flags are written and waited for at once."""
+"""Arenas of s2_megatron.context_parallel.copies in memory that processes on a CPU share, for tests: flags are written and waited for at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from s2_megatron.cp_copies import FLAG_BYTES, FULL, LANES, WAIT, Arena, free_flags
+from s2_megatron.context_parallel.copies import FLAG_BYTES, FULL, LANES, WAIT, Arena, free_flags
 
 PATIENCE = 60.0  # seconds
 POISON = 0xFF  # a NaN of every dtype

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s2_megatron.cp_sparse import SparseState
+from s2_megatron.context_parallel.sparse import SparseState
 from tests.context_parallel.check import blocks_in_parts, line_of
 
 ROOT = Path(__file__).resolve().parents[2]

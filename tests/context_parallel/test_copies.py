@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s2_megatron import cp_copies
-from s2_megatron.cp_transport import Pending, Route
+from s2_megatron.context_parallel import copies as cp_copies
+from s2_megatron.context_parallel.transport import Pending, Route
 
 GPU = torch.device("cuda", 0)
 

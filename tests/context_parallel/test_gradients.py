@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from s2_megatron.context_parallel import COMM_TYPES
+from s2_megatron.context_parallel.attention import COMM_TYPES
 from tests.context_parallel.cases import CASES
 
 RANKS = (2, 4, 8)

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from s2_megatron import context_parallel, cp_plan, cp_sparse, cp_transport, layout
-from s2_megatron.block_mask import BlockMaskPattern
-from s2_megatron.context_parallel import ContextParallel, check_comm_type
-from s2_megatron.cp_exchange import BlockExchange
-from s2_megatron.cp_plan import (
+from s2_megatron.context_parallel import attention as context_parallel
+from s2_megatron.context_parallel import plan as cp_plan
+from s2_megatron.context_parallel import sparse as cp_sparse
+from s2_megatron.context_parallel import transport as cp_transport
+from s2_megatron.context_parallel.attention import ContextParallel, check_comm_type
+from s2_megatron.context_parallel.exchange import BlockExchange
+from s2_megatron.context_parallel.plan import (
     block_pairs,
     check_block_count,
     early_heads,
@@ -26,10 +28,13 @@ from s2_megatron.cp_plan import (
     rank_pairs,
     zigzag_blocks,
 )
-from s2_megatron.cp_transport import Route
-from s2_megatron.kernels import hopper, launch
-from s2_megatron.layout import Placement
-from s2_megatron.patterns import RangePattern, make_range_pattern
+from s2_megatron.context_parallel.transport import Route
+from s2_megatron.kernels import dispatch as launch
+from s2_megatron.kernels.hopper import launch as hopper
+from s2_megatron.ops import layout
+from s2_megatron.ops.layout import Placement
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from tests.context_parallel.cases import CASES
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from s2_megatron import cp_watch
-from s2_megatron.cp_copies import timeout_of
-from s2_megatron.cp_watch import ARRIVED, STARTED, STOPPED, TIMEOUT, Board, Lateness, Watch
+from s2_megatron.context_parallel import watch as cp_watch
+from s2_megatron.context_parallel.copies import timeout_of
+from s2_megatron.context_parallel.watch import ARRIVED, STARTED, STOPPED, TIMEOUT, Board, Lateness, Watch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,7 +151,7 @@ def test_the_timeout_is_the_groups(tmp_path):
 # A host that waits for a full queue with the interpreter's lock in its hands: `sleep` of a library that is not told to let go of it.
 HANGING = """
 import ctypes, os, sys
-from s2_megatron import cp_watch
+from s2_megatron.context_parallel import watch as cp_watch
 board = cp_watch.Board(int(sys.argv[1]))
 watch = cp_watch.Watch(board, 0, (3, 5), lambda: 0.5)
 print(watch._process.pid, flush=True)

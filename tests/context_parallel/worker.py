@@ -20,12 +20,17 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from s2_megatron import context_parallel, cp_copies, cp_plan, cp_sparse, cp_transport, cp_watch
-from s2_megatron.attention import s2_attention
-from s2_megatron.context_parallel import COMM_TYPES, ContextParallel
-from s2_megatron.cp_exchange import BlockExchange, cut_order
-from s2_megatron.cp_transport import all_gather, count_traffic
-from s2_megatron.layout import PackedSequence, build_layout
+from s2_megatron.context_parallel import attention as context_parallel
+from s2_megatron.context_parallel import copies as cp_copies
+from s2_megatron.context_parallel import plan as cp_plan
+from s2_megatron.context_parallel import sparse as cp_sparse
+from s2_megatron.context_parallel import transport as cp_transport
+from s2_megatron.context_parallel import watch as cp_watch
+from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
+from s2_megatron.context_parallel.exchange import BlockExchange, cut_order
+from s2_megatron.context_parallel.transport import all_gather, count_traffic
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import PackedSequence, build_layout
 from tests.context_parallel.cases import CASES, Case, ranges
 from tests.context_parallel.shared_arena import SharedArenas
 

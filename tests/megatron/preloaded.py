@@ -2,7 +2,7 @@
 
 import importlib
 
-from s2_megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
 install_if_no_gpu()  # as in pretrain_gpt_s2.py, in front of Megatron
 for name in ("megatron.training.training", "megatron.training.checkpointing", "megatron.core.tokenizers.text.text_tokenizer"):

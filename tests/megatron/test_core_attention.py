@@ -9,11 +9,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from s2_megatron import core_attention
-from s2_megatron.attention import s2_attention
-from s2_megatron.core_attention import S2CoreAttention, S2SelfAttention
-from s2_megatron.layout import PackedSequence, build_layout
-from s2_megatron.patterns import make_range_pattern
+from s2_megatron.megatron import core_attention
+from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.layout import PackedSequence, build_layout
+from s2_megatron.patterns.ranges import make_range_pattern
 
 HEADS, GROUPS, DIM, BLOCK = 8, 4, 16, 16
 

@@ -13,8 +13,9 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
-from s2_megatron import gpt_data, printing
-from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
+from s2_megatron import printing
+from s2_megatron.megatron import data as gpt_data
+from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,7 +145,7 @@ def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
 
 CPU_FOR_CUDA = """
 import torch
-from s2_megatron.cuda_on_cpu import install_if_no_gpu, is_installed
+from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, is_installed
 assert not is_installed()
 assert install_if_no_gpu() and install_if_no_gpu() and is_installed()
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1
@@ -176,7 +177,7 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('imported')")
     script = (
-        "from s2_megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
+        "from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
         "from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE\nassert not HAVE_APEX_OR_TE\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}

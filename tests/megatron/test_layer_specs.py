@@ -13,18 +13,18 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.models.gpt import GPTModelConfig
 
-from s2_megatron import layer_specs
-from s2_megatron.core_attention import S2CoreAttention, S2SelfAttention
-from s2_megatron.layer_specs import (
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.megatron import layer_specs
+from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.layer_specs import (
     apply_s2,
     global_layer_indices,
     resolve_dense_core,
     s2_block_spec,
     s2_mtp_block_spec,
 )
-from s2_megatron.norms import sequence_parallel_norm
-from s2_megatron.patterns import make_range_pattern
-from s2_megatron.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.megatron.norms import sequence_parallel_norm
+from s2_megatron.patterns.ranges import make_range_pattern
 
 LAYERS = 8
 

@@ -1,10 +1,10 @@
-"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/refusals.py): Transformer Engine's kernel on a GPU."""
+"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals.py): Transformer Engine's kernel on a GPU."""
 from __future__ import annotations
 
 import pytest
 import torch
 
-from s2_megatron.refusals import FUSED_ROPE_ELEMENTS
+from s2_megatron.megatron.refusals import FUSED_ROPE_ELEMENTS
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ import gc
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
-    from s2_megatron import reference
-    from s2_megatron.cp_exchange import BlockExchange
-    from s2_megatron.kept_output import KeptOutputs
+    from s2_megatron.context_parallel.exchange import BlockExchange
+    from s2_megatron.ops import reference
+    from s2_megatron.ops.recompute import KeptOutputs
 
     counts = {"forwards": 0, "exchanges": 0}
 

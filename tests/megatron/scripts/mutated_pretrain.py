@@ -10,11 +10,12 @@ import os
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
-    from s2_megatron import context_parallel, core_attention, layer_specs, norms
-    from s2_megatron.patterns import RangePattern
+    from s2_megatron.context_parallel import attention as context_parallel
+    from s2_megatron.megatron import core_attention, layer_specs, norms
+    from s2_megatron.patterns.ranges import RangePattern
 
     mutation = os.environ["MUTATION"]
     if mutation == "head_offset":

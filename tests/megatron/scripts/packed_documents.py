@@ -15,7 +15,7 @@ def main():
     args, model = build(sys.argv[1:])
     import torch
 
-    from s2_megatron.gpt_data import next_batch
+    from s2_megatron.megatron.data import next_batch
 
     torch.manual_seed(1)
     per_sample = [list(lengths) for lengths in LENGTHS][: args.micro_batch_size]

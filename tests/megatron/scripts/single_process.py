@@ -4,7 +4,7 @@ import sys
 
 def build(flags: list[str]):
     """(Megatron's arguments, the GPTModel in fp32 or as --bf16 says) for a command line of pretrain_gpt_s2.py."""
-    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,9 +12,9 @@ def build(flags: list[str]):
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
-    from s2_megatron.arguments import add_s2_arguments, prepare_s2
-    from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
-    from s2_megatron.layer_specs import apply_s2
+    from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
+    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.layer_specs import apply_s2
 
     use_prebuilt_dataset_helpers()
     sys.argv[1:] = flags

@@ -4,7 +4,7 @@ from functools import partial
 
 
 def main():
-    from s2_megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
     install_if_no_gpu()
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -15,8 +15,8 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from s2_megatron.dataset_helpers import use_prebuilt_dataset_helpers
-    from s2_megatron.loss_log import install_loss_log
+    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.loss_log import install_loss_log
     use_prebuilt_dataset_helpers()
 
     def loss_function(loss_mask, output):

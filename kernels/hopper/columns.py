@@ -1,0 +1,172 @@
+"""Which key tiles the Hopper backward computes, and which query blocks visit them.
+
+A key tile is 128 keys: two key blocks of one KV head with runs of about the same length. In a KV-cache efficient pattern a block is attended
+by one run of query blocks, from its own on, as long as the last range that it is a member of. So the blocks fall into classes by that range;
+neighbours in a class make a tile: two blocks of the last stride, which are attended to the end, or two of those between, which only the window
+sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
+class of its last range for every head whose last stride divides it.
+
+fold: a program takes two of a KV head's long columns, the j-th from the sequence's end down and then the j-th last from its own block up. Both
+together are of the same length for every j where the last range has no end, so that all programs of a head pass by the same queries at the same
+time: those come from L2.
+Were each column to start when another one ends, with hundreds of different lengths, they would come from memory again and again.
+
+LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead (block_lists.py). Either way
+each step comes with a word that says who attends what.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from s2_megatron.kernels.hopper.schedule import divides, head_of_unit, load_range, quotient
+
+
+@gluon.jit
+def others_before(position, factor):
+    """How many of 0 .. position - 1 are no multiples of factor."""
+    return position - quotient(position + factor - 1, factor)
+
+
+@gluon.jit
+def class_block(rank, first, last_position, stride, factor):
+    """The block of one rank among the members (first + t * stride) of a range that are not members of the next one, whose stride is `factor`
+    times as wide (0: there is no next range). last_position: (first + offset) / stride."""
+    between = rank + others_before(last_position, gl.maximum(factor, 1))
+    position = gl.where(factor == 0, last_position + rank, between + quotient(between, gl.maximum(factor - 1, 1)) + 1)
+    return first + (position - last_position) * stride
+
+
+@gluon.jit
+def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+    """(first block, second block) of a head's column; the longest class first. A second one of n_blocks or more does not exist, nor does a
+    column whose first one is."""
+    first_block = n_blocks
+    second_block = n_blocks
+    passed = column * 0
+    next_stride = column * 0
+    shift = column * 0  # the head's offset; in the table it is cut down to each stride
+    for back in gl.static_range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, N_RANGES - 1 - back, N_RANGES)
+        used = end > start
+        shift = gl.where(used & (next_stride == 0), offset, shift)
+        position = quotient(shift + stride - 1, stride)
+        first = position * stride - shift
+        factor = quotient(next_stride, stride)
+        members = gl.where(n_blocks > first, quotient(gl.maximum(n_blocks - first + stride - 1, 0), stride), 0)
+        count = gl.where(factor == 0, members, others_before(position + members, gl.maximum(factor, 1)) - others_before(
+            position, gl.maximum(factor, 1)))
+        count = gl.where(used, count, 0)
+        columns = (count + 1) // 2
+        rank = 2 * (column - passed)
+        here = (rank >= 0) & (rank < count)
+        first_block = gl.where(here, class_block(rank, first, position, stride, factor), first_block)
+        second_block = gl.where(here & (rank + 1 < count), class_block(rank + 1, first, position, stride, factor), second_block)
+        passed += columns
+        next_stride = gl.where(used, stride, next_stride)
+    return first_block, second_block
+
+
+@gluon.jit
+def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+    """Columns of a head's last class."""
+    columns = n_blocks * 0
+    for index in gl.static_range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        first = gl.where(offset == 0, 0, stride - offset)
+        members = gl.where(n_blocks > first, quotient(gl.maximum(n_blocks - first + stride - 1, 0), stride), 0)
+        columns = gl.where(end > start, (members + 1) // 2, columns)
+    return columns
+
+
+@gluon.jit
+def column_of_program(index, n_long, n_rest, units, head_group):
+    """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest: the long columns of all
+    heads go first, so that the short ones fill the end."""
+    is_long = index < n_long * units
+    rest = gl.where(is_long, index, index - n_long * units)
+    per_group = gl.where(is_long, n_long, n_rest) * head_group
+    group = rest // per_group
+    rest -= group * per_group
+    return rest // head_group, group * head_group + rest % head_group, is_long
+
+
+@gluon.jit
+def listed_column(index, n_long, n_rest, units, batches, head_group, lists):
+    """(batch, KV head, first slot, second slot, first word) of a program, from the lists of block_lists.py. A slot beyond the keys does not
+    exist, nor does a column whose first one is."""
+    rows_ptr, columns_ptr, words_ptr = lists
+    column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
+    kv_head = unit // batches
+    column += gl.where(is_long, 0, n_long)
+    entry = columns_ptr + (gl.load(rows_ptr + kv_head) * (n_long + n_rest) + column) * 3
+    return unit - kv_head * batches, kv_head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+
+
+@gluon.jit
+def key_tile(index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
+             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr):
+    """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
+    exist. fold: a long program has two columns, the second one when `upward`."""
+    token = index * 0
+    length = rows
+    if PACKED:
+        tile = index // units
+        unit = index - tile * units
+        batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
+        token = gl.load(documents_ptr + tile * 4)
+        length = gl.load(documents_ptr + tile * 4 + 1)
+        column = gl.load(documents_ptr + tile * 4 + 2)
+    else:
+        column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
+        batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
+    n_blocks = (length + 63) // 64
+    if MIXED:
+        distance = gl.load(distance_ptr + kv_head)
+        first = column + quotient(column, distance) * distance
+        second = first + distance
+    else:
+        if not PACKED:
+            head_long = long_columns(n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
+            turned = head_long - 1 - column
+            outside = is_long & ((column >= head_long) | ((fold != 0) & (column > turned)) | ((upward != 0) & (column == turned)))
+            column = gl.where(is_long & (upward != 0), turned, column)
+            column = gl.where(is_long, gl.where(outside, 1 << 28, column), column + head_long)
+        first, second = key_pair(column, n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
+    return batch, kv_head, token, length, gl.minimum(first, n_blocks), gl.minimum(second, n_blocks)
+
+
+@gluon.jit
+def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+    """Where the run of query blocks that attend a key block ends; 0 for a block that does not exist."""
+    limit = block
+    for index in gl.static_range(N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        limit = gl.where((end > start) & divides(stride, block + offset), block + end, limit)
+    return gl.where(block < n_blocks, gl.minimum(limit, n_blocks), 0)
+
+
+@gluon.jit
+def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+    """The query blocks that visit a key tile: (steps, top, gap, first end, second end). Step i visits top - 1 - i, less `gap` where that lies
+    below the second block: from the end of the sequence on, so that tiles of different length read the same rows at the same time (the second
+    column of a folded program in the opposite order)."""
+    first_end = run_end(first, n_blocks, ranges_ptr, head, N_RANGES)
+    second_end = run_end(second, n_blocks, ranges_ptr, head, N_RANGES)
+    top = gl.maximum(first_end, second_end)
+    gap = gl.where(second_end > 0, gl.maximum(second - first_end, 0), 0)
+    steps = gl.where(first < n_blocks, top - first - gap, 0)
+    return steps, top, gap, first_end, second_end
+
+
+@gluon.jit
+def step_word(query_block, member, first, second, first_end, second_end, last):
+    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is that
+    block's own, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
+    keep_a = (query_block >= first) & (query_block < first_end)
+    keep_b = (query_block >= second) & (query_block < second_end)
+    word = gl.where(keep_a, 1, 0) + gl.where(keep_b, 2, 0) + gl.where(last, 16, 0) + (query_block << 5) + (member << 24)
+    return word + gl.where(keep_a & (query_block == first), 4, 0) + gl.where(keep_b & (query_block == second), 8, 0)
+
+
+@gluon.jit
+def query_block_of(word):
+    return (word >> 5) & 0x7FFFF

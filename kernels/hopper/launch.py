@@ -1,0 +1,320 @@
+"""Launches of the Hopper kernels, and which calls they compute. All tensors are views [B, heads, rows, D]."""
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import triton
+
+from s2_megatron.kernels.hopper.backward import s2_hopper_backward_kernel
+from s2_megatron.kernels.hopper.d256.backward import s2_hopper_wide_backward_kernel
+from s2_megatron.kernels.hopper.d256.forward import s2_hopper_wide_forward_kernel
+from s2_megatron.kernels.hopper.d256.grad_query import s2_hopper_wide_grad_query_kernel
+from s2_megatron.kernels.hopper.descriptors import BLOCK, WIDE, Box, Launches
+from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
+from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
+from s2_megatron.kernels.hopper.rows import s2_scale_kernel
+from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
+from s2_megatron.kernels.triton import launch as portable
+from s2_megatron.kernels.triton.packed_rows import s2_document_tiles_kernel
+from s2_megatron.printing import print_once
+
+TILE = 2 * BLOCK  # rows of a tile, of two blocks
+MOST_RANGES = 12  # for the marks of a tile
+MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
+MOST_BLOCKS = 2**19  # for the quotients of schedule.py
+PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to hand its sums on takes as long as a few
+MOST_PARTS = 64  # of a column
+FEW_UNITS = 16  # from so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel
+MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _share_rows(tensor) -> bool:
+    """Whether the heads of a [B, heads, rows, D] view lie in the same memory: blocks in slots, each of one head."""
+    return tensor.shape[1] > 1 and tensor.stride(1) == 0
+
+
+def _loadable(tensor) -> bool:
+    """Whether the copy engine can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
+    *strides, unit = tensor.stride()
+    whole = 16 // tensor.element_size()  # elements in 16 bytes
+    return (unit == 1 and tensor.data_ptr() % 16 == 0
+            and all((0 < stride < 2**36 and stride % whole == 0) or size == 1 or (dim == 1 and stride == 0)
+                    for dim, (size, stride) in enumerate(zip(tensor.shape, strides))))
+
+
+def _needs_lists(layout, placement, initial) -> bool:
+    """Whether the steps of a call come as lists, because they do not follow from a table of ranges."""
+    return (placement is not None or initial is not None or not hasattr(layout, "ranges") or layout.ranges.shape[1] > MOST_RANGES
+            or not layout.pattern.is_kv_efficient)
+
+
+def refusal(query, key, value, layout, packed, placement, initial, more=()) -> str | None:
+    """Why these kernels do not compute a call on a Hopper GPU, or None."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"{query.dtype} is not a 16-bit type"
+    if query.shape[3] > 256 or query.shape[3] % 8:
+        return f"head dim {query.shape[3]} is not a multiple of 8 up to 256"
+    if layout.block_size != BLOCK:
+        return f"block_size={layout.block_size} is not {BLOCK}"
+    if query.shape[1] // key.shape[1] > MOST_MEMBERS:
+        return f"more than {MOST_MEMBERS} query heads share a KV head"
+    listed = _needs_lists(layout, placement, initial)
+    if listed and packed is not None:
+        return "documents are packed, and the pattern is a block mask or has strides that do not divide each other"
+    if placement is not None and placement.steps is None:
+        return "keys or queries are placed by blocks without their pattern"
+    if max(query.shape[2], 0 if listed else layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
+        return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
+    if _share_rows(key) != _share_rows(value):
+        return "the heads of only one of key and value share their rows"
+    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value, *more)):
+        return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
+    return None
+
+
+def _documents(packed, rows, per_document, tile):
+    """(table of the tiles of packed documents, its length): `tile` tokens a tile, and room for per_document - 1 more a document."""
+    documents = len(packed.cu_seqlens) - 1
+    n_tiles = rows // tile + documents * per_document
+    tiles = torch.empty(n_tiles, 4, dtype=torch.int32, device=packed.cu_seqlens.device)
+    s2_document_tiles_kernel[(triton.cdiv(n_tiles, 256),)](packed.starts, packed.cu_seqlens, tiles, documents, n_tiles, per_document,
+                                                           TILE=tile, TILES=256)
+    return tiles, n_tiles
+
+
+def _group(units: int, wanted: int) -> int:
+    return next(size for size in range(min(wanted, units), 0, -1) if units % size == 0)
+
+
+class _Call:
+    """What the kernels of one call share. Launches are kept with the layout, or the step lists, for every shape: a short call would wait for
+    Python otherwise; those of packed documents change from batch to batch.
+
+    kv_heads: (first, end) of those that a kernel with a program per query tile computes, or None. more: key and value of the placement's slots
+    from own_slots on, or None.
+    """
+
+    def __init__(self, query, key, value, layout, packed, placement=None, initial=None, kv_heads=None, more=None):
+        self.query, self.key, self.value = query, key, value
+        self.more, self.own_rows = more, 0 if more is None else placement.own_slots * BLOCK
+        self.kv_heads = kv_heads
+        self.layout, self.packed = layout, packed
+        self.batch, self.heads, self.rows, self.head_dim = query.shape
+        self.block_dim = hopper_block_dim(self.head_dim)
+        self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
+        self.tiles = hopper_tiles_for(self.block_dim, self.rows, self.rows if placement is None else placement.n_blocks * BLOCK)
+        self.steps = None
+        if _needs_lists(layout, placement, initial):
+            self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps
+        self.nothing = layout.tensors[0]  # stands for pointers that are not read
+
+    def query_tiles(self, tile):
+        """Launches of the kernels with a program per query tile."""
+        return self._kept("query", tile, self._query_tiles)
+
+    def key_tiles(self):
+        """Launches of the kernel with a program per key tile."""
+        return self._kept("key", self.tiles.backward, self._key_tiles)
+
+    def _kept(self, kind, tile, make):
+        if self.packed is not None:
+            return make(tile)
+        kept = (self.layout if self.steps is None else self.steps).kept
+        entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
+        if entry not in kept:
+            kept[entry] = make(tile)
+        return kept[entry]
+
+    def _common(self, lists, **pointers):
+        rows, tiles, steps = lists or (self.nothing,) * 3
+        listed = self.steps is not None
+        return dict(ranges_ptr=self.nothing, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
+                    N_RANGES=1 if listed else self.layout.ranges.shape[1], RATIO=self.heads // self.key.shape[1],
+                    PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if _share_rows(self.key) else 1, BLOCK_D=self.block_dim,
+                    num_warps=4, list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps,
+                    ORDERED=pointers["order_ptr"] is not None,
+                    **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()})
+
+    def _query_tiles(self, tile):
+        pack = int(tile.pack and self.layout.heads_pair)
+        first, end = self.kv_heads or (0, self.key.shape[1])
+        members = self.heads // self.key.shape[1] // (1 + pack)  # of a KV head, in tiles
+        units = self.batch * (end - first) * members
+        rows_of_tile = BLOCK if pack else TILE
+        documents = order = lists = None
+        if self.packed is None:
+            n_tiles = triton.cdiv(self.rows, rows_of_tile)
+        else:
+            documents, n_tiles = _documents(self.packed, self.rows, 1, rows_of_tile)
+        if self.steps is None:
+            order = self.layout.head_order(1 + pack)
+        else:
+            lists = self.steps.query(bool(pack))
+            if first > 0:
+                # Copied, not computed there: it is kept, and must not be filled by a captured graph alone.
+                order = torch.arange(first * members, end * members, dtype=torch.int32, device="cpu").to(self.query.device)
+        programs = n_tiles * units
+        # Tiles from lists are taken one after the other; tiles of ranges are dealt out, which is not for heads of different work.
+        persistent = tile.persistent and (order is None or lists is not None)
+        grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
+        return Launches(grid, dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs,
+                                   PACK=pack, head_group=_group(units, tile.heads if persistent else 2), STAGES=tile.stages,
+                                   own_rows=self.own_rows, MORE=self.more is not None,
+                                   **(dict(V_STAGES=tile.value_stages) if self.single else {})))
+
+    def _key_tiles(self, tile):
+        units = self.batch * self.key.shape[1]
+        n_long, n_rest, documents, order, distances, lists, fold = 1, 1, None, None, None, None, 0
+        key_rows = self.key.shape[2]
+        if self.steps is not None:
+            *lists, n_long, n_rest = self.steps.key()
+            key_rows = min(key_rows, self.steps.n_slots * BLOCK)  # in the lists slot n_slots is none, whatever lies there
+        else:
+            order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
+            if self.packed is None:
+                n_long, n_rest = self.layout.key_columns(triton.cdiv(self.rows, BLOCK))
+                fold = int(distances is None and self._folds())
+                n_long = triton.cdiv(n_long, 2) if fold else n_long
+        few = self.packed is None and not self.single and units < FEW_UNITS
+        n_split, part_steps, parts = self._parts(n_long, units) if few and not fold else (0, 0, 1)
+        if n_split and self.steps is not None:
+            n_long, n_rest = n_split, n_long + n_rest - n_split
+        if self.packed is None:
+            programs = (n_long + n_rest + n_split * (parts - 1)) * units
+        else:
+            documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
+            programs = n_tiles * units
+        common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
+        return Launches(min(programs, _multiprocessors(self.query.device)), dict(
+            common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
+            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
+            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few))))
+
+    def _folds(self):
+        """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
+        dims above 128, whose kernel goes through a tile's two blocks one after the other, so that programs are never at the same queries."""
+        longest = self.heads // self.key.shape[1] * (triton.cdiv(self.rows, BLOCK) + 2)
+        return not self.single and longest <= self._mean_steps()
+
+    def _mean_steps(self):
+        """Steps of dK and dV that a multiprocessor has, on average."""
+        steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
+        return steps / _multiprocessors(self.query.device)
+
+    def _parts(self, n_long, units):
+        """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where columns are about as long as
+        what a multiprocessor has to do; a quarter of that makes a part, for what is left at the end is shared out better."""
+        if self.steps is None:
+            n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
+            runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
+                    for head in self.layout.pattern.heads]  # of a pair of key blocks, which lie a stride apart
+            longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
+            mean = self._mean_steps()
+        else:
+            words = self.steps.column_words()
+            longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
+        part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))  # no step at all: nothing is placed
+        parts = triton.cdiv(longest, part_steps)
+        if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
+            n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
+        n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
+        return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
+
+    def key_boxes(self):
+        """(K, V), (K, V) of the further slots or None, in the boxes that the kernels with a program per query tile load."""
+        columns = self.block_dim if self.single else 64
+        boxes = [Box(tensor, columns) for tensor in (self.key, self.value, *(self.more or ()))]
+        return boxes[:2], boxes[2:] or [None, None]
+
+    def counter(self):
+        """What a kernel with a program per query tile counts its tiles with."""
+        return self.nothing if self.steps is None else torch.zeros(1, dtype=torch.int32, device=self.query.device)
+
+
+def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, kv_heads=None, more=None):
+    """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues. kv_heads, more: see _Call."""
+    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
+    initial_out, initial_lse = (out, lse) if initial is None else initial
+    wide = out.dtype != query.dtype or not _loadable(out)
+    own, further = call.key_boxes()
+    boxes = [Box(query, call.block_dim), *own, Box(query if wide else out, call.block_dim), *further]
+    call.query_tiles(call.tiles.forward).start(
+        s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel, boxes,
+        [out, lse, initial_out, initial_lse.contiguous(), call.counter()], dict(o=out, i=initial_out), scale=scale,
+        CONTINUE=initial is not None, WIDE=wide)
+
+
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
+             deterministic=False):
+    """Writes the three gradients. Unless deterministic, dQ may be added up in fp32 in whatever order its parts come."""
+    call = _Call(query, key, value, layout, packed, placement)
+    one_pass = call.tiles.backward.one_pass and not deterministic
+    grad_out = _loadable_gradient(grad_out)
+    delta = torch.empty_like(lse)
+    sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
+    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums)
+    _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums)
+    if one_pass:
+        s2_scale_kernel[(triton.cdiv(call.rows, 64) * call.batch * call.heads,)](
+            sums, grad_query, scale, call.rows, call.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=call.head_dim, BLOCK_D=call.block_dim)
+    else:
+        _launch_dq(call, grad_out, lse, delta, grad_query, scale)
+
+
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
+    """Writes dK and dV, with what `returned` (see attention_backward_dkdv) adds to them."""
+    _launch_dkdv(_Call(query, key, value, layout, packed, placement), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, scale,
+                 returned=returned)
+
+
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None, kv_heads=None,
+                more=None):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. kv_heads, more: see _Call."""
+    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
+    _launch_dq(call, _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
+
+
+def _loadable_gradient(grad_out):
+    if _loadable(grad_out) and not _share_rows(grad_out):
+        return grad_out
+    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
+    return grad_out.contiguous()
+
+
+def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None, returned=None):
+    """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
+    launches = call.key_tiles()
+    boxes = [Box(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
+    shared = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
+    wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    grad_boxes = boxes[1:3] if wide else [Box(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
+    columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
+    counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
+    pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
+    strided = dict(dk=grad_key, dv=grad_value)
+    more = dict(scale=scale, WIDE=wide, RETURNED=returned is not None, GRAD_STEP=0 if all(shared) else 1)
+    if call.single:
+        launches.start(s2_hopper_wide_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
+    else:
+        part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else lse
+        sums_box = boxes[0] if sums is None else Box(sums, 64, WIDE)
+        launches.start(s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
+                       DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages)
+
+
+def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
+    wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
+    start = grad_query if initial is None else initial
+    own, further = call.key_boxes()
+    boxes = [Box(call.query, call.block_dim), *own, Box(grad_out, call.block_dim), Box(call.query if wide else grad_query, call.block_dim),
+             *further]
+    call.query_tiles(call.tiles.grad_query).start(
+        s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel, boxes,
+        [grad_query, lse, delta, start, call.counter()], dict(o=grad_query, i=start), scale=scale, CONTINUE=initial is not None, WIDE=wide)

@@ -1,0 +1,128 @@
+"""The kernels with one program per query tile: the forward, and dQ of the backward. Also delta, the backward's row sums."""
+import triton
+import triton.language as tl
+
+from s2_megatron.kernels.triton.walk import LENGTHS, LN2, LOG2E, SCALAR_TABLES, find_document, load_rows, walk_query_tile
+
+
+@triton.jit
+def tile_of_program(pid, n_tiles, HEAD_GROUP: tl.constexpr, LATE_FIRST: tl.constexpr):
+    """(tile, head of the batch). HEAD_GROUP heads walk the tiles together, so that their keys stay in L2; the longest tiles go first."""
+    per_group = n_tiles * HEAD_GROUP
+    group = pid // per_group
+    rest = pid - group * per_group
+    tile = rest // HEAD_GROUP
+    if LATE_FIRST:
+        tile = n_tiles - 1 - tile
+    return tile, group * HEAD_GROUP + rest % HEAD_GROUP
+
+
+@triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=SCALAR_TABLES)
+def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_ptr, delta_ptr, initial_out_ptr, initial_lse_ptr,
+                    ranges_ptr, row_starts_ptr, key_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, slot_ptr,
+                    run_index_ptr, run_prefix_ptr, run_slots_ptr,
+                    scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
+                    stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
+                    stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
+                    stride_gb, stride_gh, stride_gs, stride_gd, stride_ib, stride_ih, stride_is, stride_id,
+                    BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr,
+                    RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+                    FORWARD: tl.constexpr):
+    """FORWARD: out and LSE of one query tile. Otherwise: `out` receives dQ, from grad_out, delta and LSE. CONTINUE: on top of the initial ones,
+    (out, LSE) or dQ."""
+    tile, batch_head = tile_of_program(tl.program_id(0), n_tiles, HEAD_GROUP, not PACKED)
+    batch = (batch_head // n_heads).to(tl.int64)
+    head = batch_head % n_heads
+    kv_head = head // (n_heads // n_kv_heads)
+    token = 0
+    kv_length = n_blocks * BLOCK if KEY_SLOT else kv_rows
+    rows_end = query_rows
+    if PACKED:
+        token, kv_length, tile = find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE_M)
+        rows_end = kv_length
+    if (tile < 0) | (tile * TILE_M >= rows_end):
+        return
+    rows = tile * TILE_M + tl.arange(0, TILE_M)
+    last_row = tl.minimum((tile + 1) * TILE_M, rows_end) - 1
+    query_low = tile * TILE_M // BLOCK
+    query_high = last_row // BLOCK
+    positions = rows
+    last_position = last_row
+    if QUERY_IDS:
+        shift = (tl.load(query_ids_ptr + query_low) - query_low) * BLOCK
+        query_low += shift // BLOCK
+        query_high += shift // BLOCK
+        positions = rows + shift
+        last_position = last_row + shift
+    inside = rows < rows_end
+    far_rows = rows.to(tl.int64)
+    token = token.to(tl.int64) if PACKED else tl.full([], 0, tl.int64)
+    query = load_rows(query_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh + token * stride_qs, far_rows, stride_qs, stride_qd, inside,
+                      HEAD_DIM, BLOCK_D, True)
+    out_base = batch * stride_ob + head.to(tl.int64) * stride_oh + token * stride_os
+    dims = tl.arange(0, BLOCK_D)
+    store = inside[:, None] & (dims < HEAD_DIM)[None, :]
+    row_base = batch_head.to(tl.int64) * query_rows + token
+    if FORWARD:
+        grad_out = query
+        accumulator = tl.zeros([TILE_M, BLOCK_D], tl.float32)
+        row_a = tl.zeros([TILE_M], tl.float32)
+        row_b = tl.full([TILE_M], float("-inf"), tl.float32)
+        if CONTINUE:
+            row_b = tl.load(initial_lse_ptr + row_base + rows, mask=inside, other=float("-inf")) * LOG2E
+            row_a = tl.where(row_b == float("-inf"), 0.0, 1.0)
+            accumulator = load_rows(initial_out_ptr + batch * stride_ib + head.to(tl.int64) * stride_ih + token * stride_is, far_rows,
+                                    stride_is, stride_id, inside, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    else:
+        grad_out = load_rows(grad_out_ptr + batch * stride_gb + head.to(tl.int64) * stride_gh + token * stride_gs, far_rows, stride_gs,
+                             stride_gd, inside, HEAD_DIM, BLOCK_D, True)
+        accumulator = tl.zeros([TILE_M, BLOCK_D], tl.float32)
+        row_a = tl.load(delta_ptr + row_base + rows, mask=inside, other=0.0)
+        row_b = tl.load(lse_ptr + row_base + rows, mask=inside, other=float("inf")) * LOG2E
+        row_b = tl.where(row_b == float("-inf"), float("inf"), row_b)  # a row without a key: every probability is 0
+    accumulator, row_a, row_b = walk_query_tile(
+        accumulator, row_a, row_b, query, grad_out,
+        key_ptr + batch * stride_kb + kv_head.to(tl.int64) * stride_kh + token * stride_ks,
+        value_ptr + batch * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs,
+        stride_ks, stride_kd, stride_vs, stride_vd, ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr + kv_head * n_blocks,
+        run_index_ptr, run_prefix_ptr, run_slots_ptr, head,
+        head * n_tables // n_heads, table_rows, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
+        BLOCK, TILE_M, TILE_N, HEAD_DIM, BLOCK_D, N_RANGES, TABLE, KEY_SLOT, RUNS, STAGES, IEEE, FORWARD)
+    if FORWARD:
+        tl.store(lse_ptr + row_base + rows, row_b * LN2 + tl.log(row_a), mask=inside)
+        accumulator = accumulator / tl.where(row_a == 0.0, 1.0, row_a)[:, None]
+    else:
+        accumulator = accumulator * scale
+        if CONTINUE:
+            accumulator += load_rows(initial_out_ptr + batch * stride_ib + head.to(tl.int64) * stride_ih + token * stride_is, far_rows,
+                                     stride_is, stride_id, inside, HEAD_DIM, BLOCK_D, True).to(tl.float32)
+    tl.store(out_ptr + out_base + far_rows[:, None] * stride_os + dims[None, :] * stride_od,
+             accumulator.to(out_ptr.dtype.element_ty), mask=store)
+
+
+# The gradient of LSE has the strides of its user, which depend on the length.
+@triton.jit(do_not_specialize=["n_rows", "stride_lb", "stride_lh"])
+def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, clear_ptr, n_rows, n_heads,
+                    stride_ob, stride_oh, stride_os, stride_od, stride_gb, stride_gh, stride_gs, stride_gd,
+                    stride_lb, stride_lh, stride_ls,
+                    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr, CLEAR: tl.constexpr):
+    """delta = rowsum(out * grad_out) - grad_lse, fp32 [B, H, rows]. CLEAR: also zeros into clear, fp32 [B, H, rows, D]."""
+    row_tiles = tl.cdiv(n_rows, ROWS)
+    rows = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    batch_head = (tl.program_id(0) // row_tiles).to(tl.int64)
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+    inside = rows < n_rows
+    out = load_rows(out_ptr + batch * stride_ob + head * stride_oh, rows, stride_os, stride_od, inside, HEAD_DIM, BLOCK_D, True)
+    grad = load_rows(grad_out_ptr + batch * stride_gb + head * stride_gh, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, True)
+    delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
+    if GRAD_LSE:
+        grad_lse = tl.load(grad_lse_ptr + batch * stride_lb + head * stride_lh + rows * stride_ls, mask=inside, other=0.0)
+        lse = tl.load(lse_ptr + batch_head * n_rows + rows, mask=inside, other=0.0)
+        delta -= tl.where(lse == float("-inf"), 0.0, grad_lse)
+    tl.store(delta_ptr + batch_head * n_rows + rows, delta, mask=inside)
+    if CLEAR:
+        dims = tl.arange(0, BLOCK_D)
+        keep = inside[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(clear_ptr + (batch_head * n_rows + rows)[:, None] * HEAD_DIM + dims[None, :], tl.zeros([ROWS, BLOCK_D], tl.float32), mask=keep)

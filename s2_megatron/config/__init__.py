@@ -1,0 +1,1 @@
+"""The sparsity YAML: its schema, its errors, and the pattern of every layer that follows from it. No torch."""

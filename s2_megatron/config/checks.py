@@ -1,0 +1,256 @@
+"""The checks behind the sparsity YAML: of single values, of settings that must go together, and pydantic's findings as
+Problems."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticCustomError
+
+from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, shown, unknown_name
+
+if TYPE_CHECKING:
+    from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
+
+SPEC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _wrong(expected: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "s2_value", "expected {expected}; nearest valid: {fix}", {"expected": expected, "fix": fix}
+    )
+
+
+def check_plan(value: Any) -> str | tuple[str, ...]:
+    expected = "a plan such as DSSS, or a list of spec names such as [D, S]"
+    if isinstance(value, bool):
+        raise _wrong(f"{expected} (YAML reads NO, ON, YES and OFF as booleans)", "the plan in quotes, e.g. 'NO'")
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise _wrong(expected, "DSSS")
+
+
+def check_head_step(value: Any) -> str | int:
+    return _check_step(value, ("auto", "paper"))
+
+
+def check_layer_step(value: Any) -> str | int:
+    return _check_step(value, ("auto",))
+
+
+def _check_step(value: Any, words: tuple[str, ...]) -> str | int:
+    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    near = "0" if isinstance(value, int) and not isinstance(value, bool) else nearest_name(value, words) or words[0]
+    raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more", near)
+
+
+def check_dense_heads(value: Any) -> tuple[int, ...] | dict[str, int]:
+    def is_count(item):
+        return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+    if is_count(value):
+        return {"spread": value}
+    if isinstance(value, list | tuple) and all(map(is_count, value)):
+        if len(set(value)) == len(value):
+            return tuple(value)
+        raise _wrong("a list that names each KV head once", str(sorted(set(value))))
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, count),) = value.items()
+        if kind in ("last", "spread") and is_count(count):
+            return value
+        near = nearest_name(kind, ("last", "spread")) or "spread"
+        raise _wrong("{last: n} or {spread: n}, n being 0 or more", f"{{{near}: {count if is_count(count) else 1}}}")
+    raise _wrong("a list of KV heads, a number of heads to spread, {last: n} or {spread: n}", "{spread: 1}")
+
+
+def meaning_problems(config: S2Config) -> list[Problem]:
+    """What types alone cannot say: how the settings go together."""
+    problems = []
+    for name, spec in config.specs.items():
+        if name == "D":
+            problems.append(
+                Problem(
+                    ("specs", name),
+                    "a spec named D",
+                    "another name: D is predefined as dense",
+                    "rename it, or remove it and use D in the plan",
+                )
+            )
+        elif not SPEC_NAME.fullmatch(name):
+            problems.append(
+                Problem(("specs", name), f"the spec name {name!r}", "a letter, or a word of letters, digits and _", "S")
+            )
+        problems += _spec_problems(("specs", name), spec, config.block_size)
+    known = ["D", *config.specs]
+    for key in ("layers", "mtp_layers"):
+        plan = getattr(config, key)
+        wrong = dict.fromkeys(name for name in plan or () if name not in known)
+        problems += [unknown_name((key,), name, known, f"spec in the plan {shown(plan)}") for name in wrong]
+    return problems
+
+
+def _spec_problems(path: tuple, spec: SpecConfig, block_size: int) -> list[Problem]:
+    problems = []
+    kinds = [
+        key for key in ("local_tokens", "local_blocks", "ranges", "mask", "function") if getattr(spec, key) is not None
+    ]
+    one_of = "exactly one of local_tokens, local_blocks, ranges, mask, function"
+    if len(kinds) != 1:
+        given = " and ".join(kinds) or ("stride without a window" if spec.stride is not None else "none of them")
+        fix = f"remove {' and '.join(kinds[1:])}" if kinds else f"local_tokens: {16 * block_size}"
+        problems.append(Problem(path, given, one_of, fix))
+    elif spec.stride is not None and not kinds[0].startswith("local"):
+        fix = "put the stride into the ranges" if kinds == ["ranges"] else "remove it"
+        problems.append(
+            Problem(
+                (*path, "stride"),
+                f"{spec.stride} beside {kinds[0]}",
+                "stride only beside local_tokens or local_blocks",
+                fix,
+            )
+        )
+    if kinds in (["mask"], ["function"]):
+        for key in ("slide", "head_step", "base_offset", "layer_step", "dense_heads"):
+            if key in spec.model_fields_set:
+                problems.append(
+                    Problem(
+                        (*path, key),
+                        f"{shown(getattr(spec, key))} beside {kinds[0]}",
+                        f"{key} only beside ranges or a window; a {kinds[0]} says everything itself",
+                        "remove it",
+                    )
+                )
+    if spec.function is not None and not FUNCTION_NAME.fullmatch(spec.function):
+        problems.append(
+            Problem((*path, "function"), shown(spec.function), "module:function", "my_patterns:my_function")
+        )
+    if spec.local_tokens is not None:
+        problems += _token_problems((*path, "local_tokens"), spec.local_tokens, block_size)
+    return problems + _range_problems((*path, "ranges"), spec.ranges or [], block_size)
+
+
+def _token_problems(path: tuple, tokens: int, block_size: int) -> list[Problem]:
+    if tokens % block_size == 0:
+        return []
+    return [Problem(path, str(tokens), f"a multiple of block_size={block_size}", nearest_multiples(tokens, block_size))]
+
+
+def _range_problems(path: tuple, ranges: list[RangeConfig], block_size: int) -> list[Problem]:
+    problems, previous = [], 0
+    if ranges and ranges[0].stride != 1:
+        problems.append(
+            Problem(
+                (*path, 0, "stride"),
+                str(ranges[0].stride),
+                "1 in the first range, for a token must see its own block",
+                "1",
+            )
+        )
+    for index, item in enumerate(ranges):
+        here = (*path, index)
+        if item.end_tokens is not None and item.end_blocks is not None:
+            problems.append(Problem(here, "end_tokens and end_blocks", "one of the two", "remove end_blocks"))
+            continue
+        if item.end_tokens is None and item.end_blocks is None:
+            if index != len(ranges) - 1:
+                problems.append(
+                    Problem(
+                        here,
+                        "no end",
+                        "end_tokens or end_blocks in every range but the last",
+                        f"end_tokens: {(previous + 16) * block_size}",
+                    )
+                )
+            continue
+        key, unit = ("end_tokens", block_size) if item.end_blocks is None else ("end_blocks", 1)
+        end = getattr(item, key)
+        wrong = _token_problems((*here, key), end, unit)
+        if not wrong and end <= previous * unit:
+            wrong = [
+                Problem(
+                    (*here, key),
+                    str(end),
+                    f"more than the range before it, {previous * unit}",
+                    str((previous + 1) * unit),
+                )
+            ]
+        problems += wrong
+        previous = max(previous, end // unit)
+    return problems
+
+
+_KINDS = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "finite_number": "a finite number",
+}
+
+
+def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]) -> list[Problem]:
+    """pydantic's findings as Problems, with the nearest valid value. models: the model of the keys at each depth."""
+    problems = []
+    for item in error.errors(include_url=False):
+        kind, path, value, context = item["type"], tuple(item["loc"]), item["input"], item.get("ctx", {})
+        model = models.get(len(path))
+        field = model.model_fields.get(path[-1]) if model else None
+        example = (
+            str(field.examples[0])
+            if field is not None and field.examples
+            else "{stride: 16}"
+            if path[-1:] == (0,)
+            else "local_tokens: 1024"
+        )
+        if kind == "s2_problems":
+            problems += context["problems"]
+        elif kind == "s2_value":
+            problems.append(Problem(path, shown(value), context["expected"], context["fix"]))
+        elif kind == "extra_forbidden":
+            problems.append(unknown_name(path, path[-1], model.model_fields, "key"))
+        elif kind == "missing":
+            problems.append(Problem(path, "nothing", f"the key {path[-1]}", f"{path[-1]}: {example}"))
+        elif kind == "literal_error":
+            allowed = context["expected"].replace("'", "")
+            problems.append(
+                Problem(
+                    path,
+                    shown(value),
+                    allowed,
+                    _nearest_literal(value, re.findall(r"\w+", allowed.replace(" or ", " "))),
+                )
+            )
+        elif kind in ("greater_than_equal", "greater_than"):
+            expected = f"{context['ge']} or more" if "ge" in context else f"more than {context['gt']:g}"
+            problems.append(Problem(path, shown(value), expected, str(context["ge"]) if "ge" in context else example))
+        else:
+            expected = _KINDS.get(kind, item["msg"])
+            problems.append(Problem(path, shown(value), expected, _as_number(value, kind) or example))
+    return problems
+
+
+def _nearest_literal(value: Any, allowed: list[str]) -> str:
+    try:
+        return min(allowed, key=lambda candidate: abs(int(candidate) - float(value)))
+    except (TypeError, ValueError):
+        return nearest_name(value, allowed) or allowed[0]
+
+
+def _as_number(value: Any, kind: str) -> str | None:
+    """The number that a text or a fraction was probably meant to be. (YAML 1.1 reads 1e-2 as text, for it has no
+    point.)"""
+    if kind not in ("int_type", "float_type") or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+        return f"{number:g}" if kind == "float_type" else str(round(number))
+    except (ValueError, OverflowError):
+        return None

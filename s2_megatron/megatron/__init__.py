@@ -1,0 +1,1 @@
+"""S2-Attention inside Megatron-core: flags, refusals, layer specs, the core-attention module, data, accounting."""

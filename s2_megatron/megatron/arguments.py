@@ -1,0 +1,204 @@
+"""The command line of S2-Attention, and what happens between Megatron's argument parsing and its model.
+
+A training script needs two calls: `parse_and_validate_args(extra_args_provider=add_s2_arguments)` and `sparsity = prepare_s2(args)`, the
+latter before it derives a model config from `args`. `sparsity` then goes to `s2_megatron.megatron.layer_specs`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import ArgumentParser, Namespace
+
+from s2_megatron.config.schema import load_config
+from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
+from s2_megatron.context_parallel.attention import COMM_TYPES
+from s2_megatron.context_parallel.copies import TRANSPORTS
+from s2_megatron.megatron.checkpoint import compare_with_checkpoint
+from s2_megatron.megatron.cuda_on_cpu import compute_device
+from s2_megatron.megatron.flops import install_flop_accounting
+from s2_megatron.megatron.loss_log import install_loss_log
+from s2_megatron.megatron.metrics import report_s2_settings
+from s2_megatron.megatron.refusals import refuse_exchanges, refuse_softmax_scale, refuse_unsupported, refuse_yaml_command_line
+from s2_megatron.ops.api import BACKENDS, resolve_backend
+from s2_megatron.printing import print_once
+
+DENSE_CORES = ("auto", "stock", "s2")
+# Largest over mean work of the tensor-parallel ranks from which on start-up warns.
+BALANCE_LIMIT = 1.1
+
+
+def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the flags of S2-Attention: Megatron's `extra_args_provider`.
+
+    Raises ValueError when the command line also has --yaml-cfg, with which Megatron would drop them without a word.
+    """
+    refuse_yaml_command_line()
+    group = parser.add_argument_group(title="S2-Attention")
+    group.add_argument(
+        "--s2-config", metavar="YAML", default=None, help="Sparsity of every layer (see configs/). Without it the model is Megatron's own."
+    )
+    group.add_argument(
+        "--s2-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="What computes S2 attention: the Gluon kernels for Hopper, the portable Triton kernels or the PyTorch reference. auto: on a GPU "
+        "gluon where it can compute the call and triton elsewhere, on a CPU the reference.",
+    )
+    group.add_argument(
+        "--s2-dense-core",
+        choices=DENSE_CORES,
+        default="auto",
+        help="What computes dense layers. stock: Megatron's core attention. s2: this package's kernels with a dense pattern. "
+        "auto: stock with Transformer Engine; with the local implementation stock for short unpacked sequences, "
+        "else s2.",
+    )
+    group.add_argument(
+        "--s2-cp-comm-type",
+        nargs="+",
+        default=["sparse"],
+        metavar="TYPE",
+        help=f"How context-parallel ranks talk in the layers that S2's op computes: {', '.join(COMM_TYPES)}; one for all layers, or one "
+        "per layer. sparse: each rank receives the key blocks that its pattern attends. all_gather: all keys and values. a2a: the whole "
+        "sequence of some heads. Megatron's own dense layers follow --cp-comm-type.",
+    )
+    group.add_argument(
+        "--s2-cp-keep-received",
+        action="store_true",
+        help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving them again: "
+        "faster, more memory.",
+    )
+    group.add_argument(
+        "--s2-cp-transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="How the blocks of --s2-cp-comm-type sparse travel. collective: by all_to_all_single. copies: by copy engines into the memory of "
+        "the other GPUs, on one host. auto: copies where that is possible, and a line that says which.",
+    )
+    group.add_argument(
+        "--s2-keep-attention-output",
+        action="store_true",
+        help="Under activation recomputation (full, or selective with core_attn) keep the attention's result of the first pass, so that "
+        "the second computes no attention.",
+    )
+    group.add_argument(
+        "--s2-allow-python-patterns",
+        action="store_true",
+        help="Let the YAML name Python functions as patterns (`function: module:function`); they are imported and run.",
+    )
+    group.add_argument(
+        "--s2-allow-sparsity-change",
+        action="store_true",
+        help="Resume a checkpoint, optimizer included, that was trained with another sparsity.",
+    )
+    group.add_argument(
+        "--s2-loss-log",
+        metavar="PATH",
+        default=None,
+        help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per evaluation. "
+        "Works without --s2-config too.",
+    )
+    return parser
+
+
+def _resolve(args: Namespace) -> ResolvedSparsity:
+    config = load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns)
+    # --mtp-use-repeated-layer runs one layer several times.
+    mtp_runs = args.mtp_num_layers or 0
+    mtp_layers = min(mtp_runs, 1) if args.mtp_use_repeated_layer else mtp_runs
+    sparsity = config.resolve(
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        seq_length=args.seq_length,
+        mtp_num_layers=mtp_layers,
+    )
+    if args.mtp_use_repeated_layer:
+        sparsity = dataclasses.replace(sparsity, mtp_layers=sparsity.mtp_layers * mtp_runs)
+    return sparsity
+
+
+def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> ResolvedSparsity:
+    """Writes the YAML's softmax scale where Megatron's model config reads it, or takes over the one that is already there."""
+    refuse_softmax_scale(args, sparsity)
+    if sparsity.softmax_scale is None:
+        return dataclasses.replace(sparsity, softmax_scale=getattr(args, "softmax_scale", None))
+    # TransformerConfig has this field and no flag for it; it copies every attribute of args that has a field's name.
+    args.softmax_scale = sparsity.softmax_scale
+    print_once(f"S2: softmax scale {sparsity.softmax_scale:g} in every layer, dense ones included")
+    return sparsity
+
+
+def _report_balance(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Prints how evenly the attention work falls on the tensor-parallel ranks, and what to change when it does not."""
+    size = args.tensor_model_parallel_size
+    if size == 1:
+        return
+    balance = tensor_parallel_balance(sparsity, size)
+    text = f"S2: attention work of {size} tensor-parallel ranks, max / mean: {balance:.3f}"
+    if balance > BALANCE_LIMIT:
+        text += f"; WARNING: above {BALANCE_LIMIT}, the other ranks wait; use dense_heads: {{spread: n}} with n a multiple of {size}"
+    print_once(text)
+
+
+def _warn_of_ignored(args: Namespace) -> None:
+    given = [
+        flag
+        for flag, ignored in (
+            (f"--s2-backend {args.s2_backend}", args.s2_backend != "auto"),
+            (f"--s2-dense-core {args.s2_dense_core}", args.s2_dense_core != "auto"),
+            (f"--s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}", args.s2_cp_comm_type != ["sparse"]),
+            ("--s2-cp-keep-received", args.s2_cp_keep_received),
+            (f"--s2-cp-transport {args.s2_cp_transport}", args.s2_cp_transport != "auto"),
+            ("--s2-keep-attention-output", args.s2_keep_attention_output),
+            ("--s2-allow-python-patterns", args.s2_allow_python_patterns),
+        )
+        if ignored
+    ]
+    if given:
+        print_once(f"S2: {', '.join(given)} without --s2-config: ignored, the model is Megatron's own")
+
+
+def _report_no_effect(args: Namespace) -> None:
+    """Says which flags of context parallelism have no effect on one rank."""
+    given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
+    given += ["--s2-cp-transport"] * (args.s2_cp_transport != "auto")
+    if given and args.context_parallel_size == 1:
+        print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
+    elif args.s2_cp_transport != "auto" and "sparse" not in args.s2_cp_comm_type:
+        print_once(f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect")
+
+
+def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
+    """Reads --s2-config, checks that this run can honour it, and makes Megatron's accounting know it.
+
+    args: what Megatron's `parse_and_validate_args` returned, with `add_s2_arguments` as its extra_args_provider. To be called before a model
+    config is derived from `args`. Returns the sparsity of every layer, or None without --s2-config.
+
+    Afterwards args.s2_sparsity (canonical JSON, saved in checkpoints with the other arguments) and args.s2_density (attended pairs over dense
+    causal ones) are set, and args.softmax_scale when the YAML has one; throughput counts attended pairs; wandb and TensorBoard know the
+    sparsity.
+
+    Raises ValueError for a config that does not fit the model, for every setting that S2 attention cannot honour, and when --load would
+    resume a checkpoint of another sparsity.
+    """
+    if not hasattr(args, "s2_config"):
+        if getattr(args, "yaml_cfg", None) is not None:
+            return None
+        raise ValueError("args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args")
+    install_loss_log(args.s2_loss_log)
+    if args.s2_config is None:
+        _warn_of_ignored(args)
+        compare_with_checkpoint(args, None)
+        return None
+    refuse_unsupported(args)
+    sparsity = _apply_softmax_scale(args, _resolve(args))
+    refuse_exchanges(args, sparsity)
+    _report_no_effect(args)
+    resolve_backend(args.s2_backend, compute_device().type)
+    compare_with_checkpoint(args, sparsity)
+    args.s2_sparsity = sparsity.canonical_json()
+    args.s2_density = sparsity.density()
+    install_flop_accounting(args, sparsity)
+    report_s2_settings(args, sparsity)
+    _report_balance(args, sparsity)
+    return sparsity

@@ -1,0 +1,98 @@
+"""A checkpoint knows the sparsity it was trained with, and a resume under another one is refused before the model is built.
+
+Megatron stores its arguments in every checkpoint; `args.s2_sparsity` (`ResolvedSparsity.canonical_json()`) is one of them. A checkpoint
+without it is dense. Attention modules have no weights, so a checkpoint's weights fit every sparsity: only resuming is at stake.
+"""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from typing import NamedTuple
+
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
+from s2_megatron.printing import print_once
+
+
+class StoredCheckpoint(NamedTuple):
+    """What a run is about to load."""
+
+    folder: str
+    args: Namespace  # Megatron's arguments of the run that saved it
+    iteration: int
+    weights_only: bool  # whether this run takes nothing but the weights (and perhaps the iteration) from it
+
+
+def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
+    """The checkpoint that Megatron will load under these arguments, read by Megatron's own functions; None when there is none.
+
+    Reads the small common part of a torch_dist checkpoint; the file of rank 0 in the legacy `torch` format.
+    """
+    from megatron.training import checkpointing
+
+    folder, weights_only = args.load, bool(args.finetune or args.no_load_optim)
+    if args.pretrained_checkpoint is not None and not checkpointing.checkpoint_exists(folder):
+        # Megatron then loads this one as with --finetune.
+        folder, weights_only = args.pretrained_checkpoint, True
+    if folder is None:
+        return None
+    with warnings.catch_warnings():
+        # One process reads for itself, which is what torch.distributed.checkpoint wants to point out.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        state, _, release, _ = checkpointing._load_base_checkpoint(folder, args, rank0=True)
+    if not state or state.get("args") is None:
+        return None
+    stored = state["args"]
+    weights_only = weights_only or release or bool(getattr(stored, "no_save_optim", False))
+    return StoredCheckpoint(folder, stored, state.get("iteration", 0), weights_only)
+
+
+def _dense_json(args: Namespace) -> str:
+    """The canonical JSON of a model without --s2-config."""
+    dense = LayerSparsity("D", None)
+    return ResolvedSparsity(
+        layers=(dense,) * args.num_layers,
+        mtp_layers=(dense,) * (getattr(args, "mtp_num_layers", None) or 0),
+        softmax_scale=getattr(args, "softmax_scale", None),
+        block_size=64,  # plays no part in dense layers' canonical form
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_attention_heads,
+        seq_length=args.seq_length,
+    ).canonical_json()
+
+
+def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
+    """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to load.
+
+    Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant. Otherwise raises
+    ValueError with one line for each kind of change and the layers it concerns. The backend, the parallel layout, the sequence length and the
+    name of the YAML are no difference.
+    """
+    checkpoint = find_checkpoint(args)
+    if checkpoint is None:
+        return
+    stored = getattr(checkpoint.args, "s2_sparsity", None)
+    if stored is None and sparsity is None:
+        return
+    allowed = checkpoint.weights_only or args.s2_allow_sparsity_change
+    ours = sparsity.canonical_json() if sparsity is not None else _dense_json(args)
+    try:
+        differences = diff_sparsity(stored or _dense_json(checkpoint.args), ours)
+    except ValueError as error:
+        if not allowed:
+            raise ValueError(f"--load {checkpoint.folder}: {error}; or add --s2-allow-sparsity-change to load it all the same") from error
+        differences = [f"not comparable: {error}"]
+    if not differences:
+        return
+    lines = "".join(f"\n  {line}" for line in differences)
+    where = f"the checkpoint in {checkpoint.folder} (iteration {checkpoint.iteration})"
+    if not allowed:
+        fix = "resume without --s2-config"
+        if stored is not None:
+            fix = "add --s2-config with the YAML it was trained with" if sparsity is None else "resume with the YAML it was trained with"
+        raise ValueError(
+            f"{where} was trained with another sparsity; this run (now on the right) would resume it with its optimizer:{lines}\n"
+            f"{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to continue with the new one"
+        )
+    how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
+    print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")

@@ -1,0 +1,363 @@
+"""What Megatron's training loop asks of a GPT: datasets, batches, the loss, one forward step.
+
+Shapes: b micro-batch, s sequence length, t = b*s tokens of a packed micro-batch, n documents in it.
+
+A packed batch (`--sft`, `--dataloader-inter-document-masking`) is one row of t tokens with the documents' borders in
+`PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders. Over c context-parallel ranks Megatron cuts the row in
+zigzag: every document by itself for --sft, whose documents are padded for it, the whole row for inter-document masking.
+"""
+from __future__ import annotations
+
+import json
+from functools import cache, partial
+from typing import NamedTuple
+
+import megatron.core.utils as megatron_utils
+import megatron.training.training as training_loop
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import (
+    StragglerDetector,
+    flatten_batch_for_packed_sequences,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from s2_megatron.context_parallel.attention import packed_cut
+from s2_megatron.context_parallel.exchange import cut_order
+from s2_megatron.megatron.core_attention import PackedAcrossRanks
+from s2_megatron.ops.layout import PackedSequence
+
+# A loss counts as spiky (--check-for-spiky-loss) when it is this many times the largest one seen so far.
+SPIKY_LOSS_FACTOR = 10
+
+_DATALOADER_KEYS = (
+    "tokens", "labels", "loss_mask", "position_ids", "attention_mask",
+    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
+)  # fmt: skip
+
+
+class GPTBatch(NamedTuple):
+    """One micro-batch as this rank sees it; a field is None where this pipeline stage has no use for it."""
+
+    tokens: torch.Tensor | None = None  # int64 [b, s], packed [1, t]
+    position_ids: torch.Tensor | None = None  # int64, like tokens
+    labels: torch.Tensor | None = None  # int64, like tokens
+    loss_mask: torch.Tensor | None = None  # fp32, like tokens
+    attention_mask: torch.Tensor | None = None  # bool [b, 1, s, s], only with --create-attention-mask-in-dataloader
+    packed: PackedSeqParams | None = None  # the documents' borders, int32 [n + 1]
+
+
+def is_packed(args) -> bool:
+    """Whether the dataset hands out several documents a sample, with their borders."""
+    return args.sft or args.dataloader_inter_document_masking
+
+
+def _stage_has_tokens(config, vp_stage: int | None) -> bool:
+    """Whether the pipeline stage embeds tokens, computes a loss, or predicts several tokens ahead (MTP)."""
+    return is_first_or_last_pipeline_stage(vp_stage) or _stage_has_mtp(config, vp_stage)
+
+
+def _stage_has_mtp(config, vp_stage: int | None) -> bool:
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+
+
+def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
+    borders, padded = (batch[key] if batch[key] is None else batch[key].squeeze(0) for key in ("cu_seqlens", "cu_seqlens_padded"))
+    # Megatron's FLOP count of a packed batch: the real tokens, without padding. Looked up at call time, so that a wrapper counts too.
+    training_loop.update_seqlen_stats_from_cu_seqlens(borders)
+    starts = borders if padded is None else padded
+    longest = int(batch["max_seqlen"].item())
+    if args.context_parallel_size > 1 and packed_cut(args) == "sequence":
+        tokens = args.micro_batch_size * args.seq_length
+        row = torch.arange(2, dtype=torch.int32, device=starts.device) * tokens
+        return PackedAcrossRanks(
+            qkv_format="thd",
+            cu_seqlens_q=row,
+            cu_seqlens_kv=row,
+            max_seqlen_q=tokens,
+            max_seqlen_kv=tokens,
+            tokens_per_sample=args.seq_length,
+            documents=PackedSequence(starts.to(torch.int32), longest),
+        )
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        local_cp_size=None if batch["local_cp_size"] is None else int(batch["local_cp_size"].item()),
+        cp_group=batch["hybrid_cp_group"],
+        tokens_per_sample=args.seq_length,
+    )
+
+
+def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
+    """The next micro-batch. Tensor-parallel rank 0 reads it and broadcasts it within its group.
+
+    data_iterator: None on the ranks that do not read. config: the model's TransformerConfig. vp_stage: virtual pipeline stage.
+    """
+    args = get_args()
+    packed = is_packed(args)
+    has_tokens = _stage_has_tokens(config, vp_stage)
+    if not has_tokens and not packed:
+        return GPTBatch()
+
+    sample = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        read = next(data_iterator)
+        for key in _DATALOADER_KEYS:
+            tensor = read.get(key)
+            sample[key] = None if tensor is None else tensor.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        sample,
+        has_cu_seqlens=packed,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=_stage_has_mtp(config, vp_stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = flatten_batch_for_packed_sequences(batch)
+    if not has_tokens:
+        return GPTBatch(packed=_packed_seq_params(batch, args))
+    if packed and args.context_parallel_size > 1 and packed_cut(args) == "document" and megatron_utils.tex is None:
+        return _with_documents_cut(batch, args)
+    batch = get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=args.hybrid_context_parallel,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=packed_cut(args) == "sequence",
+    )
+    return _as_gpt_batch(batch, args)
+
+
+def _as_gpt_batch(batch: dict, args) -> GPTBatch:
+    return GPTBatch(
+        tokens=batch["tokens"],
+        position_ids=batch["position_ids"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+        attention_mask=batch["attention_mask"],
+        packed=None if batch["cu_seqlens"] is None else _packed_seq_params(batch, args),
+    )
+
+
+def _with_documents_cut(batch: dict, args) -> GPTBatch:
+    """Every document cut by itself, as Transformer Engine's thd_get_partitioned_indices does it, where that is not installed."""
+    borders = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
+    group = mpu.get_context_parallel_group()
+    tokens = args.micro_batch_size * args.seq_length
+    rows = cut_order(borders.squeeze(0), tokens, group.size()).argsort().chunk(group.size())[group.rank()]
+    for key in ("tokens", "labels", "loss_mask", "position_ids"):
+        if batch[key] is not None:
+            batch[key] = batch[key].index_select(1, rows)
+    return _as_gpt_batch(batch, args)
+
+
+@cache
+def _cached_teacher_loss():
+    """Megatron's distillation loss from stored teacher logits; built once, because it opens the store."""
+    from megatron.training.distillation import LossFuncCallable
+
+    args = get_args()
+    return LossFuncCallable(
+        logprobs_dir=args.logits_load_dir,
+        decode_threads=args.logits_load_decode_threads,
+        prefetch_factor=args.logits_load_prefetch_factor,
+        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
+        kd_loss_alpha=args.logits_load_kd_loss_alpha,
+        ignore_errors=args.logits_load_ignore_errors,
+    )
+
+
+def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor, model=None):
+    """The loss of one micro-batch, in the form that Megatron's schedules expect.
+
+    loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements.
+    Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the log}).
+    With --check-for-nan-in-loss-and-grad a NaN or Inf ends the run, with --check-for-spiky-loss a sudden jump is reported.
+    """
+    args = get_args()
+    if args.logits_load_dir is not None:
+        loss, num_tokens, report = _cached_teacher_loss()(loss_mask, output, model=model)
+    else:
+        mask = loss_mask.view(-1).float()
+        loss = (output.view(-1).float() * mask).sum()
+        num_tokens = mask.sum().detach().to(torch.int)
+        report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
+    _check_loss(loss, args)
+    return loss, num_tokens, report
+
+
+def _check_loss(loss: torch.Tensor, args) -> None:
+    # A forward pass is deterministic, so a rerun that gives another result points at the hardware: tolerance 0.
+    validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
+    if args.check_for_nan_in_loss_and_grad:
+        validate(rejection_func=torch.isnan, message="the loss of a micro-batch is NaN", fatal=True)
+        validate(rejection_func=torch.isinf, message="the loss of a micro-batch is infinite", fatal=True)
+    if args.check_for_spiky_loss:
+        spiky = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
+        validate(rejection_func=spiky, message="the loss of a micro-batch is spiky", fatal=False)
+
+
+def forward_step(data_iterator, model, return_schedule_plan: bool = False):
+    """Run one micro-batch through the model.
+
+    Returns (output tensor, function from it to the loss); with return_schedule_plan, which Megatron asks for under
+    --overlap-moe-expert-parallel-comm, (schedule plan, the same function).
+    """
+    args = get_args()
+    timers = get_timers()
+    straggler_timer = StragglerDetector()
+
+    timers("batch-generator", log_level=2).start()
+    with straggler_timer(bdata=True):
+        config = get_attr_wrapped_model(model, "config")
+        batch = next_batch(data_iterator, config, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+
+    inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
+    loss_function = partial(language_model_loss, batch.loss_mask, model=model)
+    with straggler_timer:
+        if return_schedule_plan:
+            if not args.overlap_moe_expert_parallel_comm:
+                raise ValueError(
+                    "overlap_moe_expert_parallel_comm=False, but the schedule asks for a schedule plan; expected True; "
+                    "add --overlap-moe-expert-parallel-comm"
+                )
+            plan = model.build_schedule_plan(*inputs, labels=batch.labels, loss_mask=batch.loss_mask)
+            return plan, loss_function
+        output = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask, packed_seq_params=batch.packed)
+    return output, loss_function
+
+
+def dataset_config(args) -> GPTDatasetConfig:
+    """Megatron's dataset settings from its command line (GPTFIMDatasetConfig with --fim-data)."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences_per_dataset = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences_per_dataset = json.load(file)
+    settings = dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        tokenizer=build_tokenizer(args),
+        # where the data lies
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        sequences_per_dataset=sequences_per_dataset,
+        # how it is read
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        # what a sample holds
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        # to what lengths packed documents are padded
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        hybrid_context_parallel=args.hybrid_context_parallel,
+    )
+    if not args.fim_data:
+        return GPTDatasetConfig(**settings)
+    from megatron.training.datasets.fim_dataset import GPTFIMDatasetConfig
+
+    markers = {name: getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")}
+    return GPTFIMDatasetConfig(
+        **settings,
+        fim_extra_tokens=markers,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
+    )
+
+
+def _dataset_class(args) -> type:
+    if args.sft:
+        from megatron.training.datasets.sft_dataset import SFTDataset
+
+        return SFTDataset
+    if args.mock_data:
+        return MockGPTDataset
+    if args.fim_data:
+        from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+        return GPTFIMDataset
+    return GPTDataset
+
+
+def datasets_provider(train_valid_test_num_samples, vp_stage: int | None = None):
+    """The train, validation and test datasets, each None on ranks that do not read it.
+
+    train_valid_test_num_samples: three numbers of samples. vp_stage: virtual pipeline stage.
+    """
+    args = get_args()
+
+    def is_read_here() -> bool:
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            return False
+        return is_packed(args) or _stage_has_tokens(core_transformer_config_from_args(args), vp_stage)
+
+    print_rank_0("> building the train, validation and test datasets ...")
+    return BlendedMegatronDatasetBuilder(
+        _dataset_class(args), train_valid_test_num_samples, is_read_here, dataset_config(args)
+    ).build()
+
+
+# Tells Megatron to call the provider on every rank rather than on tensor-parallel rank 0 only.
+datasets_provider.is_distributed = True
+
+
+def embedding_ranks(pp_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold the word embedding: the first, those with MTP layers, and the last when it is tied.
+
+    pp_ranks: the global ranks of one pipeline, first stage first.
+    """
+    ranks = {pp_ranks[0]}
+    if len(pp_ranks) > 1:
+        args = get_args()
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pp_ranks[-1])
+        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)

@@ -1,0 +1,50 @@
+"""S2 settings and the density in wandb's config and in TensorBoard, so that runs can be compared by them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections import Counter
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+
+
+def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
+    """What is reported: plain values, nested only in lists and dictionaries."""
+    return {
+        "s2_config": str(args.s2_config),
+        "s2_backend": args.s2_backend,
+        "s2_dense_core": args.s2_dense_core,
+        "s2_cp_comm_type": list(args.s2_cp_comm_type),
+        "s2_cp_keep_received": args.s2_cp_keep_received,
+        "s2_cp_transport": args.s2_cp_transport,
+        "s2_keep_attention_output": args.s2_keep_attention_output,
+        "s2_density": sparsity.density(),
+        "s2_layers": dict(Counter(layer.kind for layer in sparsity.all_layers)),
+        "s2_plan": [layer.spec for layer in sparsity.layers],
+        "s2_mtp_plan": [layer.spec for layer in sparsity.mtp_layers],
+        "s2_patterns": {layer.spec: layer.pattern.describe() if layer.pattern is not None else "dense" for layer in sparsity.all_layers},
+        "s2_block_size": sparsity.block_size,
+        "s2_softmax_scale": sparsity.softmax_scale,
+        "s2_sparsity": sparsity.canonical_json(),
+    }
+
+
+def report_s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Adds the settings to wandb's config and to TensorBoard, on the rank where Megatron has opened them (the last one).
+
+    Megatron starts wandb while it parses arguments, with the arguments as its config: the sparsity is known only afterwards, hence an update.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    settings = s2_settings(args, sparsity)
+    wandb = get_wandb_writer()
+    if wandb is not None:
+        wandb.config.update(settings, allow_val_change=True)
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        writer.add_scalar("s2/density", settings["s2_density"], 0)
+        for name, value in settings.items():
+            if hasattr(args, name):
+                continue  # Megatron writes its arguments itself
+            writer.add_text(name.replace("s2_", "s2/", 1), value if isinstance(value, str) else json.dumps(value), 0)

@@ -1,0 +1,309 @@
+"""`s2_attention`: S2 block-sparse causal attention on strided tensors, with autograd, over a Triton and a PyTorch backend.
+
+S sequence, B batch, H query heads, G KV heads (H a multiple of G), D head dim, T packed tokens. Inside, tensors are views [B, heads, rows, D].
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+
+from s2_megatron.ops import reference
+from s2_megatron.ops.autograd import FORMATS, AttentionCall, register_attention
+from s2_megatron.ops.checks import addressable, canonical_view, check_call
+from s2_megatron.ops.layout import Layout, PackedSequence, Placement
+from s2_megatron.printing import print_once
+
+BACKENDS = ("auto", "gluon", "triton", "reference")
+
+
+@torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
+def resolve_backend(name: str, device_type: str) -> str:
+    """'auto', 'gluon', 'triton' or 'reference' for a backend setting; printed once. 'auto' is the reference on a CPU; on a GPU it stays,
+    and each call takes the Gluon kernels for Hopper where they compute it and the portable Triton kernels elsewhere (kernels/dispatch.py).
+
+    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on a CPU (except 'triton'
+    under Triton's interpreter, TRITON_INTERPRET=1).
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r}; expected one of {', '.join(BACKENDS)}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    chosen = "reference" if name == "auto" and device_type != "cuda" else name
+    if chosen != "reference":
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(
+                f"backend={name} needs Triton on {device_type}, and it is not installed; pip install triton, or set "
+                "backend=reference to accept the slow PyTorch version"
+            )
+        if device_type != "cuda" and not (interpreted and chosen == "triton"):
+            raise ValueError(
+                f"backend={name} on device {device_type}: the kernels need a GPU; use backend=reference or auto"
+            )
+    print_once(f"S2 attention backend: {chosen} ({'set' if name != 'auto' else 'chosen'} for {device_type})")
+    return chosen
+
+
+def _implementation(backend):
+    if backend == "reference":
+        return reference
+    from s2_megatron.kernels import dispatch as launch
+
+    return launch
+
+
+def prepare_placement(layout: Layout, placement: Placement, rows: int, head_dim: int, dtype: torch.dtype, backend: str) -> None:
+    """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend: a resolved one."""
+    if backend != "reference":
+        _implementation(backend).prepare(layout, placement, rows, head_dim, dtype, backend)
+
+
+def _settings(call, **more):
+    """What the kernels take beside the arguments that they share with the reference."""
+    return {} if call.backend == "reference" else dict(backend=call.backend, **more)
+
+
+def _leaves_rows(call) -> bool:
+    """Whether the implementation leaves rows alone: the reference those outside of documents, and all of them empty slots."""
+    return (call.packed is not None and call.backend == "reference") or (call.placement is not None and call.placement.key_slot is not None)
+
+
+def _empty_like(tensor, call):
+    """An output for a tensor's shape, contiguous in its format; zeros where the kernels may leave rows alone."""
+    return (torch.zeros if _leaves_rows(call) else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _empty_for_queries(query, call):
+    """The same for query's shape: of placed queries every row is written."""
+    leaves_rows = call.packed is not None and call.backend == "reference"
+    return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
+
+
+def joins_keys(query, key, value, more, call: AttentionCall) -> bool:
+    """Whether attention_forward and attention_backward_dq take kv_heads and more: the Gluon kernels do."""
+    if call.backend == "reference":
+        return False
+    views = (canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))
+    further = [canonical_view(tensor, call.tensor_format) for tensor in more]
+    return _implementation(call.backend).joins_keys(*views, further, call.layout.to(query.device), call.placement, call.backend)
+
+
+def _part(kv_heads, more, form):
+    """The settings of a part of the heads and of a second key and value, where there are any."""
+    views = {} if more is None else dict(more=[canonical_view(tensor, form) for tensor in more])
+    return views if kv_heads is None else dict(views, kv_heads=kv_heads)
+
+
+def empty_lse(query, tensor_format: str) -> torch.Tensor:
+    """An LSE for query: [B, H, rows], fp32 (fp64 for fp64)."""
+    shape = canonical_view(query, tensor_format).shape[:3]
+    return torch.empty(shape, dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+
+
+def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None):
+    """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
+
+    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
+    into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is continued, so that it is rounded once) and strides,
+    LSE perhaps the initial one.
+    Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left alone; more, (key,
+    value) of the placement's slots from own_slots on, like key, whose heads share memory. For kv_heads (0, end) the out of `into` and of
+    `initial` needs no more heads than those.
+    """
+    check_call(query, key, value, call, more)
+    form = call.tensor_format
+    q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
+    out, lse = (_empty_for_queries(query, call), empty_lse(query, form)) if into is None else into
+    if call.packed is not None and call.backend == "reference":
+        lse.fill_(float("-inf"))
+    if initial is not None:
+        initial = (canonical_view(initial[0], form), initial[1])
+    if q.numel():
+        _implementation(call.backend).forward(
+            q,
+            k,
+            v,
+            canonical_view(out, form),
+            lse,
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            initial,
+            **_settings(call, **_part(kv_heads, more, form)),
+        )
+    return out, lse
+
+
+def _gradient_view(grad_out, call: AttentionCall):
+    """canonical_view of a gradient that autograd made, with strides that the kernels can address."""
+    view = canonical_view(grad_out, call.tensor_format)
+    if call.backend == "reference" or addressable(view):
+        return view
+    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits inside a tile")
+    return view.contiguous()
+
+
+def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
+    """(grad_query, grad_key, grad_value) from the final out and LSE. grad_lse [B, H, rows] or None."""
+    form = call.tensor_format
+    grads = [_empty_like(tensor, call) for tensor in (query, key, value)]
+    if query.numel():
+        views = [canonical_view(tensor, form) for tensor in (query, key, value, out)]
+        _implementation(call.backend).backward(
+            _gradient_view(grad_out, call),
+            grad_lse,
+            *views,
+            lse,
+            *(canonical_view(g, form) for g in grads),
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            **_settings(call, deterministic=call.deterministic),
+        )
+    return grads
+
+
+# The backward in parts, for context parallelism: between them it sends and receives.
+def attention_delta(grad_out, out, lse, call: AttentionCall):
+    """rowsum(out * grad_out) [B, H, rows], fp32 (fp64 for fp64), contiguous: what both other parts read."""
+    row_sums = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    if out.numel():
+        _implementation(call.backend).delta(_gradient_view(grad_out, call), None, canonical_view(out, call.tensor_format), lse, row_sums)
+    return row_sums
+
+
+def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall, returned=None) -> None:
+    """Writes the part of dK and dV that these queries give to these keys. Every row of a slot that the placement names is written, no other.
+
+    lse: the final one, over all keys. row_sums: attention_delta's. grad_key, grad_value: like key, any dtype and strides; heads may share
+    memory (stride 0) where their slots differ. returned: gradients of the same keys that other queries gave, added in fp32 before the result
+    is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32 [blocks * G + 1], entries int32), of which the slots of block b of KV
+    head g are entries[starts[b * G + g]] and following, added in that order; for key in whole blocks, heads with memory of their own.
+    """
+    views = [_gradient_view(grad_out, call), *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))]
+    grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
+    if query.numel():
+        _implementation(call.backend).backward_dkdv(
+            *views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement, returned, **_settings(call)
+        )
+
+
+def attention_backward_dq(
+    grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None
+):
+    """dQ over these keys. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it. kv_heads, more, into (dQ, of any
+    type): as in attention_forward."""
+    grad_query = _empty_for_queries(query, call) if into is None else into
+    form = call.tensor_format
+    views = [_gradient_view(grad_out, call), *(canonical_view(tensor, form) for tensor in (query, key, value))]
+    if query.numel():
+        _implementation(call.backend).backward_dq(
+            *views,
+            lse,
+            row_sums,
+            canonical_view(grad_query, form),
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            None if initial is None else canonical_view(initial, form),
+            **_settings(call, **_part(kv_heads, more, form)),
+        )
+    return grad_query
+
+
+@lru_cache(maxsize=256)
+def _placement_of_end(first_block: int, n_blocks: int, device: torch.device) -> Placement:
+    """The last query blocks of a sequence, from first_block on; kept, for every layer of every decoding step of a block asks for the same."""
+    return Placement.make(range(first_block, n_blocks), n_blocks, device=device)
+
+
+class _Ending:
+    """A query that is the end of a longer sequence (static inference), padded to whole blocks. rows: the dimension of its rows."""
+
+    def __init__(self, query, key, call: AttentionCall):
+        self.rows = FORMATS[call.tensor_format][2]
+        self.length, block = query.shape[self.rows], call.layout.block_size
+        start = key.shape[self.rows] - self.length
+        n_blocks = -(-key.shape[self.rows] // block)
+        self.before, self.padded_length = start % block, (n_blocks - start // block) * block
+        self.call = call._replace(placement=_placement_of_end(start // block, n_blocks, query.device))
+
+    def pad(self, tensor, rows: int):
+        shape = list(tensor.shape)
+        shape[rows] = self.padded_length
+        padded = tensor.new_zeros(shape)
+        padded.narrow(rows, self.before, self.length).copy_(tensor)
+        return padded
+
+    def cut(self, tensor, rows: int):
+        return tensor.narrow(rows, self.before, self.length).clone(memory_format=torch.contiguous_format)
+
+
+def _is_ending(query, key, call) -> bool:
+    rows = FORMATS.get(call.tensor_format, (None,) * 4)[2]
+    return call.placement is None and call.packed is None and query.ndim == key.ndim == 4 and query.shape[rows] < key.shape[rows]
+
+
+def _op_forward(query, key, value, call):
+    call = call._replace(layout=call.layout.to(query.device))
+    if not _is_ending(query, key, call):
+        return attention_forward(query, key, value, call)
+    ending = _Ending(query, key, call)
+    out, lse = attention_forward(ending.pad(query, ending.rows), key, value, ending.call)
+    return ending.cut(out, ending.rows), ending.cut(lse, 2)
+
+
+def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
+    call = call._replace(layout=call.layout.to(query.device))
+    if not _is_ending(query, key, call):
+        return attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
+    ending = _Ending(query, key, call)
+    grad_out, query, out = (ending.pad(tensor, ending.rows) for tensor in (grad_out, query, out))
+    grad_lse, lse = None if grad_lse is None else ending.pad(grad_lse, 2), ending.pad(lse, 2)
+    grad_query, grad_key, grad_value = attention_backward(grad_out, grad_lse, query, key, value, out, lse, ending.call)
+    return ending.cut(grad_query, ending.rows), grad_key, grad_value
+
+
+_attention = register_attention(_op_forward, _op_backward)
+
+
+def s2_attention(
+    query,
+    key,
+    value,
+    layout: Layout,
+    *,
+    softmax_scale: float | None = None,
+    tensor_format: str = "sbhd",
+    packed: PackedSequence | None = None,
+    placement: Placement | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+):
+    """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
+
+    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads
+    and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
+    placement: whole query blocks and key slots of a longer sequence (see Placement). softmax_scale: default D ** -0.5. deterministic: the
+    backward is bitwise repeatable (the portable kernels and the reference always are). backend: see resolve_backend.
+    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural log.
+    Raises ValueError for tensors that do not fit each other, the layout or the backend.
+    """
+    backend = resolve_backend(backend, query.device.type)
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
+    if tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={tensor_format!r}; expected one of {', '.join(FORMATS)}")
+    call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
+    out, lse = _attention(query, key, value, call)
+    if tensor_format == "thd":
+        lse = lse[0]
+    return (out, lse) if return_lse else out

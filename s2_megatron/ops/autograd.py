@@ -1,0 +1,147 @@
+"""`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
+
+An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those and put together again
+inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes as its handle, a number of which a compiled
+graph is an owner (see `_keep`). Shapes as in attention.py: B batch, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_of
+
+# Where batch, heads, rows and head dim stand in each format; thd has no batch.
+FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
+_CALL = (
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, int layout, "
+    "float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, SymInt n_blocks, SymInt n_slots, "
+    "SymInt own_slots, int tile_blocks"
+)
+
+_library = torch.library.Library("s2_megatron", "DEF")
+_kept: dict[int, Layout] = {}  # layouts that a graph was made for: the graph holds only their number
+
+
+class AttentionCall(NamedTuple):
+    """Everything about a call that is not a differentiable tensor."""
+
+    layout: Layout
+    softmax_scale: float
+    tensor_format: str
+    packed: PackedSequence | None
+    placement: Placement | None
+    backend: str
+    deterministic: bool
+
+
+def _taken_apart(call: AttentionCall) -> tuple:
+    packed, placement = call.packed, call.placement
+    return (
+        *((None, None) if packed is None else (packed.cu_seqlens, packed.cu_seqlens_padded)),
+        *((None, None, None) if placement is None else (placement.query_block_ids, placement.query_rank, placement.key_slot)),
+        call.layout.handle,
+        call.softmax_scale,
+        call.tensor_format,
+        call.backend,
+        call.deterministic,
+        0 if packed is None else packed.max_seqlen,
+        *((0,) * 4 if placement is None else (placement.n_blocks, placement.n_slots, placement.own_slots, placement.tile_blocks)),
+    )
+
+
+def _put_together(cu_seqlens, padded, ids, rank, slot, layout, scale, form, backend, deterministic, longest, *sizes):
+    packed = None if cu_seqlens is None else PackedSequence(cu_seqlens, longest, padded)
+    placement = None if ids is None else Placement(ids, rank, slot, *sizes)
+    return AttentionCall(layout_of(layout), scale, form, packed, placement, backend, deterministic)
+
+
+def _keep(handle: int) -> None:
+    """Called while a graph is traced: the layout lives from here on as long as the process, as the graph may."""
+    _kept[handle] = layout_of(handle)
+
+
+def _is_plain(*tensors) -> bool:
+    """Whether nobody looks on who wants to see an operator: no tracing, no mode, no transform, no subclass."""
+    return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
+            and not torch._C._are_functorch_transforms_active()
+            and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors))
+
+
+def register_attention(forward: Callable, backward: Callable) -> Callable:
+    """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key, value, AttentionCall).
+
+    forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or None, query, key, value,
+    out, LSE, call) -> the three gradients, contiguous. They run with real tensors only; a second derivative raises RuntimeError.
+    """
+    tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+    _library.define(f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)", tags=tags)
+    _library.define(
+        "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        f"{_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        tags=tags,
+    )
+    attention_op, backward_op = torch.ops.s2_megatron.attention.default, torch.ops.s2_megatron.attention_backward.default
+
+    def run_forward(query, key, value, *call):
+        return forward(query, key, value, _put_together(*call))
+
+    def differentiate(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
+        return tuple(backward(torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, out, lse, call))
+
+    def run_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
+        return differentiate(grad_out, grad_lse, query, key, value, out, lse, _put_together(*call))
+
+    def fake_forward(query, key, value, *call):
+        handle, form = call[5], call[7]
+        _keep(handle)
+        batch, heads, rows, _ = FORMATS[form]
+        shape = [1 if batch is None else query.shape[batch], query.shape[heads], query.shape[rows]]
+        return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
+
+    def fake_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
+        return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, call):  # AttentionCall, or what it was taken apart into: autograd works on each argument
+            if isinstance(call, AttentionCall):
+                out, lse = forward(query, key, value, call)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    out, lse = attention_op(query, key, value, *call)
+                ctx.layout = layout_of(call[5])  # whoever made it may have dropped it by the time of the backward
+            ctx.save_for_backward(query, key, value, out, lse)
+            ctx.call = call
+            ctx.set_materialize_grads(False)
+            return out, lse
+
+        @staticmethod
+        @once_differentiable  # a second derivative raises instead of missing a term
+        def backward(ctx, grad_out, grad_lse):
+            if grad_out is None and grad_lse is None:
+                return None, None, None, None
+            saved, call = ctx.saved_tensors, ctx.call
+            if isinstance(call, AttentionCall):
+                if _is_plain(*saved, *(grad for grad in (grad_out, grad_lse) if grad is not None)):
+                    return *differentiate(grad_out, grad_lse, *saved, call), None
+                call = _taken_apart(call)
+            return *backward_op(grad_out, grad_lse, *saved, *call), None
+
+    # Not torch.library.custom_op: its wrappers cost about 0.1 ms a call, these registrations half of it.
+    _library.impl("attention", run_forward, "CompositeExplicitAutograd")
+    _library.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
+    _library.impl("attention", lambda query, key, value, *call: Attention.apply(query, key, value, call), "Autograd")
+    torch.library.register_fake("s2_megatron::attention", fake_forward, lib=_library)
+    torch.library.register_fake("s2_megatron::attention_backward", fake_backward, lib=_library)
+
+    def attention(query, key, value, call: AttentionCall):
+        if _is_plain(query, key, value):  # the ways through the dispatcher cost a third of a call's time on the CPU
+            return Attention.apply(query, key, value, call)
+        return attention_op(query, key, value, *_taken_apart(call))
+
+    return attention

@@ -1,0 +1,398 @@
+"""The block geometry that kernels and the reference read: small integer tensors made from one layer's (tensor-parallel local) Pattern.
+
+A layout does not depend on the sequence length, and memory is O(heads) for range patterns and O(nonzeros) for block masks.
+H query heads, P pattern heads of a block mask, R ranges of distance.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import count, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from s2_megatron.ops.block_lists import column_words, key_lists, query_lists
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+
+NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
+
+_handles = count(1)
+_alive: weakref.WeakValueDictionary[int, Layout] = weakref.WeakValueDictionary()
+
+
+class PackedSequence(NamedTuple):
+    """Documents packed into one token dimension (thd).
+
+    Document i holds the tokens starts[i] .. starts[i] + length[i] - 1 with length[i] = cu_seqlens[i+1] - cu_seqlens[i] and starts =
+    cu_seqlens_padded, or cu_seqlens when there is no padding. Rows outside of every document give 0, LSE -inf and zero gradients.
+    """
+
+    cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query
+    max_seqlen: int  # tokens of the longest document, or more where ranges are the pattern (only block masks have a longest length)
+    cu_seqlens_padded: torch.Tensor | None = None  # int32 [documents + 1]
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+
+
+class DeviceSteps:
+    """The step lists of a pattern (block_lists.py) as int32 tensors on a device, made when a kernel first asks for them.
+
+    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
+    """
+
+    def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
+        self.pattern, self.n_slots = pattern, n_slots
+        self._place, self._device = (query_blocks, key_slot, n_blocks), device
+        self.kept = {}  # for launches
+        self._made = {}
+
+    def _on_device(self, *arrays) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
+
+    def query(self, pack: bool) -> list[torch.Tensor]:
+        """[rows, tiles, steps] of QueryLists."""
+        if pack not in self._made:
+            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack))
+        return self._made[pack]
+
+    def key(self) -> list:
+        """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many, which is not used."""
+        if "key" not in self._made:
+            lists = key_lists(self.pattern, *self._place, self.n_slots)
+            tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
+            self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
+            self._made["column words"] = column_words(lists)
+        return self._made["key"]
+
+    def column_words(self) -> np.ndarray:
+        """int [KV heads, columns]: so many words has every column of `key`, none where it only pads."""
+        self.key()
+        return self._made["column words"]
+
+
+class KeyRuns(NamedTuple):
+    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks meet no absent one.
+
+    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts the present ones before
+    each candidate, slots lists theirs. Query heads that share both share the lists.
+    """
+
+    index: torch.Tensor  # int32 [H, R, 2]: where the prefix and the slots of a range begin
+    prefix: torch.Tensor  # int32
+    slots: torch.Tensor  # int32
+
+    @classmethod
+    def make(cls, pattern: RangePattern, key_slot: np.ndarray, device="cpu") -> KeyRuns:
+        """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
+        ratio = pattern.num_heads // pattern.num_kv_heads
+        first_row: dict[bytes, int] = {}
+        row_of = [first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)]  # np.unique would sort
+        known: dict[tuple[int, int, int], tuple[int, int]] = {}
+        prefixes, slots, sizes = [], [], [0, 0]
+        index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
+        for number, head in enumerate(pattern.heads):
+            for position, (_, _, stride) in enumerate(head.bounds()):
+                key = (row_of[number // ratio], stride, head.offset % stride)
+                if key not in known:
+                    candidates = key_slot[key[0], -head.offset % stride :: stride]
+                    present = candidates >= 0
+                    known[key] = tuple(sizes)
+                    prefixes.append(np.concatenate([[0], np.cumsum(present)]))
+                    slots.append(candidates[present])
+                    sizes = [sizes[0] + len(prefixes[-1]), sizes[1] + len(slots[-1])]
+                index[number, position] = known[key]
+        slots.append(np.zeros(1))  # never empty: a kernel takes its address
+        parts = (index, np.concatenate(prefixes), np.concatenate(slots))
+        return cls(*(torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole blocks only.
+
+    Query row r is token `query_block_ids[r // block_size] * block_size + r % block_size`. Key block k of KV head g lies in slot
+    `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot k. The slots from own_slots on
+    are those of a second key and value, counted from 0 there.
+    """
+
+    query_block_ids: torch.Tensor  # int32 [query blocks], ascending
+    query_rank: torch.Tensor  # int32 [n_blocks + 1]: how many of query_block_ids are smaller
+    key_slot: torch.Tensor | None  # int32 [KV heads, n_blocks]
+    n_blocks: int  # blocks of the whole (global) sequence
+    n_slots: int  # slots that the key and value must have at least, both of them together where there are two
+    own_slots: int  # as many of them lie in the first key and value: all, where there is no second one
+    tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
+    runs: KeyRuns | None = None  # of key_slot, for the pattern that the placement was made for
+    steps: DeviceSteps | None = None  # likewise
+
+    @classmethod
+    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None, own_slots=None) -> Placement:
+        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it will be used with,
+        for faster kernels. own_slots: where there is a second key and value. Raises ValueError when they do not fit."""
+        ids = np.asarray(query_block_ids, dtype=np.int64)
+        if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
+            raise ValueError(
+                f"query_block_ids must be strictly ascending within 0..{n_blocks - 1}; got {ids.tolist()[:8]}..."
+            )
+        tile_blocks = 1
+        while len(ids) % (2 * tile_blocks) == 0 and tile_blocks < 8:
+            rows = ids.reshape(-1, 2 * tile_blocks)
+            if (np.diff(rows, axis=1) != 1).any():
+                break
+            tile_blocks *= 2
+        rank = np.searchsorted(ids, np.arange(n_blocks + 1))
+        n_slots, runs, steps, slots = n_blocks, None, None, None
+        if key_slot is not None:
+            slots = np.asarray(key_slot, dtype=np.int32)
+            if slots.ndim != 2 or slots.shape[1] != n_blocks:
+                raise ValueError(f"key_slot has shape {list(slots.shape)}; expected [KV heads, n_blocks={n_blocks}]")
+            n_slots = int(slots.max()) + 1
+            if isinstance(pattern, RangePattern) and own_slots is None:  # only kernels that take steps know a second key
+                runs = KeyRuns.make(pattern, slots, device)
+        if own_slots is not None and not 0 < own_slots <= n_slots:
+            raise ValueError(f"own_slots={own_slots}; expected 1 to {n_slots}, the slots of both keys, or None where there is one key")
+        if pattern is not None:
+            steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
+        return cls(
+            torch.as_tensor(ids, dtype=torch.int32, device=device),
+            torch.as_tensor(rank, dtype=torch.int32, device=device),
+            None if slots is None else torch.from_numpy(np.ascontiguousarray(slots)).to(device),
+            n_blocks,
+            n_slots,
+            n_slots if own_slots is None else own_slots,
+            tile_blocks,
+            runs,
+            steps,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Base of the two kinds of block geometry; `to` copies it to a device.
+
+    handle: a number that stands for this object where only numbers can go, as long as it lives (`layout_of`).
+    """
+
+    pattern: Pattern
+
+    def __post_init__(self):
+        object.__setattr__(self, "handle", next(_handles))
+        object.__setattr__(self, "_copies", {})
+        object.__setattr__(self, "_steps", {})
+        _alive[self.handle] = self
+
+    def __reduce__(self):  # a pickled or copied layout gets a handle of its own
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def block_size(self) -> int:
+        return self.pattern.block_size
+
+    @property
+    def num_heads(self) -> int:
+        return self.pattern.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.pattern.num_kv_heads
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+    def steps(self, n_blocks: int) -> DeviceSteps:
+        """The step lists of a sequence of n_blocks blocks. Kept for every length, for a captured graph reads them as long as it lives."""
+        if n_blocks not in self._steps:
+            self._steps[n_blocks] = DeviceSteps(self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device)
+        return self._steps[n_blocks]
+
+    @property
+    def heads_pair(self) -> bool:
+        """Whether the query heads 2i and 2i + 1 share their KV head and their pattern."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of index data on the device."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def to(self, device) -> Layout:
+        """This layout on a device; a copy is made once and kept with the original."""
+        device = torch.device(device)
+        if self.device == device:
+            return self
+        if device not in self._copies:
+            self._copies[device] = self._copy(device)
+        return self._copies[device]
+
+    def _copy(self, device: torch.device) -> Layout:
+        raise NotImplementedError
+
+
+def layout_of(handle: int) -> Layout:
+    """The layout with this handle. Raises RuntimeError when it is gone."""
+    layout = _alive.get(handle)
+    if layout is None:
+        raise RuntimeError(f"layout {handle} no longer exists; keep a reference to it (for example in the module) while it is in use")
+    return layout
+
+
+@dataclass(frozen=True, eq=False)
+class RangeLayout(Layout):
+    """Ranges of distance: every loop bound of a kernel is arithmetic on this table."""
+
+    ranges: (
+        torch.Tensor
+    )  # int32 [H, R, 4]: first distance, distance limit, stride, offset mod stride; unused ranges start at NO_END
+    tile_blocks: (
+        int  # so many neighbouring query blocks may share one tile (1 unless the pattern is KV-cache efficient)
+    )
+
+    @property
+    def tensors(self):
+        return (self.ranges,)
+
+    @cached_property
+    def kept(self) -> dict:
+        """What follows from the layout and is asked for again and again."""
+        return {}
+
+    def head_order(self, group: int) -> torch.Tensor | None:
+        """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the same ranges."""
+        if group not in self.kept:
+            heads = self.pattern.heads
+            order = None
+            if len({head.ranges for head in heads}) > 1:
+                work = {ranges: int(HeadPattern(ranges).key_block_counts(1024).sum()) for ranges in {head.ranges for head in heads}}
+                of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
+                order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
+            self.kept[group] = order
+        return self.kept[group]
+
+    @cached_property
+    def largest_stride(self) -> int:
+        """In blocks, of all ranges of all heads."""
+        return max(stride for head in self.pattern.heads for _, stride in head.ranges)
+
+    @cached_property
+    def heads_pair(self) -> bool:
+        heads = self.pattern.heads
+        return self.num_heads // self.num_kv_heads % 2 == 0 and all(heads[i] == heads[i + 1] for i in range(0, len(heads), 2))
+
+    @cached_property
+    def _pair_distances(self) -> list[int] | None:
+        ratio = self.num_heads // self.num_kv_heads
+        groups = [self.pattern.heads[i : i + ratio] for i in range(0, self.num_heads, ratio)]
+        if all(len(set(group)) == 1 for group in groups):
+            return None
+        return [max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups]
+
+    @cached_property
+    def pair_distances(self) -> torch.Tensor | None:
+        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the heads of a group have
+        different patterns; None when no group has."""
+        return None if self._pair_distances is None else torch.tensor(self._pair_distances, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def spare_columns(self) -> int:
+        """How many pairs of key blocks a sequence may have beyond half of its blocks, because neighbours in a class have no partner."""
+        return self.ranges.shape[1] if self._pair_distances is None else max(self._pair_distances)
+
+    def key_columns(self, n_blocks: int) -> tuple[int, int]:
+        """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all others)."""
+        key = ("columns", n_blocks)
+        if key not in self.kept:
+            if self._pair_distances is not None:  # not read off the device: a new length must not wait for it
+                rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self._pair_distances]
+            else:
+                rows = [_columns_of_classes(head, n_blocks) for head in set(self.pattern.heads)]
+            self.kept[key] = tuple(max(column) for column in zip(*rows))
+        return self.kept[key]
+
+    def _copy(self, device):
+        return RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class TableLayout(Layout):
+    """A block mask as lists, by query block and by key block."""
+
+    row_starts: torch.Tensor  # int64 [P, n + 1]: where the list of a query block begins in key_blocks
+    key_blocks: torch.Tensor  # int32 [nonzeros], ascending in each row
+    column_starts: torch.Tensor  # int64 [P, n + 1]: where the list of a key block begins in query_blocks
+    query_blocks: torch.Tensor  # int32 [nonzeros], ascending in each column
+    tile_blocks: int = 1
+
+    @property
+    def heads_pair(self) -> bool:
+        ratio = self.num_heads // self.num_kv_heads
+        return ratio % 2 == 0 and len(self.pattern.tables) <= self.num_kv_heads
+
+    @property
+    def tensors(self):
+        return self.row_starts, self.key_blocks, self.column_starts, self.query_blocks
+
+    def _copy(self, device):
+        return TableLayout(self.pattern, *(tensor.to(device) for tensor in self.tensors))
+
+
+def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
+    """Largest power of two T so that T neighbouring query blocks can share a tile: the tile's outer blocks then differ only at the ends of
+    ranges, T - 1 key blocks each. Ranges shorter than that get smaller tiles, which is on the safe side."""
+    if not pattern.is_kv_efficient:
+        return 1
+    tile = most
+    for head in set(pattern.heads):
+        ends = [end for end, _ in head.ranges if end is not None]
+        for previous, end in pairwise(ends):
+            while tile > 1 and end - previous < tile - 1:
+                tile //= 2
+    return tile
+
+
+def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
+    """(pairs of members of the last stride, pairs of the members of each other stride that are not members of the next), summed."""
+    members = [len(range(-head.offset % stride, n_blocks, stride)) for _, stride in head.ranges]
+    inner = [count - wider for count, wider in pairwise(members)]
+    return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
+
+
+def build_layout(pattern: Pattern, device="cpu") -> Layout:
+    """The layout of a pattern (already sliced for tensor parallelism)."""
+    if isinstance(pattern, RangePattern):
+        most = max(len(head.ranges) for head in pattern.heads)
+        table = np.zeros((pattern.num_heads, most, 4), dtype=np.int32)
+        table[:, :] = (NO_END, NO_END, 1, 0)
+        for index, head in enumerate(pattern.heads):
+            for position, (start, end, stride) in enumerate(head.bounds()):
+                table[index, position] = (min(start, NO_END), NO_END if end is None else min(end, NO_END), stride, head.offset % stride)
+        return RangeLayout(pattern, torch.from_numpy(table).to(device), _shared_tile_blocks(pattern))
+    assert isinstance(pattern, BlockMaskPattern)
+    row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0
+    for indptr, indices in pattern.tables:
+        rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))
+        row_starts.append(indptr + base)
+        key_blocks.append(indices)
+        column_starts.append(
+            base + np.concatenate([[0], np.cumsum(np.bincount(indices, minlength=pattern.num_blocks))])
+        )
+        query_blocks.append(rows[np.argsort(indices, kind="stable")])
+        base += len(indices)
+    tensors = [
+        torch.from_numpy(np.stack(row_starts)),
+        torch.from_numpy(np.concatenate(key_blocks)),
+        torch.from_numpy(np.stack(column_starts)),
+        torch.from_numpy(np.concatenate(query_blocks)),
+    ]
+    return TableLayout(pattern, *(tensor.to(device) for tensor in tensors))

@@ -1,0 +1,126 @@
+"""Small calls of every kernel and variant, for compute-sanitizer: scripts/sanitize.sh runs them.
+
+    python tests/kernels/sanitizer_cases.py --backend triton [--device cpu] [--only REGEX]
+
+Prints "cases done: N" at the end. Results are looked at only for NaN; what they should be is the business of test_attention.py.
+"""
+
+import argparse
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from s2_megatron.context_parallel.exchange import BlockExchange, slot_views
+from s2_megatron.context_parallel.plan import make_plan
+from s2_megatron.context_parallel.sparse import place
+from s2_megatron.ops.api import (
+    BACKENDS,
+    AttentionCall,
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    empty_lse,
+    joins_keys,
+    s2_attention,
+)
+from s2_megatron.ops.layout import build_layout
+from tests.calls import KINDS, computes, make_call, results
+from tests.ops.test_attention import PAPER, pattern_of
+from tests.oracle import make_inputs, random_mask
+
+BF16, F32 = torch.bfloat16, torch.float32
+# name: (kind, length, block, head dim, dtype). Lengths end in the middle of tiles, so that a mask that is missing touches foreign memory.
+CASES = {f"{kind}-64": (kind, 200, 64, 64, BF16) for kind in KINDS}
+CASES |= {f"sbhd-{dim}": ("sbhd", 333, 64, dim, BF16) for dim in (96, 128, 256)}
+CASES |= {f"padded-{dim}": ("padded", 199, 64, dim, BF16) for dim in (96, 128)}
+CASES |= {"sbhd-64-fp32": ("sbhd", 150, 64, 64, F32), "block16": ("sbhd", 77, 16, 64, BF16), "block128": ("bhsd", 300, 128, 128, BF16)}
+CASES |= {"mask-128": ("mask", 250, 64, 128, BF16), "placed-128": ("placed", 260, 64, 128, BF16)}
+
+
+# Calls on Hopper as with many KV heads, where dK and dV have another kernel.
+UNDIVIDED = {f"undivided-{dim}": ("sbhd", 200, 64, dim, BF16) for dim in (64, 128)} | {"undivided-mask": ("mask", 200, 64, 128, BF16)}
+
+
+def run_case(kind, length, block, dim, dtype, device, backend):
+    leaves, options = make_call(kind, device, length, block, dim, dtype)
+    for deterministic in (False, True):
+        out, _, *grads = results(partial(s2_attention, **options, backend=backend, deterministic=deterministic), leaves)
+        assert all(torch.isfinite(tensor).all() for tensor in (out, *grads))
+
+
+# name: (a block mask instead of ranges, head dim, dtype). What one of two context-parallel ranks computes.
+PARTS = {"parts-64": (False, 64, BF16), "parts-128": (False, 128, BF16), "parts-mask-80": (True, 80, BF16), "parts-fp32": (False, 48, F32)}
+
+
+def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
+    """All kernels of context parallelism as it calls them, in one process: blocks packed for the other rank, the attention of the own keys
+    continued over slots, or of both at once, the backward in parts, returned gradients added."""
+    pattern = random_mask(block, 4, 2, 2, n_blocks) if masked else pattern_of(PAPER, block, 4, 2)
+    layout, plan = build_layout(pattern, device), make_plan(pattern, 1, 2, n_blocks)
+    own, remote, both = (AttentionCall(layout, 0.1, "sbhd", None, placed, backend, False) for placed in place(plan, pattern, device))
+    (query, key, value, grad_out), _ = make_inputs(pattern, len(plan.query_blocks) * block, dim, dtype, device, form="sbhd")
+
+    exchange = BlockExchange(plan, None, device)
+    sent = torch.full((len(plan.send_heads), block, 2, 1, dim), torch.nan, dtype=dtype, device=device)
+    exchange._pack(key, value, sent, backend)
+    buffer = torch.randn(plan.received_slots, block, 2, 1, dim, device=device).to(dtype)
+    gradients = torch.full_like(buffer, torch.nan)
+    slots, grad_slots = slot_views(buffer, 2), slot_views(gradients, 2)
+
+    partial = [torch.full(query.shape, torch.nan, dtype=F32, device=device) for _ in range(2)]
+    early = attention_forward(query, key, value, own, into=(partial[0], empty_lse(query, "sbhd")))
+    out, lse = attention_forward(query, *slots, remote, initial=early)
+    row_sums = attention_delta(grad_out, out, lse, own)
+    grad_query = attention_backward_dq(grad_out, query, key, value, lse, row_sums, own, into=partial[1])
+    attention_backward_dkdv(grad_out, query, *slots, lse, row_sums, *grad_slots, remote)
+    grad_query = attention_backward_dq(grad_out, query, *slots, lse, row_sums, remote, initial=grad_query)
+    if joins_keys(query, key, value, slots, both):
+        part = dict(kv_heads=(1, 2), more=slots)  # the first KV head's query heads keep what they have
+        attention_forward(query, key, value, both, into=(out, lse), **part)
+        attention_backward_dq(grad_out, query, key, value, lse, row_sums, both, into=grad_query, **part)
+    grads, wide = ([torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32))
+    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent)))
+    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)  # as with `all_gather`
+    # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small head dims.
+    more = attention_backward(grad_out, torch.ones_like(lse), query, key, value, out.to(dtype), lse, own)
+    assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *wide, *more))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=[name for name in BACKENDS if name != "auto"], required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", help="a regular expression that the cases' names contain")
+    chosen = parser.parse_args(arguments)
+    done = 0
+    for name, case in CASES.items():
+        kind, _, *shape = case
+        if re.search(chosen.only, name) and computes(chosen.backend, kind, *shape):
+            run_case(*case, chosen.device, chosen.backend)
+            done += 1
+    if chosen.backend == "gluon":
+        from s2_megatron.kernels.hopper import launch as hopper
+
+        hopper.FEW_UNITS, few = 0, hopper.FEW_UNITS
+        for name, case in UNDIVIDED.items():
+            if re.search(chosen.only, name):
+                run_case(*case, chosen.device, chosen.backend)
+                done += 1
+        hopper.FEW_UNITS = few
+    for name, (masked, dim, dtype) in PARTS.items():
+        if re.search(chosen.only, name) and (chosen.backend != "gluon" or dtype.itemsize == 2):
+            run_parts(masked, dim, dtype, chosen.device, chosen.backend)
+            done += 1
+    if chosen.device == "cuda":
+        torch.cuda.synchronize()
+    print(f"cases done: {done}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The kernels compile for every kind of GPU, their tiles fit into its shared memory, and on sm_90 they keep to a list of registers, spills and
+serialised tensor-core instructions. Compiled, not run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from s2_megatron.kernels.dispatch import GLUON
+
+COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
+# Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
+LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+
+def measure(*arguments, **environment):
+    """(version of Triton, what was measured, by name): compiled in a process of its own, for this one may have Triton's interpreter."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
+    done = subprocess.run([sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result["triton"], result["found"]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return measure("--all")
+
+
+@pytest.fixture(scope="module")
+def gluon(compiled):
+    """The same of the Gluon kernels, by the Triton that they are written for: the installed one, or one that lies beside it."""
+    release, found = compiled
+    if GLUON.startswith(release):
+        return release, {name: needs for name, needs in found.items() if is_gluon(name)}
+    folder = Path(sys.prefix) / f"triton-{GLUON}x"  # scripts/make-venv.sh
+    if not folder.exists():
+        pytest.skip(f"Triton {release}: the Gluon kernels are written for {GLUON}x, which is not in {folder}")
+    return measure("--gluon", PYTHONPATH=str(folder))
+
+
+def test_every_architecture_is_there(compiled):
+    assert {int(name.partition("-")[0][2:]) for name in compiled[1]} == set(LIMITS)
+
+
+def is_gluon(name):
+    return name.startswith("sm90-hopper-")
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+def test_tiles_fit(capability, compiled):
+    found = {name: needs["shared"] for name, needs in compiled[1].items() if name.startswith(f"sm{capability}-")}
+    assert found
+    assert {name: size for name, size in found.items() if size > LIMITS[capability]} == {}
+
+
+def keeps_to_the_list(release, found, of_list):
+    """No more registers, spills, serialised instructions or exponentials under no product than committed for this Triton. A change that means
+    it takes the list down anew: `TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --write`."""
+    committed = json.loads(COMMITTED.read_text())
+    if release not in committed:
+        pytest.skip(f"{COMMITTED.name} has no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write")
+    listed = {name: needs for name, needs in committed[release].items() if of_list(name)}
+    assert set(found) == set(listed), "the list is of other kernels"
+    for name, needs in found.items():
+        worse = [key for key in ("registers", "spills", "late") if needs.get(key, 0) > listed[name].get(key, 0)]
+        worse += [code for code in needs["serialised"] if code not in listed[name]["serialised"]]
+        assert not worse, f"{name}: {needs}, in the list {listed[name]}"
+
+
+def test_portable_kernels_keep_to_the_list(compiled):
+    release, found = compiled
+    keeps_to_the_list(release, {name: found[name] for name in portable(found)}, lambda name: not is_gluon(name))
+
+
+def test_gluon_kernels_keep_to_the_list(gluon):
+    keeps_to_the_list(*gluon, is_gluon)
+
+
+def portable(names):
+    return {name for name in names if name.startswith("sm90-") and not is_gluon(name)}
+
+
+def test_the_list_has_the_same_kernels_for_every_triton(compiled):
+    for release, listed in json.loads(COMMITTED.read_text()).items():
+        assert portable(listed) == portable(compiled[1]), f"Triton {release}: take it down anew, see tests/kernels/compile_kernels.py"
+
+
+def test_gluon_kernels_compile(gluon):
+    """Forward, dK/dV, dQ: also for packed documents, block masks, own and received keys of context parallelism; within shared memory."""
+    _, found = gluon
+    for kernel in ("forward", "backward", "grad-query"):
+        for variant in ("", "-packed", "-mask", "-own", "-slots"):
+            assert f"sm90-hopper-{kernel}-128-bf16{variant}" in found and f"sm90-hopper-wide-{kernel}-256-bf16{variant}" in found
+    assert {name: needs["shared"] for name, needs in found.items() if needs["shared"] > LIMITS[90]} == {}

@@ -1,0 +1,392 @@
+"""Which blocks the Hopper kernels visit: their own schedule functions, run as plain Python on a machine without a GPU, against the pattern."""
+
+from collections import Counter
+from itertools import product
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from s2_megatron.kernels.hopper import backward_loads as hopper_backward_loads
+from s2_megatron.kernels.hopper import launch as hopper
+from s2_megatron.kernels.hopper import parts as hopper_parts
+from s2_megatron.kernels.hopper import query_loads as hopper_query_loads
+from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_wide_backward_loads
+from s2_megatron.ops.layout import Placement, build_layout
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from tests.gluon_emulator.schedule import BARRIERS, STAND_IN, TABLE, joined, on_memory, plain_functions
+from tests.ops.test_block_lists import PATTERNS, placements
+
+SCHEDULE = plain_functions()
+
+
+def some_head(random):
+    strides, ends = [1], [random.randint(1, 6)]
+    for _ in range(random.randint(0, 3)):
+        strides.append(strides[-1] * random.choice((1, 2, 3, 4)))
+        ends.append(ends[-1] + random.randint(1, 9))
+    if random.random() < 0.7:
+        ends[-1] = None
+    return HeadPattern(tuple(zip(ends, strides)), random.randint(0, 40))
+
+
+def load(heads, kv_heads):
+    layout = build_layout(RangePattern(64, kv_heads, tuple(heads)))
+    TABLE[:] = layout.ranges.flatten().tolist()
+    return layout, layout.ranges.shape[1]
+
+
+def visited(low, pack, n_ranges):
+    """Per half of a query tile of head 0: how often each key block counts."""
+    plan = SCHEDULE.plan_query_tile(0, 0, low, n_ranges, pack)
+    firsts, strides, ends, edges, bits, previous = plan
+    masked_steps, free_steps = SCHEDULE.count_steps(ends, bits, n_ranges, pack)
+    marks = SCHEDULE.marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, n_ranges)
+    assert 0 <= marks < 2**31
+    seen = Counter(), Counter()
+    for step in range(1 + masked_steps + free_steps):
+        blocks = SCHEDULE.step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, n_ranges, pack)
+        for half in (0, 1):
+            if step == 0 and pack:
+                keep = True, marks & 2
+            elif step == 0:
+                keep = (half == 0 or marks & 1), half == 1
+            elif step <= masked_steps:
+                wanted = marks >> (4 * (step - 1) + 2 + half)
+                keep = wanted & 1, wanted & 4
+                assert all(wanted_block or block < low for block, wanted_block in zip(blocks, keep)), "a filler behind the document"
+            else:
+                keep = True, True
+            if step <= masked_steps:  # what the kernels with a block a stage have instead
+                words = [SCHEDULE.block_word(marks, 2 * step + place, pack) for place in (0, 1)]
+                assert [bool(word >> half & 1) for word in words] == [bool(wanted_block) for wanted_block in keep]
+                assert [bool(word >> 2 + half & 1) for word in words] == [step == 0 and place == half * (1 - pack) for place in (0, 1)]
+            seen[half].update(block for block, wanted_block in zip(blocks, keep) if wanted_block)
+    return seen
+
+
+@pytest.mark.parametrize("pack", [0, 1])
+def test_query_tiles_visit_what_the_pattern_attends(pack):
+    random = Random(pack)
+    for _ in range(400):
+        head = some_head(random)
+        _, n_ranges = load([head], 1)
+        low = random.randrange(0, 40) if pack else 2 * random.randrange(0, 20)
+        for half, counts in enumerate(visited(low, pack, n_ranges)):
+            expected = Counter(head.key_blocks(low + half * (1 - pack)).tolist())
+            assert counts == expected, (head, low, half)
+
+
+@pytest.fixture
+def key_walk(monkeypatch):
+    """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
+    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps, where parts are joined. Also
+    goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+
+    def walk(pattern, query_rows, key_rows, batch=1, placement=None):
+        query, key = torch.empty(batch, pattern.num_heads, query_rows, 64), torch.empty(batch, pattern.num_kv_heads, key_rows, 64)
+        arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles().arguments
+        take = on_memory(arguments)
+        tiles = []
+
+        def load_keys(*given):
+            count, batch, kv_head, token, length, first, second, present, link, *_ = given[6:]
+            assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link))
+            return count + 1
+
+        def load_queries(word, count, *given):
+            assert given[10:14] == (tiles[-1].batch, tiles[-1].kv_head, 0, query_rows) and count == sum(len(tile.words) for tile in tiles)
+            tiles[-1].words.append(word)
+            return count + 1
+
+        produce = plain_functions(hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
+        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
+                       "order_ptr documents_ptr distance_ptr")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
+        found, tiles = joined(tiles, arguments) if arguments["SPLIT"] else tiles, []
+
+        def load_pass(*given):
+            count, batch, kv_head, token, length, block, present, *_ = given[5:]
+            assert (token, length, count) == (0, query_rows, len(tiles))
+            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=block, words=[], present=present))
+            return count + 1
+
+        wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
+        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles().arguments)
+        columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        produce = plain_functions(hopper_wide_backward_loads, load_pass=load_pass, load_queries=load_queries).produce
+        produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, *flags)
+        check_passes(tiles, found)
+        return found, arguments
+
+    return walk
+
+
+def check_passes(passes, tiles):
+    """Each block of a tile in a pass of its own, with the words of the steps that attend it, in whatever order."""
+    expected = {}
+    for tile in tiles:
+        for half, block in enumerate((tile.first, tile.second)):
+            if block * 64 < tile.present:
+                words = [(word >> half & 5) + (word & -32) for word in tile.words if word >> half & 1]
+                expected[tile.batch, tile.kv_head, block, tile.present] = sorted(words) or [0]
+    assert len(passes) == len(expected)
+    for one in passes:
+        assert [word >> 4 & 1 for word in one.words] == [0] * (len(one.words) - 1) + [1], "last: once, at the end"
+        assert sorted(word & ~16 for word in one.words) == expected[one.batch, one.kv_head, one.first, one.present]
+
+
+def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
+    """Every present key block of every KV head lies in one tile, whose words name every attended pair once. slot_of_block: [G, blocks]."""
+    ratio, seen, blocks = pattern.num_heads // pattern.num_kv_heads, Counter(), Counter()
+    block_in = [{slot: block for block, slot in enumerate(row) if slot >= 0} for row in slot_of_block]
+    for tile in tiles:
+        present = block_in[tile.kv_head]
+        halves = [present.get(tile.first), present.get(tile.second)]
+        assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.present)
+        blocks.update((tile.batch, tile.kv_head, block) for block in halves if block is not None)
+        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
+        assert all(word & 3 for word in tile.words) or tile.words == [16]
+        for word in tile.words:
+            assert 0 <= word < 2**31
+            row, member = SCHEDULE.query_block_of(word), word >> 24
+            for half, block in enumerate(halves):
+                if word >> half & 1:
+                    seen[tile.batch, tile.kv_head * ratio + member, row, block] += 1
+                assert bool(word >> 2 + half & 1) == (bool(word >> half & 1) and block == query_blocks[row])
+    assert blocks == Counter((batch, head, block) for batch in range(batches) for head, row in enumerate(block_in) for block in row.values())
+    expected = Counter()
+    for head, (row, query_block) in product(range(pattern.num_heads), enumerate(query_blocks)):
+        attended = [block for block in pattern.key_blocks(head, query_block).tolist() if slot_of_block[head // ratio][block] >= 0]
+        expected.update((batch, head, row, block) for batch in range(batches) for block in attended)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
+    """Also: tiles of the blocks that the last range has, which take long, come first."""
+    random, split = Random(7 + mixed), 0
+    for _ in range(200):
+        processors = random.choice((1, 132))
+        monkeypatch.setattr(hopper, "_multiprocessors", lambda device, processors=processors: processors)
+        monkeypatch.setattr(hopper, "PART_STEPS", random.choice((2, 7, 64)))
+        monkeypatch.setattr(hopper, "MOST_SUMS", random.choice((2**18, 14 * 2**20)))  # of head dim 64: 4 columns or all
+        groups, ratio, batches = random.randint(1, 4), random.randint(1 + mixed, 3), random.randint(1, 2)
+        heads = [some_head(random) for _ in range(groups * ratio if mixed else groups)]
+        pattern = RangePattern(64, groups, tuple(heads if mixed else [head for head in heads for _ in range(ratio)]))
+        n_blocks = random.randint(1, 40)
+        rows = 64 * n_blocks - random.choice((0, 1, 63))
+        tiles, arguments = key_walk(pattern, rows, rows, batches)
+        assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
+        check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
+        split += arguments["n_split"] > 0
+        if not arguments["MIXED"]:
+            lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
+            is_long = [(tile.first + head.offset) % head.ranges[-1][1] == 0 for tile, head in zip(tiles, lasts)]
+            assert is_long == sorted(is_long, reverse=True)
+    assert 20 < split < 180
+
+
+@pytest.mark.parametrize("ratio", [1, 3])
+@pytest.mark.parametrize("n_blocks", [64, 67, 80])
+def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_walk, monkeypatch):
+    """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
+    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio)))
+    tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
+    assert arguments["fold"] == 1 and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
+    for head in range(3):
+        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in tiles if tile.kv_head == head]
+        members = sum((block + pattern.heads[head * ratio].offset) % 4 == 0 for block in range(n_blocks))
+        long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
+        assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
+        assert all(visits[-1] == n_blocks - 1 and visits == sorted(visits) for visits in long[1::2])
+        assert all(len(visits) <= 8 * ratio for visits in rest) and min(map(len, long)) <= 8 * ratio
+        together = [len(down) + len(up) for down, up in zip(long[::2], long[1::2])]
+        assert len(long) < 4 or max(together) - min(together) <= 4 * ratio, "one pair of blocks may lack its second"
+
+
+def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
+    check_words(tiles, pattern, batches, query_blocks, slots)
+    lengths = {}
+    for tile in tiles:
+        lengths.setdefault((tile.batch, tile.kv_head), []).append(len(tile.words))
+        tile.late = len(lengths[tile.batch, tile.kv_head]) > arguments["n_long"]
+    assert [tile.late for tile in tiles] == sorted(tile.late for tile in tiles)
+    assert all(counts == sorted(counts, reverse=True) for counts in lengths.values())
+
+
+@pytest.mark.parametrize("name", [name for name, pattern in PATTERNS.items() if isinstance(pattern, BlockMaskPattern)])
+@pytest.mark.parametrize("part_steps", [3, 64])
+def test_key_tiles_of_block_masks(name, part_steps, key_walk, monkeypatch):
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
+    for n_blocks in (1, 2, 15, 32):
+        rows = 64 * n_blocks - 17
+        tiles, arguments = key_walk(PATTERNS[name], rows, rows, 2)
+        check_listed(tiles, arguments, PATTERNS[name], 2, range(n_blocks), np.tile(np.arange(n_blocks), (PATTERNS[name].num_kv_heads, 1)))
+
+
+@pytest.mark.parametrize("more_slots", [0, 3])
+@pytest.mark.parametrize("part_steps", [2, 64])
+@pytest.mark.parametrize("name", ["paper", "query-slide", "dense-kv-head", "uneven-heads", "mask-kv-heads"])
+def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monkeypatch):
+    """Also with slots behind those that the placement names, which are no keys of it."""
+    monkeypatch.setattr(hopper, "PART_STEPS", part_steps)
+    pattern, split = PATTERNS[name], 0
+    for query_blocks, key_slot, n_blocks, n_slots in placements(pattern).values():
+        if key_slot is None:
+            continue
+        placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
+        tiles, arguments = key_walk(pattern, 64 * len(query_blocks), 64 * (n_slots + more_slots), 2, placement)
+        check_listed(tiles, arguments, pattern, 2, query_blocks, key_slot)
+        split += arguments["n_split"] > 0
+    assert (split > 0) == (part_steps == 2)
+
+
+@pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
+def query_walk(request, monkeypatch):
+    """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as its loading warp goes
+    through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot, second slot, word)."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    grad, single = request.param
+
+    def walk(pattern, pack, query_rows, key_rows, placement=None):
+        query, key = torch.empty(2, pattern.num_heads, query_rows, 64), torch.empty(2, pattern.num_kv_heads, key_rows, 64)
+        call = hopper._Call(query, key, key, build_layout(pattern), None, placement)
+        launches = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
+        programs, arguments = launches.grid[0], launches.arguments
+        assert arguments["LISTED"] and arguments["PACK"] == pack
+        take = on_memory(arguments)
+        tiles, loads = [], []
+
+        def load_halves(*given):
+            batch, head, token, length, low, masked, free, *_ = given[7:]
+            assert (token, length) == (0, query_rows) and given[6] == len(tiles)
+            tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
+            return len(tiles)
+
+        def load_blocks(sources, part, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest):
+            desc = sources[part]
+            assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
+            assert with_word == (desc == "K") and count == sum(name == desc for name, _ in loads) and rest[-1] == single
+            blocks = (row_a // 64,) if single else (row_a // 64, row_b // 64)
+            loads.append((desc, blocks))
+            if desc == "K":
+                tiles[-1].blocks += [(blocks[0], word)] if single else [(blocks[0], word & 15), (blocks[1], word >> 4)]
+
+        functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
+        work = take("ranges_ptr order_ptr documents_ptr counter rows n_tiles n_programs batches head_group")
+        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
+        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP MORE BLOCK_D STAGES STAGES")
+        everything = []
+        for program in range(programs):
+            STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
+            tiles.clear(), loads.clear()
+            functions.produce("Q", "KV", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
+            everything += tiles
+        for tile in everything:
+            assert len(tile.blocks) % 2 == 0
+            tile.steps = [(*slots, first + (second << 4)) for (*slots, first, second) in (
+                (a[0], b[0], a[1], b[1]) for a, b in zip(tile.blocks[::2], tile.blocks[1::2]))]
+        return everything
+
+    return walk
+
+
+def check_order(loads, lengths, grad, single):
+    """Values come in the order of their keys; in the forward a stage later than those, and at a tile's end with nothing."""
+    keys, values = ([blocks for name, blocks in loads if name == kind] for kind in "KV")
+    assert values == keys
+    if grad:
+        expected = ("KV" if single else "VK") * len(keys)
+    else:
+        expected = "".join("K" + "KV" * (length - 1) + "V" if length else "" for length in lengths)
+    assert "".join(name for name, _ in loads) == expected
+
+
+def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
+    """Every tile once, and what its steps attend, token by token."""
+    ratio, row, column = pattern.num_heads // pattern.num_kv_heads, np.arange(64), np.arange(128)
+    lows = range(0, len(query_blocks), 1 if pack else 2)
+    expected_tiles = product(range(2), range(0, pattern.num_heads, 1 + pack), lows)
+    assert sorted((tile.batch, tile.head, tile.low) for tile in tiles) == sorted(expected_tiles)
+    width = 64 * (1 + max(int(np.max(slot_of_block)), 0))
+    for tile in tiles:
+        assert len(tile.steps) == tile.masked + tile.free
+        for half in range(2):
+            head, at = (tile.head + half, tile.low) if pack else (tile.head, tile.low + half)
+            expected, found = np.zeros((64, width), int), np.zeros((64, width), int)
+            if at < len(query_blocks):
+                for block in pattern.key_blocks(head, query_blocks[at]).tolist():
+                    slot = slot_of_block[head // ratio][block]
+                    if slot >= 0:
+                        expected[:, slot * 64 : slot * 64 + 64] = np.tri(64) if block == query_blocks[at] else 1
+            for number, (first, second, word) in enumerate(tile.steps):
+                mask = SCHEDULE.word_mask(word, row, column, half)
+                assert mask.any() == ((word & 0x11 << half) != 0), "what the computing warpgroups ask"
+                assert number < tile.masked or mask.all()
+                for place, slot in enumerate((first, second)):
+                    found[:, slot * 64 : slot * 64 + 64] += mask[:, place * 64 : place * 64 + 64]
+            assert (found == expected).all(), (tile, half)
+
+
+@pytest.mark.parametrize("name, pack", [*((name, pack) for name in ("mask-shared", "mask-kv-heads", "mask-no-diagonal") for pack in (0, 1)),
+                                        ("mask-heads", 0), ("mask-thin", 0)])  # fmt: skip
+def test_listed_query_tiles_of_block_masks(name, pack, query_walk):
+    pattern = PATTERNS[name]
+    for n_blocks in (1, 5, 12):
+        rows = 64 * n_blocks - 17
+        slots = np.tile(np.arange(n_blocks), (pattern.num_kv_heads, 1))
+        check_masks(query_walk(pattern, pack, rows, rows), pattern, pack, range(n_blocks), slots)
+
+
+@pytest.mark.parametrize("pack", [0, 1])
+@pytest.mark.parametrize("place", ["odd-chunks", "local-1of4", "remote-0of2", "remote-2of4"])
+@pytest.mark.parametrize("name", ["paper", "not-efficient", "mask-kv-heads"])
+def test_listed_query_tiles_of_placed_blocks(name, place, pack, query_walk):
+    pattern = PATTERNS[name]
+    query_blocks, key_slot, n_blocks, n_slots = placements(pattern)[place]
+    placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
+    check_masks(query_walk(pattern, pack, 64 * len(query_blocks), 64 * n_slots, placement), pattern, pack, query_blocks, key_slot)
+
+
+def test_columns_of_programs():
+    """Every column of every unit once; the long ones of all units first."""
+    for n_long, n_rest, head_group, groups in product((1, 2, 5), (0, 1, 7), (1, 2, 4), (1, 3)):
+        units = head_group * groups
+        programs = [SCHEDULE.column_of_program(index, n_long, n_rest, units, head_group) for index in range((n_long + n_rest) * units)]
+        assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
+        columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
+        assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
+
+
+def test_keys_and_values_share_their_rows_together():
+    """The kernels have one answer to whether the heads share them."""
+    layout = build_layout(RangePattern.dense(64, 2, 2))
+    tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
+    shared = tensor[:, :1].expand(1, 2, 128, 64)
+    for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
+        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
+        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
+
+
+def test_the_quotient_is_exact():
+    """Two units in the last place to either side, as far as the GPU's division may be off, change no result below 2**21."""
+    random = np.random.default_rng(0)
+    number = np.concatenate([random.integers(0, 2**21, 300000), np.arange(2**21 - 1000, 2**21)])
+    wide = random.integers(1, 2**19, len(number))
+    for divisor in (wide, np.maximum(number // np.maximum(wide % 50, 1), 1), 1 + wide % 64):
+        exact = (number.astype(np.float32) + np.float32(0.5)) / divisor.astype(np.float32)
+        for off in (-1, 0, 1):
+            near = exact + off * np.spacing(exact)
+            assert (near.astype(np.int32) == number // divisor).all()

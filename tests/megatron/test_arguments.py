@@ -1,0 +1,177 @@
+"""The flags, and what prepare_s2 does with them, through Megatron's real parser."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from argparse import Namespace
+from functools import cache
+
+import pytest
+
+from s2_megatron.config.schema import load_config
+from s2_megatron.megatron.arguments import _report_balance, _report_no_effect, add_s2_arguments, prepare_s2
+from tests.megatron.arguments import CONFIG, arguments, parse_cases
+
+SCALED = CONFIG + "softmax_scale: 0.0078125\n"
+PYTHON_PATTERN = "layers: P\nblock_size: 64\nspecs:\n  P: {function: 'tests.megatron.arguments:every_block'}\n"
+
+
+@cache
+def results(folder) -> dict[str, dict]:
+    files = {"plain": CONFIG, "scaled": SCALED, "python": PYTHON_PATTERN, "wrong": CONFIG.replace("DSSS", "DSX")}
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    plain, scaled, python, wrong, missing = (str(folder / f"{name}.yaml") for name in (*files, "missing"))
+    cases = {
+        "no_config": dict(argv=arguments()),
+        "ignored": dict(argv=arguments({"--s2-backend": "reference", "--s2-dense-core": "s2"})),
+        "plain": dict(argv=arguments({"--s2-config": plain})),
+        "mha": dict(argv=arguments({"--s2-config": plain}, ("--group-query-attention",))),
+        "mtp": dict(argv=arguments({"--s2-config": plain, "--mtp-num-layers": "2"})),
+        "mtp_repeated": dict(argv=arguments({"--s2-config": plain, "--mtp-num-layers": "2", "--mtp-use-repeated-layer": None})),
+        "scaled": dict(argv=arguments({"--s2-config": scaled})),
+        "scaled_twice": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.0078125}),
+        "scaled_otherwise": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.5}),
+        "scaled_by_script": dict(argv=arguments({"--s2-config": plain}), attributes={"softmax_scale": 0.5}),
+        "mup": dict(argv=arguments({"--s2-config": plain, "--use-mup": None})),
+        "mup_otherwise": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None})),
+        "mup_equal": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None, "--kv-channels": "128"})),
+        "python": dict(argv=arguments({"--s2-config": python, "--s2-allow-python-patterns": None})),
+        "python_forbidden": dict(argv=arguments({"--s2-config": python})),
+        "wrong": dict(argv=arguments({"--s2-config": wrong})),
+        "missing": dict(argv=arguments({"--s2-config": missing})),
+        "heads": dict(argv=arguments({"--s2-config": plain, "--num-query-groups": "3"})),
+        "no_triton": dict(argv=arguments({"--s2-config": plain}), device="cuda", missing="triton"),
+        "triton_on_cpu": dict(argv=arguments({"--s2-config": plain, "--s2-backend": "triton"})),
+    }
+    return dict(zip(cases, parse_cases(list(cases.values())), strict=True))
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory):
+    return results(tmp_path_factory.mktemp("arguments"))
+
+
+def accepted(result):
+    assert result["error"] is None, result["message"]
+    return result
+
+
+def test_flags():
+    args = add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    assert vars(args) == {
+        "s2_config": None,
+        "s2_backend": "auto",
+        "s2_dense_core": "auto",
+        "s2_cp_comm_type": ["sparse"],
+        "s2_cp_keep_received": False,
+        "s2_cp_transport": "auto",
+        "s2_keep_attention_output": False,
+        "s2_allow_python_patterns": False,
+        "s2_allow_sparsity_change": False,
+        "s2_loss_log": None,
+    }
+
+
+def test_a_script_without_the_flags_is_told_so():
+    with pytest.raises(ValueError, match="extra_args_provider=add_s2_arguments"):
+        prepare_s2(argparse.Namespace(yaml_cfg=None))
+
+
+def test_without_a_config_nothing_happens(cases):
+    result = accepted(cases["no_config"])
+    assert result["is_s2"] is False and result["printed"] == ""
+    assert not {"s2_sparsity", "s2_density"} & set(result["args"])
+
+
+def test_ignored_flags_are_said(cases):
+    assert "--s2-backend reference, --s2-dense-core s2 without --s2-config: ignored" in accepted(cases["ignored"])["printed"]
+
+
+@pytest.mark.parametrize(
+    "size, types, keep, transport, said",
+    [
+        (1, ["a2a"], True, "copies", "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect"),
+        (
+            *(2, ["a2a", "all_gather"], False, "copies"),
+            "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect",
+        ),
+        (2, ["a2a"], False, "collective", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a: no effect"),
+        (2, ["a2a", "sparse"], True, "copies", None),
+        (2, ["a2a"], True, "auto", None),
+        (1, ["sparse"], False, "auto", None),
+    ],
+)
+def test_flags_without_effect_are_said(size, types, keep, transport, said, monkeypatch):
+    lines = []
+    monkeypatch.setattr("s2_megatron.megatron.arguments.print_once", lines.append)
+    _report_no_effect(
+        argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport)
+    )
+    assert lines == ([f"S2: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])
+def test_sparsity_and_density_are_on_args(cases, tmp_path, name, kv_heads, mtp):
+    result = accepted(cases[name])
+    path = tmp_path / "renamed.yaml"
+    path.write_text(CONFIG)
+    expected = load_config(path).resolve(num_layers=4, num_heads=4, num_kv_heads=kv_heads, seq_length=1024, mtp_num_layers=mtp)
+    assert result["args"]["s2_sparsity"] == expected.canonical_json()
+    assert result["args"]["s2_density"] == expected.density()
+    assert result["is_s2"]
+
+
+def test_a_repeated_mtp_layer_has_one_pattern(cases):
+    stored = json.loads(accepted(cases["mtp_repeated"])["args"]["s2_sparsity"])
+    assert len(stored["mtp_layers"]) == 2 and len(set(stored["mtp_layers"])) == 1
+
+
+def test_softmax_scale_reaches_the_model_config(cases):
+    assert accepted(cases["plain"])["config_softmax_scale"] is None
+    assert accepted(cases["scaled"])["config_softmax_scale"] == 0.0078125
+    assert "softmax scale 0.0078125 in every layer, dense ones included" in cases["scaled"]["printed"]
+    assert json.loads(cases["scaled"]["args"]["s2_sparsity"])["softmax_scale"] == 0.0078125
+
+
+def test_softmax_scale_of_another_source(cases):
+    assert accepted(cases["scaled_twice"])["config_softmax_scale"] == 0.0078125
+    assert "0.0078125 in the YAML and 0.5 by args.softmax_scale" in cases["scaled_otherwise"]["message"]
+    by_script = accepted(cases["scaled_by_script"])
+    assert by_script["config_softmax_scale"] == 0.5
+    assert json.loads(by_script["args"]["s2_sparsity"])["softmax_scale"] == 0.5
+
+
+def test_softmax_scale_of_mup(cases):
+    assert accepted(cases["mup"])["config_softmax_scale"] == 1 / 32
+    assert accepted(cases["mup_equal"])["config_softmax_scale"] == 1 / 128
+    assert "0.0078125 in the YAML and 0.03125 by --use-mup" in cases["mup_otherwise"]["message"]
+
+
+def test_python_patterns_need_their_flag(cases):
+    assert accepted(cases["python"])["args"]["s2_density"] == 1
+    assert "--s2-allow-python-patterns" in cases["python_forbidden"]["message"]
+
+
+@pytest.mark.parametrize("name, words", [("wrong", "layers"), ("missing", "no such file"), ("heads", "--num-query-groups 3")])
+def test_a_config_that_does_not_fit(cases, name, words):
+    assert cases[name]["error"] in ("ValueError", "ConfigError")
+    assert words in cases[name]["message"]
+
+
+def test_backend(cases):
+    assert "S2 attention backend: reference (chosen for cpu)" in accepted(cases["plain"])["printed"]
+    assert "needs Triton on cuda, and it is not installed" in cases["no_triton"]["message"]
+    assert "the kernels need a GPU" in cases["triton_on_cpu"]["message"]
+
+
+@pytest.mark.parametrize("dense_heads, warned", [("[0]", True), ("{spread: 2}", False)])
+def test_uneven_tensor_parallel_work_is_warned_about(dense_heads, warned, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(f"layers: S\nspecs:\n  S: {{local_tokens: 128, stride: 8, dense_heads: {dense_heads}}}\n")
+    sparsity = load_config(path).resolve(num_layers=2, num_heads=4, num_kv_heads=4, seq_length=8192)
+    _report_balance(Namespace(tensor_model_parallel_size=2), sparsity)
+    printed = capsys.readouterr().out
+    assert "2 tensor-parallel ranks" in printed
+    assert ("WARNING" in printed) == warned

@@ -1,0 +1,38 @@
+"""What the stand-in for a GPU redirects, by every way in which a call can name a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from s2_megatron.megatron.cuda_on_cpu import _CudaMeansCpu
+
+CALLS = {
+    "cuda": lambda tensor: tensor.cuda(),
+    "cuda, an index": lambda tensor: tensor.cuda(0),
+    "cuda by keyword": lambda tensor: tensor.cuda(non_blocking=True),
+    "to": lambda tensor: tensor.to("cuda"),
+    "to an index": lambda tensor: tensor.to(0),
+    "to a device, and a dtype": lambda tensor: tensor.to(torch.device("cuda", 0), torch.float64),
+    "to by keyword": lambda tensor: tensor.to(device="cuda", non_blocking=True),
+    "pin_memory": lambda tensor: tensor.pin_memory(),
+    "pinned factory": lambda tensor: torch.empty(2, pin_memory=True),
+    "factory": lambda tensor: torch.zeros(2, device="cuda"),
+    "like": lambda tensor: torch.empty_like(tensor, device=torch.device("cuda")),
+    "new": lambda tensor: tensor.new_zeros(2, device="cuda:0"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_name_a_gpu_get_the_cpu(name):
+    tensor = torch.ones(2)
+    with _CudaMeansCpu():
+        made = CALLS[name](tensor)
+    assert made.device.type == "cpu" and made.shape == (2,) and not made.is_pinned()
+
+
+def test_other_calls_are_as_they_were():
+    tensor = torch.ones(2)
+    with _CudaMeansCpu():
+        assert torch.equal(tensor.to(torch.float64), torch.ones(2, dtype=torch.float64)) and torch.equal(torch.add(tensor, tensor), tensor + 1)
+        assert tensor.type() == "torch.cuda.FloatTensor" and tensor.type(torch.float64).dtype is torch.float64

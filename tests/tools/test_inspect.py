@@ -1,0 +1,119 @@
+"""The command that shows what a sparsity YAML means."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from s2_megatron.config.schema import load_config
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import make_range_pattern
+from s2_megatron.tools import inspect
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["--num-layers", "4", "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "512"]
+QUICKSTART = [str(ROOT / "configs/quickstart.yaml"), *FLAGS]
+PATTERN = make_range_pattern(
+    block_size=16, num_heads=8, num_kv_heads=2, ranges=((2, 1), (6, 2), (None, 4)), layer_index=1, layer_step=1
+)
+
+
+@pytest.mark.parametrize("heads", [[0], [5], range(8)])
+def test_grid_is_the_pattern(heads):
+    grid = inspect.block_grid(PATTERN, heads, 20)
+    for query in range(20):
+        attended = {int(key) for head in heads for key in PATTERN.key_blocks(head, query)}
+        for key in range(20):
+            distance = query - key
+            if distance < 0:
+                expected = inspect.FUTURE
+            elif key not in attended:
+                expected = inspect.SKIPPED
+            else:
+                expected = inspect.LOCAL + (0 if distance < 2 else 1 if distance < 6 else 2)
+            assert grid[query, key] == expected, (query, key)
+
+
+def test_grid_of_a_mask():
+    rows = [np.array([query]) if query < 2 else np.array([1, query]) for query in range(5)]
+    mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
+    grid = inspect.block_grid(mask, [3], 5)
+    assert grid[4].tolist() == [inspect.SKIPPED, inspect.LOCAL, inspect.SKIPPED, inspect.SKIPPED, inspect.LOCAL]
+    assert len(inspect.distinct_heads(mask)) == 2
+
+
+def test_heads_that_share_their_blocks_are_shown_once():
+    assert [head for head, _ in inspect.distinct_heads(PATTERN)] == [0, 4]
+    by_query = make_range_pattern(block_size=16, num_heads=8, num_kv_heads=2, ranges=((2, 1), (None, 8)), slide="query")
+    assert [head for head, _ in inspect.distinct_heads(by_query)] == list(range(8))
+
+
+def test_shown_layers_cover_the_context():
+    sparsity = load_config(QUICKSTART[0]).resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=512)
+    assert inspect.shown_layers(sparsity) == [1, 3]
+
+
+def test_command_prints_the_table_and_draws(tmp_path):
+    """As the docstring has it, in a process of its own: no Megatron and no Triton are imported."""
+    picture = tmp_path / "new_folder" / "pattern.png"
+    code = (
+        "import sys; from s2_megatron.tools import inspect; status = inspect.main(sys.argv[1:]); "
+        "print([name for name in ('megatron', 'triton', 'torch') if name in sys.modules]); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *QUICKSTART, "--tensor-model-parallel-size", "2", "--png", str(picture)],
+        capture_output=True, text=True, cwd=ROOT, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (
+        "│ 0, 2 " in done.stdout
+        and "64.0%" in done.stdout
+        and "2 consecutive S layers together cover 100.0%" in done.stdout
+    )
+    assert "max / mean: 1.0" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert picture.read_bytes().startswith(b"\x89PNG") and 10_000 < picture.stat().st_size < 150_000
+
+
+def test_docstring_shows_what_is_printed(capsys):
+    assert inspect.main(QUICKSTART) == 0
+    printed = capsys.readouterr().out.replace("│", " ")
+    for line in inspect.__doc__.splitlines():
+        # The frame of the table is left out there.
+        if line.startswith("    ") and not line.lstrip().startswith(("python", "--", "layer ")):
+            assert " ".join(line.split()) in " ".join(printed.split()), line
+
+
+@pytest.mark.parametrize("change, word", [
+    (["--layers", "0"], "expected an S2 layer; they are [1, 3]"),
+    (["--layers", "9"], "expected an S2 layer"),
+    (["--num-layers", "5"], "layers (line"),
+    (["--num-query-groups", "3"], "--num-query-groups 3"),
+])  # fmt: skip
+def test_mistakes_are_one_line(tmp_path, capsys, change, word):
+    assert inspect.main([*QUICKSTART, "--png", str(tmp_path / "a.png"), *change]) == 2
+    error = capsys.readouterr().err
+    assert word in error and error.count("\n") == 1 and not (tmp_path / "a.png").exists()
+
+
+def test_nothing_to_draw(tmp_path, capsys):
+    dense = [str(ROOT / "configs/quickstart_dense.yaml"), *FLAGS]
+    assert inspect.main([*dense, "--png", str(tmp_path / "a.png")]) == 2
+    assert "no S2 layer" in capsys.readouterr().err
+
+
+def test_readme_picture_is_small():
+    picture = ROOT / "docs/pattern.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
+
+
+def test_the_exchange_of_context_parallel_ranks(tmp_path, capsys):
+    file = tmp_path / "exchange.png"
+    assert inspect.main([*QUICKSTART, "--context-parallel-size", "2", "--exchange-png", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert "S over 2 context-parallel ranks: the busiest sends" in capsys.readouterr().out
+    assert inspect.main([*QUICKSTART, "--exchange-png", str(file)]) == 2
+    assert "add --context-parallel-size" in capsys.readouterr().err
+    assert inspect.main([*QUICKSTART, "--context-parallel-size", "3"]) == 2
+    assert "use --seq-length 384 or 576" in capsys.readouterr().err
