@@ -57,4 +57,5 @@ test-gpu: $(INSTALLED)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
 	@$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'

@@ -1,9 +1,11 @@
 """Pretrain a GPT in Megatron's own training loop, with S2-Attention in the layers that a sparsity YAML names.
 
-    torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0 --hidden-dropout 0.0 ...
+    torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0
+    --hidden-dropout 0.0 ...
 
-Every flag of Megatron's pretrain_gpt.py keeps its meaning; the README has the complete list of a run. Without --s2-config the script
-builds Megatron's stock model. Before the first step it prints which attention runs in which layer (here a toy of 4 layers):
+Every flag of Megatron's pretrain_gpt.py keeps its meaning; the README has the complete list of a run. Without
+--s2-config the script builds Megatron's stock model. Before the first step it prints which attention runs in which
+layer (here a toy of 4 layers):
 
     Attention of 4 layers, 4 query / 2 KV heads, 128 tokens, blocks of 16
     │ layer │ spec │ kind  │ pattern                       │ density │ coverage │ core           │
@@ -14,6 +16,7 @@ builds Megatron's stock model. Before the first step it prints which attention r
 
 On a machine without a GPU the run takes the CPU (gloo) and says so.
 """
+
 # Only cheap imports here: saving a checkpoint starts a process that imports this file again.
 import os
 import time
@@ -46,7 +49,9 @@ def main() -> None:
     use_prebuilt_dataset_helpers()
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
 
-    args = parse_and_validate_args(extra_args_provider=add_s2_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = parse_and_validate_args(
+        extra_args_provider=add_s2_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
     if on_cpu:
         require_cpu_settings(args)
     sparsity = prepare_s2(args)

@@ -44,7 +44,8 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        # numpy: from 2.4 on, int() of a one-element array raises, which Triton 3.6's interpreter relies on (tests of the kernels on a CPU)
+        # numpy: from 2.4 on, int() of a one-element array raises, which Triton 3.6's interpreter relies on (tests of
+        # the kernels on a CPU)
         "dev": [
             "numpy<2.4",
             "pytest>=8",

@@ -9,15 +9,20 @@
     python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
     python benchmarks/attention.py --list                                                 # suites, groups and entries
 
-1. Before anything is timed, every case is compared with fp64 on 2065 tokens: out, LSE and gradients may err twice as much as plain attention
-   in the inputs' dtype. Then, as it will be timed, with the fp32 reference: out and dQ of four query blocks of every head, and the sum of dV.
-   Ours failing ends the run with status 1; a peer that fails, or is not installed, prints one line and is left out.
-2. All entries of a group take turns, for a card slows down as it heats up. A sample is several calls in a row; medians, with the 20th and 80th
+1. Before anything is timed, every case is compared with fp64 on 2065 tokens: out, LSE and gradients may err twice as
+much as plain attention
+   in the inputs' dtype. Then, as it will be timed, with the fp32 reference: out and dQ of four query blocks of every
+   head, and the sum of dV. Ours failing ends the run with status 1; a peer that fails, or is not installed, prints one
+   line and is left out.
+2. All entries of a group take turns, for a card slows down as it heats up. A sample is several calls in a row; medians,
+with the 20th and 80th
    percentile in brackets. --seconds bounds what one entry may take.
-3. TF/s count the attended (query, key) pairs: 4 D a pair in the forward, 10 D in the backward. A peer computes the window and stride in tokens
-   at its smallest block ("equal pairs": the stride in blocks, see peers.py); the percentage before "forward" says how many of the causal pairs
-   those are. Ratios are of wall time.
-4. "of matmul": of the rate of an 8192^3 bf16 matmul timed in the same turns. "+ MiB": peak memory beyond inputs, out, LSE and gradients.
+3. TF/s count the attended (query, key) pairs: 4 D a pair in the forward, 10 D in the backward. A peer computes the
+window and stride in tokens
+   at its smallest block ("equal pairs": the stride in blocks, see peers.py); the percentage before "forward" says how
+   many of the causal pairs those are. Ratios are of wall time.
+4. "of matmul": of the rate of an 8192^3 bf16 matmul timed in the same turns. "+ MiB": peak memory beyond inputs, out,
+LSE and gradients.
    "first": set-up, compilation and first result in this process.
 
 Sample of the output, shortened (NVIDIA H200):
@@ -51,16 +56,32 @@ SHIPPED = frozenset(ENTRIES)  # a plug's entries take part in every case
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--suite", choices=sorted(SUITES), help="a named set of cases; without it the flags below make one")
-    parser.add_argument("--groups", type=lambda text: text.split(","), help="only these groups of the suite, see --list")
+    parser.add_argument(
+        "--suite", choices=sorted(SUITES), help="a named set of cases; without it the flags below make one"
+    )
+    parser.add_argument(
+        "--groups", type=lambda text: text.split(","), help="only these groups of the suite, see --list"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer peers and cases")
     parser.add_argument("--list", action="store_true", help="print suites, groups and entries, measure nothing")
     parser.add_argument("--entries", type=lambda text: text.split(","), help="only these, e.g. 'S2,FA-2 dense'")
-    parser.add_argument("--plug", action="append", default=[], metavar="FILE.py", help="a file that registers more entries, see entries.py")
-    parser.add_argument("--seconds", type=float, default=1.5, help="time of one entry on one case (default 1.5; three rounds at least)")
-    parser.add_argument("--json", metavar="FILE", help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
+    parser.add_argument(
+        "--plug",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="a file that registers more entries, see entries.py",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="time of one entry on one case (default 1.5; three rounds at least)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)"
+    )
     parser.add_argument("--no-first-call", action="store_true", help="leave out the first call in fresh processes")
-    parser.add_argument("--seq-lengths", default="8192,32768,131072", help="tokens of a sequence; with thd the mean of a document")
+    parser.add_argument(
+        "--seq-lengths", default="8192,32768,131072", help="tokens of a sequence; with thd the mean of a document"
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=32)
@@ -68,15 +89,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tensor-format", default="sbhd", choices=list(FORMATS))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--documents", type=int, default=64, help="with thd: how many documents")
-    parser.add_argument("--length-spread", default="equal", choices=("equal", "log-normal"), help="with thd: their lengths (seed 0)")
+    parser.add_argument(
+        "--length-spread", default="equal", choices=("equal", "log-normal"), help="with thd: their lengths (seed 0)"
+    )
     parser.add_argument("--config", help="the pattern of a sparsity YAML, with --layer")
     parser.add_argument("--layer", type=int, default=0, help="the layer of --config, from 0")
-    parser.add_argument("--num-layers", type=int, help="layers of the model (default: the plan as often as --layer needs)")
+    parser.add_argument(
+        "--num-layers", type=int, help="layers of the model (default: the plan as often as --layer needs)"
+    )
     parser.add_argument("--allow-python-patterns", action="store_true", help="let --config name Python functions")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--local-tokens", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=16, help="in blocks; 0: the window alone")
-    parser.add_argument("--ranges", help="several strides, e.g. 1024:1,8192:4,:16 (token ends with the stride up to them)")
+    parser.add_argument(
+        "--ranges", help="several strides, e.g. 1024:1,8192:4,:16 (token ends with the stride up to them)"
+    )
     parser.add_argument("--slide", default="kv", choices=("kv", "query"))
     parser.add_argument("--head-step", default="auto", type=lambda text: int(text) if text.isdigit() else text)
     parser.add_argument("--base-offset", type=int, default=0)
@@ -95,7 +122,11 @@ def groups_from_flags(args) -> list[Group]:
         if args.tensor_format == "thd":
             if args.batch != 1:
                 raise ValueError(f"--batch {args.batch} with --tensor-format thd, which has --documents instead")
-            documents = (length,) * args.documents if args.length_spread == "equal" else lognormal_documents(args.documents, length)
+            documents = (
+                (length,) * args.documents
+                if args.length_spread == "equal"
+                else lognormal_documents(args.documents, length)
+            )
         pattern = pattern_from_flags(args, max(documents or (length,)))
         name = f"{named(length)} {args.num_heads}/{args.num_kv_heads} D{args.head_dim}"
         case = Case(name, pattern, length, args.batch, args.head_dim, args.dtype, args.tensor_format, documents)
@@ -115,13 +146,16 @@ def chosen_groups(args) -> list[Group]:
     if args.groups:
         wrong = [name for name in args.groups if name not in [group.name for group in groups]]
         if wrong:
-            raise ValueError(f"--groups: {wrong[0]!r} is not in suite {args.suite}; it has {', '.join(group.name for group in groups)}")
+            raise ValueError(
+                f"--groups: {wrong[0]!r} is not in suite {args.suite}; it has {', '.join(group.name for group in groups)}"
+            )
         groups = [group for group in groups if group.name in args.groups]
     return groups
 
 
 def build(case: Case, names, tensors: Tensors):
-    """(runners, measured) of the entries that can take this case; a peer that cannot is a printed line. Raises WrongResult for ours."""
+    """(runners, measured) of the entries that can take this case; a peer that cannot is a printed line. Raises
+    WrongResult for ours."""
     runners, results = {}, {}
     for name in names:
         runner = None
@@ -135,7 +169,9 @@ def build(case: Case, names, tensors: Tensors):
             print(f"{case.name}: {name} left out: {reason}", flush=True)
         except torch.OutOfMemoryError:
             print(f"{case.name}: {name} left out: it does not fit into this card's memory", flush=True)
-        except Exception as problem:  # a peer may fail in any way and must not end the run; a backend by force may refuse a case
+        except (
+            Exception
+        ) as problem:  # a peer may fail in any way and must not end the run; a backend by force may refuse a case
             if name == "S2" or (is_ours(name) and not isinstance(problem, ValueError)):
                 raise
             reason = (str(problem).strip().splitlines() or [""])[0]
@@ -149,7 +185,11 @@ def build(case: Case, names, tensors: Tensors):
 
 
 def participants(args, names) -> list[str]:
-    return [name for name in ENTRIES if (args.entries is None or name in args.entries) and (name in names or name not in SHIPPED)]
+    return [
+        name
+        for name in ENTRIES
+        if (args.entries is None or name in args.entries) and (name in names or name not in SHIPPED)
+    ]
 
 
 def our_part(names) -> dict[str, dict]:
@@ -203,7 +243,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("error: no GPU; this measures speed on an NVIDIA GPU")
     origin = report.provenance("benchmarks/attention.py", sys.argv[1:] if arguments is None else arguments)
     content = dict(**origin, settings=report.settings_of(args))
-    print(f"{content['hardware']['gpu']}, " + ", ".join(f"{name} {version}" for name, version in content["versions"].items()))
+    print(
+        f"{content['hardware']['gpu']}, "
+        + ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    )
     rows: list[dict] = []
 
     def write(first_call_seconds=None):
@@ -226,7 +269,9 @@ def main(arguments: list[str] | None = None) -> None:
     calls = None
     if not args.no_first_call and "S2" in participants(args, ("S2",)) and args.suite != "crossover":
         calls = first_call.measure()
-        print(f"first call in a fresh process: {calls['cold_s']:.1f} s cold, {calls['warm_s']:.1f} s with a warm compile cache, a new length")
+        print(
+            f"first call in a fresh process: {calls['cold_s']:.1f} s cold, {calls['warm_s']:.1f} s with a warm compile cache, a new length"
+        )
         write(calls)
     for verdict in verdicts(rows, calls):
         print(report.verdict_text(verdict))

@@ -20,7 +20,8 @@ from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call. `length` is the tokens of a sequence; packed documents (thd) have `documents`, their lengths, and no batch."""
+    """One attention call. `length` is the tokens of a sequence; packed documents (thd) have `documents`, their lengths,
+    and no batch."""
 
     name: str
     pattern: Pattern
@@ -71,12 +72,14 @@ class Case:
         return 4 * self.heads * self.tokens
 
     def memory_limit(self) -> int:
-        """Bytes beyond q, k, v, out, LSE and gradients that our kernels may take: an fp32 dQ, an fp32 per query row and head, 16 MiB."""
+        """Bytes beyond q, k, v, out, LSE and gradients that our kernels may take: an fp32 dQ, an fp32 per query row and
+        head, 16 MiB."""
         return 4 * self.heads * self.tokens * self.head_dim + self.bytes_of_lse + 2**24
 
 
 class Tensors:
-    """Random query, key, value (which want gradients) and the gradient of out, on a device, in a case's format; copies in others."""
+    """Random query, key, value (which want gradients) and the gradient of out, on a device, in a case's format; copies
+    in others."""
 
     def __init__(self, case: Case, device: str = "cuda", seed: int = 0):
         self.case, self.device = case, device
@@ -89,7 +92,9 @@ class Tensors:
         if case.tensor_format == "bhsd":
             parts = [random(case.batch, count, case.length, case.head_dim) for count in heads]
         else:  # as Megatron gives them: strided views of one fused projection
-            rows = {"sbhd": (case.length, case.batch), "bshd": (case.batch, case.length), "thd": (case.tokens,)}[case.tensor_format]
+            rows = {"sbhd": (case.length, case.batch), "bshd": (case.batch, case.length), "thd": (case.tokens,)}[
+                case.tensor_format
+            ]
             parts = list(random(*rows, sum(heads), case.head_dim).split(heads, dim=len(rows)))
         self.inputs = tuple(part.requires_grad_() for part in parts)
         self.grad = random(*parts[0].shape)
@@ -114,15 +119,19 @@ class Tensors:
 
 
 def coarsen(pattern: Pattern, block_size: int, length: int) -> Pattern:
-    """The pattern of the same window and stride in tokens, in blocks of `block_size`; the pattern itself when it has such blocks or larger.
+    """The pattern of the same window and stride in tokens, in blocks of `block_size`; the pattern itself when it has
+    such blocks or larger.
 
-    Where ends or strides are no multiples of the larger block, and for block masks: every large block that holds an attended one.
+    Where ends or strides are no multiples of the larger block, and for block masks: every large block that holds an
+    attended one.
     """
     factor = block_size // pattern.block_size
     if factor <= 1:
         return pattern
     if isinstance(pattern, RangePattern) and all(
-        (end is None or end % factor == 0) and (stride == 1 or stride % factor == 0) for head in pattern.heads for end, stride in head.ranges
+        (end is None or end % factor == 0) and (stride == 1 or stride % factor == 0)
+        for head in pattern.heads
+        for end, stride in head.ranges
     ):
         heads = {head: _coarse_head(head, factor) for head in set(pattern.heads)}
         return RangePattern(block_size, pattern.num_kv_heads, tuple(heads[head] for head in pattern.heads))
@@ -151,22 +160,28 @@ def _coarse_head(head: HeadPattern, factor: int) -> HeadPattern:
 
 
 def equal_pairs(pattern: Pattern, block_size: int) -> Pattern:
-    """The pattern with the same window in tokens and the same strides in blocks, in larger blocks: about as many pairs, stripes further apart.
-    Raises ValueError for block masks and for windows that the larger blocks cannot express."""
+    """The pattern with the same window in tokens and the same strides in blocks, in larger blocks: about as many pairs,
+    stripes further apart. Raises ValueError for block masks and for windows that the larger blocks cannot express."""
     factor = max(1, block_size // pattern.block_size)
-    if not isinstance(pattern, RangePattern) or any(end is not None and end % factor for head in pattern.heads for end, _ in head.ranges):
+    if not isinstance(pattern, RangePattern) or any(
+        end is not None and end % factor for head in pattern.heads for end, _ in head.ranges
+    ):
         raise ValueError(f"the pattern has no twin of equal pairs at blocks of {block_size}")
     heads = {
-        head: HeadPattern(tuple((None if end is None else end // factor, stride) for end, stride in head.ranges), head.offset)
+        head: HeadPattern(
+            tuple((None if end is None else end // factor, stride) for end, stride in head.ranges), head.offset
+        )
         for head in set(pattern.heads)
     }
     return RangePattern(factor * pattern.block_size, pattern.num_kv_heads, tuple(heads[head] for head in pattern.heads))
 
 
 def block_lists(pattern: Pattern, length: int):
-    """(counts int32 [H, n], key blocks int32 [H, n, most]) below the diagonal, rows ascending and padded with 0, for peers that read lists.
+    """(counts int32 [H, n], key blocks int32 [H, n, most]) below the diagonal, rows ascending and padded with 0, for
+    peers that read lists.
 
-    The diagonal block, which is masked by token, is not among them. Raises ValueError for a mask whose query blocks do not all attend it.
+    The diagonal block, which is masked by token, is not among them. Raises ValueError for a mask whose query blocks do
+    not all attend it.
     """
     n_blocks = -(-length // pattern.block_size)
     found: dict[object, list[np.ndarray]] = {}
@@ -190,7 +205,8 @@ def block_lists(pattern: Pattern, length: int):
 
 
 def as_table(pattern: RangePattern, length: int) -> BlockMaskPattern:
-    """The same blocks as an arbitrary block mask, a table for each KV head (or query head, where heads of a group differ)."""
+    """The same blocks as an arbitrary block mask, a table for each KV head (or query head, where heads of a group
+    differ)."""
     ratio = pattern.num_heads // pattern.num_kv_heads
     grouped = all(pattern.heads[head] == pattern.heads[head // ratio * ratio] for head in range(pattern.num_heads))
     heads = pattern.heads[::ratio] if grouped else pattern.heads
@@ -205,7 +221,8 @@ def as_table(pattern: RangePattern, length: int) -> BlockMaskPattern:
 
 
 def lognormal_documents(count: int, mean: int, sigma: float = 1.0, seed: int = 0) -> tuple[int, ...]:
-    """`count` document lengths with log-normal spread, count * mean tokens in all, at least 16 each; the same for the same seed."""
+    """`count` document lengths with log-normal spread, count * mean tokens in all, at least 16 each; the same for the
+    same seed."""
     weights = np.random.default_rng(seed).lognormal(0.0, sigma, count)
     lengths = np.maximum(16, np.floor(weights / weights.sum() * count * mean)).astype(int)
     lengths[np.argmax(lengths)] += count * mean - lengths.sum()
@@ -213,7 +230,8 @@ def lognormal_documents(count: int, mean: int, sigma: float = 1.0, seed: int = 0
 
 
 def parse_ranges(text: str, block_size: int):
-    """'1024:1,8192:4,:16' -> ((16, 1), (128, 4), (None, 16)) for blocks of 64: token ends with the stride up to them, the last without end."""
+    """'1024:1,8192:4,:16' -> ((16, 1), (128, 4), (None, 16)) for blocks of 64: token ends with the stride up to them,
+    the last without end."""
     ranges = []
     for part in text.split(","):
         end, _, stride = part.partition(":")
@@ -235,8 +253,12 @@ def pattern_from_flags(args, length: int) -> Pattern:
         plan = len(config.layers)
         layers = args.num_layers or -(-(args.layer + 1) // plan) * plan
         if not 0 <= args.layer < layers:
-            raise ValueError(f"--layer {args.layer}: the model has {layers} layers, counted from 0; use 0 to {layers - 1}")
-        sparsity = config.resolve(num_layers=layers, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, seq_length=length)
+            raise ValueError(
+                f"--layer {args.layer}: the model has {layers} layers, counted from 0; use 0 to {layers - 1}"
+            )
+        sparsity = config.resolve(
+            num_layers=layers, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, seq_length=length
+        )
         layer = sparsity.layers[args.layer]
         if layer.pattern is None:
             sparse = [index for index, other in enumerate(sparsity.layers) if other.pattern is not None]
@@ -247,7 +269,9 @@ def pattern_from_flags(args, length: int) -> Pattern:
             ranges = parse_ranges(args.ranges, args.block_size)
         else:
             if args.local_tokens % args.block_size or args.local_tokens < args.block_size:
-                raise ValueError(f"--local-tokens {args.local_tokens}: expected a multiple of --block-size {args.block_size}")
+                raise ValueError(
+                    f"--local-tokens {args.local_tokens}: expected a multiple of --block-size {args.block_size}"
+                )
             ranges = ((args.local_tokens // args.block_size, 1), *(((None, args.stride),) if args.stride else ()))
         pattern = make_range_pattern(
             block_size=args.block_size, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, ranges=ranges, slide=args.slide,

@@ -1,18 +1,22 @@
-"""Times one attention layer whose sequence lies on several GPUs, for every exchange, beside one GPU; counts what is sent.
+"""Times one attention layer whose sequence lies on several GPUs, for every exchange, beside one GPU; counts what is
+sent.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/context_parallel.py --seq-lengths 32768,131072 --json cp4.json
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/context_parallel.py --seq-lengths 32768,131072
+    --json cp4.json
     python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp2.json      # no GPU needed
 
-First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not timed. Then, per length:
+First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not
+timed. Then, per length:
 
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
            share: of what an all-gather of K and V sends forward
 step       median over repeats of the slowest rank, forward alone and forward + backward, in ms on the GPU, behind 50 ms of the same steps
-           (at most 50): it is as warm as in a row of them. The CPU is ahead of it, also where it takes longer for a step than the GPU, which
-           then waits in training. The GPUs start together. CPU: ms until a step is enqueued
+           (at most 50): it is as warm as in a row of them. The CPU is ahead of it, also where it takes longer for a
+           step than the GPU, which then waits in training. The GPUs start together. CPU: ms until a step is enqueued
 exposed    the median step minus that of the same step whose transfers do nothing, in turns with it: communication that nothing hid, in ms
-           and % of the step. By copies, also what a step loses that sends 64 KB in place of each transfer, for which nobody waits: on cards at
-           their power limit the clock is lower while links between GPUs are used, for so little, too
+           and % of the step. By copies, also what a step loses that sends 64 KB in place of each transfer, for which
+           nobody waits: on cards at their power limit the clock is lower while links between GPUs are used, for so
+           little, too
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence (all of them do, the slowest counts), in turns with it, over this step
 
@@ -23,11 +27,11 @@ without it as many as are estimated to hide it, or the part of it that comes fir
 of K and V that nothing runs beside, without packing.
 
 --predict N adds the row of `sparse` on N ranks that follows from the measured ones and from what each of N ranks computes (--each-rank, a
-JSON of each_rank.py; predict.py says how), marked "predicted" in the table and the JSON; with --from FILE nothing is measured, and the rows of
-a JSON are the measured ones. --link: as if a rank received so many GB/s.
+JSON of each_rank.py; predict.py says how), marked "predicted" in the table and the JSON; with --from FILE nothing is
+measured, and the rows of a JSON are the measured ones. --link: as if a rank received so many GB/s.
 
-`te:p2p` and the like are Transformer Engine's dense attention with that cp_comm_type, where it is installed. On a machine without GPUs the
-script runs over gloo with the reference backend, for its own test.
+`te:p2p` and the like are Transformer Engine's dense attention with that cp_comm_type, where it is installed. On a
+machine without GPUs the script runs over gloo with the reference backend, for its own test.
 """
 
 from __future__ import annotations
@@ -61,12 +65,22 @@ from tests.context_parallel.check import IN_PARTS, check_case, is_right
 MIB = 2**20
 LINK_BYTES = 2**16  # in place of an exchange
 EACH_RANK = report.ROOT / "benchmarks" / "results" / "h200_each_rank.json"
-LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")  # arguments that make it
+LAYER = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "block",
+    "local_tokens",
+    "stride",
+    "dense_heads",
+    "keep_received",
+)  # arguments that make it
 
 
 @contextmanager
 def silent_collectives():
-    """The collectives of the exchange return at once, and so do copies; what would have been received stays as it was."""
+    """The collectives of the exchange return at once, and so do copies; what would have been received stays as it
+    was."""
     silent = [(dist, "all_to_all_single"), (dist, "all_gather_into_tensor")]
     silent += [(cp_copies.Arena, name) for name in ("send", "arrive", "release")]
     with ExitStack() as stack:
@@ -77,7 +91,8 @@ def silent_collectives():
 
 @contextmanager
 def awake_links():
-    """The same for exchanges by copies, but that each of them sends LINK_BYTES at most to the next rank, for which nobody waits."""
+    """The same for exchanges by copies, but that each of them sends LINK_BYTES at most to the next rank, for which
+    nobody waits."""
 
     def send(arena, lane, sent, route, early_rows=None):
         target, source = arena.lanes[lane][(route.rank + 1) % len(route.sent)], sent.view(-1).view(torch.uint8)
@@ -92,7 +107,11 @@ def pattern_of(args):
     """Of the layer that is timed. args: of parse(), or the settings of a JSON."""
     ranges = ((args.local_tokens // args.block, 1), (None, args.stride))
     return make_range_pattern(
-        block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=ranges, dense_heads=dense_heads(args)
+        block_size=args.block,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        ranges=ranges,
+        dense_heads=dense_heads(args),
     )
 
 
@@ -119,7 +138,8 @@ class Bench:
         return tensors(self.args, tokens, self.device, self.dtype)
 
     def one_gpu(self, tokens):
-        """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it lacks the memory."""
+        """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it
+        lacks the memory."""
         layout, fits = build_layout(self.pattern, self.device), torch.ones(1, device=self.device)
 
         def function(*qkv):
@@ -135,7 +155,8 @@ class Bench:
         return (function, parts, grad) if fits else None
 
     def check(self, comm_type) -> None:
-        """Of the backend that is timed, on a short sequence; bits in deterministic mode. Raises SystemExit when something is wrong."""
+        """Of the backend that is timed, on a short sequence; bits in deterministic mode. Raises SystemExit when
+        something is wrong."""
         args = self.args
         pattern = make_range_pattern(
             block_size=args.block, num_heads=args.heads, num_kv_heads=args.kv_heads, ranges=((2, 1), (None, 4)), layer_index=1,
@@ -146,14 +167,18 @@ class Bench:
             settings = dict(deterministic=deterministic, transport=args.transport)
             in_parts = comm_type == "sparse" and args.transport != "collective" and self.device.type == "cuda"
             kinds = (comm_type, IN_PARTS) if in_parts else (comm_type,)
-            for kind, found in check_case(case, kinds, self.dtype, self.group, self.device, self.backend, **settings).items():
+            for kind, found in check_case(
+                case, kinds, self.dtype, self.group, self.device, self.backend, **settings
+            ).items():
                 if not is_right(found, bits=deterministic):
                     raise SystemExit(f"{kind} is wrong, and not timed: {found}")
 
     def measure(self, comm_type, tokens, alone) -> dict:
         """One row of the table."""
         args, size = self.args, self.group.size()
-        cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received, transport=args.transport)
+        cp = ContextParallel(
+            self.pattern, self.group, comm_type, keep_received=args.keep_received, transport=args.transport
+        )
         cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
         parts, grad = self.tensors(tokens // size)
 
@@ -178,7 +203,9 @@ class Bench:
         ours, contexts = (function, parts, grad), {"": nullcontext, "silent_": silent_collectives}
         if exchange is not None and exchange.copies is not None:
             contexts["awake_"] = awake_links
-        kinds = {kind: (ours, context) for kind, context in contexts.items()} | ({"one_gpu_": (alone, nullcontext)} if alone else {})
+        kinds = {kind: (ours, context) for kind, context in contexts.items()} | (
+            {"one_gpu_": (alone, nullcontext)} if alone else {}
+        )
         for name, make in (("forward", forward_of), ("step", step_of)):
             calls = [Call(make(*what), context) for what, context in kinds.values()]
             for kind, (elapsed, enqueued) in zip(kinds, self.turns.medians(calls)):
@@ -208,7 +235,12 @@ class Bench:
 
         args, size = self.args, self.group.size()
         attention = DotProductAttention(
-            args.heads, args.head_dim, num_gqa_groups=args.kv_heads, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal"
+            args.heads,
+            args.head_dim,
+            num_gqa_groups=args.kv_heads,
+            attention_dropout=0.0,
+            qkv_format="sbhd",
+            attn_mask_type="causal",
         )
         attention.set_context_parallel_group(self.group, list(range(size)), torch.cuda.Stream(), cp_comm_type)
         parts, grad = self.tensors(tokens // size)
@@ -255,16 +287,20 @@ def line_of(row: dict) -> str:
 
 
 def predictions(args, settings, rows: list[dict], itemsize: int, card: str) -> list[dict]:
-    """The predicted row of every length of the rows, printed, or why there is none. settings: of the layer that the rows are of. card: that
-    they were measured on. Raises ValueError where there is none at all."""
+    """The predicted row of every length of the rows, printed, or why there is none. settings: of the layer that the
+    rows are of. card: that they were measured on. Raises ValueError where there is none at all."""
     each = json.loads(args.each_rank.read_text())
     if card != each["hardware"]["gpu"]:
-        raise ValueError(f"the rows were measured on {card}, and {args.each_rank} on {each['hardware']['gpu']}; measure that there with "
-                         "benchmarks/each_rank.py, and name it with --each-rank")
+        raise ValueError(
+            f"the rows were measured on {card}, and {args.each_rank} on {each['hardware']['gpu']}; measure that there with "
+            "benchmarks/each_rank.py, and name it with --each-rank"
+        )
     for name in (*LAYER, "backend"):
         if getattr(settings, name) != each["settings"][name]:
-            raise ValueError(f"{name} is {getattr(settings, name)} in the rows, and {each['settings'][name]} in {args.each_rank}; measure that "
-                             "with benchmarks/each_rank.py, and name it with --each-rank")
+            raise ValueError(
+                f"{name} is {getattr(settings, name)} in the rows, and {each['settings'][name]} in {args.each_rank}; measure that "
+                "with benchmarks/each_rank.py, and name it with --each-rank"
+            )
     found, problems = [], []
     lengths = set(map(int, args.seq_lengths.split(",")))
     for tokens in dict.fromkeys(row["tokens"] for row in rows if row["tokens"] in lengths):
@@ -287,13 +323,17 @@ def predict_from(args) -> None:
     content, each = (json.loads(path.read_text()) for path in (args.source, args.each_rank))
     settings = argparse.Namespace(**content["settings"])
     if getattr(settings, "first_heads", None) is not None:
-        raise ValueError("its rows were measured with --first-heads, which --predict takes as estimated; measure without it")
+        raise ValueError(
+            "its rows were measured with --first-heads, which --predict takes as estimated; measure without it"
+        )
     for path, measured in ((args.source, content), (args.each_rank, each)):
         print(f"from {os.path.relpath(path)}: {measured['hardware']['gpu']}, commit {measured['commit']}")
     rows = [row for row in content["rows"] if not row.get("predicted")]
     found = predictions(args, settings, rows, getattr(torch, content["dtype"]).itemsize, content["hardware"]["gpu"])
     if args.json:
-        report.write_json(args.json, dict(sources=[os.path.relpath(path) for path in (args.source, args.each_rank)], rows=found))
+        report.write_json(
+            args.json, dict(sources=[os.path.relpath(path) for path in (args.source, args.each_rank)], rows=found)
+        )
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -314,21 +354,39 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_layer_arguments(parser)
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES))
-    parser.add_argument("--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention")
+    parser.add_argument(
+        "--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention"
+    )
     parser.add_argument("--transport", choices=cp_copies.TRANSPORTS, default="auto", help="of sparse")
-    parser.add_argument("--first-heads", type=int, metavar="N", help="KV heads that visit their query tiles twice, of each rank")
+    parser.add_argument(
+        "--first-heads", type=int, metavar="N", help="KV heads that visit their query tiles twice, of each rank"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
+    parser.add_argument(
+        "--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)"
+    )
     parser.add_argument("--predict", type=int, metavar="RANKS", help="also predict the time of sparse on so many ranks")
-    parser.add_argument("--from", dest="source", type=Path, metavar="JSON", help="with --predict: measure nothing, take the rows of a JSON")
-    parser.add_argument("--each-rank", type=Path, default=EACH_RANK, metavar="JSON", help="for --predict: what each_rank.py measured")
-    parser.add_argument("--link", type=float, metavar="GB/S", help="for --predict: what a rank receives, instead of the measured rate")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="JSON",
+        help="with --predict: measure nothing, take the rows of a JSON",
+    )
+    parser.add_argument(
+        "--each-rank", type=Path, default=EACH_RANK, metavar="JSON", help="for --predict: what each_rank.py measured"
+    )
+    parser.add_argument(
+        "--link", type=float, metavar="GB/S", help="for --predict: what a rank receives, instead of the measured rate"
+    )
     args = parser.parse_args(arguments)
     if args.source and not args.predict:
         parser.error("--from is for --predict, which says for how many ranks")
     if args.first_heads is not None and (args.predict or args.first_heads < 0):
-        parser.error("--first-heads is 0 or more, and not for --predict: each_rank.py has measured as many as are estimated")
+        parser.error(
+            "--first-heads is 0 or more, and not for --predict: each_rank.py has measured as many as are estimated"
+        )
     return args
 
 
@@ -337,8 +395,16 @@ def origin(args, dtype) -> dict:
     launcher = f"torchrun --nproc-per-node {dist.get_world_size()}"
     if (connections := os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) is not None:
         launcher = f"CUDA_DEVICE_MAX_CONNECTIONS={connections} {launcher}"
-    settings = {name: value for name, value in vars(args).items() if name not in ("json", "predict", "source", "each_rank", "link")}
-    return dict(**report.provenance("benchmarks/context_parallel.py", sys.argv[1:], launcher), dtype=str(dtype)[6:], settings=settings)
+    settings = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("json", "predict", "source", "each_rank", "link")
+    }
+    return dict(
+        **report.provenance("benchmarks/context_parallel.py", sys.argv[1:], launcher),
+        dtype=str(dtype)[6:],
+        settings=settings,
+    )
 
 
 def main() -> None:
@@ -361,8 +427,11 @@ def main() -> None:
     if first:
         card = torch.cuda.get_device_name() if on_gpu else "CPU"
         content = origin(args, bench.dtype)
-        print(f"{dist.get_world_size()} ranks, {card}, torch {torch.__version__}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, "
-              f"{bench.pattern.describe()}, blocks of {args.block}, {str(bench.dtype)[6:]}", flush=True)
+        print(
+            f"{dist.get_world_size()} ranks, {card}, torch {torch.__version__}, {args.heads}/{args.kv_heads} heads of {args.head_dim}, "
+            f"{bench.pattern.describe()}, blocks of {args.block}, {str(bench.dtype)[6:]}",
+            flush=True,
+        )
     exchanges = []
     for comm_type in args.exchanges.split(","):
         try:

@@ -1,11 +1,13 @@
-"""Times what every rank of context parallelism `sparse` computes, one rank after another on one GPU, beside that GPU with the whole sequence.
+"""Times what every rank of context parallelism `sparse` computes, one rank after another on one GPU, beside that GPU
+with the whole sequence.
 
     python benchmarks/each_rank.py --ranks 2,4,8 --seq-lengths 131072 --json benchmarks/results/h200_each_rank.json
 
-Nothing is sent: received blocks are random numbers that lie there. So this is what is left of a step when all communication is hidden, of any
-number of ranks: predict.py needs it for tables whose GPUs cannot be had. Each step comes behind 50 ms of its like, in turns with the one GPU's
-(group_timing.py). Columns: forward, and forward + backward, in ms; their share of one GPU's, times the ranks (1: nothing is lost); KV heads
-whose blocks would come first, and that visit their query tiles twice, in forward and backward: as where blocks are copied.
+Nothing is sent: received blocks are random numbers that lie there. So this is what is left of a step when all
+communication is hidden, of any number of ranks: predict.py needs it for tables whose GPUs cannot be had. Each step
+comes behind 50 ms of its like, in turns with the one GPU's (group_timing.py). Columns: forward, and forward + backward,
+in ms; their share of one GPU's, times the ranks (1: nothing is lost); KV heads whose blocks would come first, and that
+visit their query tiles twice, in forward and backward: as where blocks are copied.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def one_of(size: int, rank: int):
 
 
 class Standing:
-    """Stands for the copies between ranks (cp_copies.PeerCopies). What an exchange receives lies there already, and is random."""
+    """Stands for the copies between ranks (cp_copies.PeerCopies). What an exchange receives lies there already, and is
+    random."""
 
     def __init__(self):
         self._buffers: dict = {}
@@ -54,7 +57,9 @@ class Standing:
         shape = (sum(routes[lane].received), *sent.shape[1:])
         if (lane, shape) not in self._buffers:
             self._buffers[lane, shape] = torch.randn(shape, device=sent.device, dtype=sent.dtype)
-        return Pending(self._buffers[lane, shape], (sent, *held), prepare, free=lambda: None)  # lent: to be kept it is copied
+        return Pending(
+            self._buffers[lane, shape], (sent, *held), prepare, free=lambda: None
+        )  # lent: to be kept it is copied
 
 
 def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> dict:
@@ -69,7 +74,13 @@ def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> di
         state = cp.state(tokens, device)
         products = [cp_sparse.FORWARD_PRODUCTS, *([] if args.keep_received else [cp_sparse.QUERY_GRADIENT_PRODUCTS])]
         heads = [state.heads(args.head_dim, dtype.itemsize, number) for number in products]
-        row = dict(ranks=size, rank=rank, tokens=tokens, early_heads=[early for early, _ in heads], first_heads=[first for _, first in heads])
+        row = dict(
+            ranks=size,
+            rank=rank,
+            tokens=tokens,
+            early_heads=[early for early, _ in heads],
+            first_heads=[first for _, first in heads],
+        )
         part, whole = ((*tensors(args, length, device, dtype),) for length in (tokens // size, tokens))
         for name, make in (("forward", forward_of), ("step", step_of)):
             calls = [
@@ -95,7 +106,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; all ranks of each are timed")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
+    parser.add_argument(
+        "--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)"
+    )
     return parser.parse_args(arguments)
 
 

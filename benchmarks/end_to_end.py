@@ -1,4 +1,5 @@
-"""Measures whole training steps of pretrain_gpt_s2.py under torchrun: S2 beside Megatron's dense model, with identical flags otherwise.
+"""Measures whole training steps of pretrain_gpt_s2.py under torchrun: S2 beside Megatron's dense model, with identical
+flags otherwise.
 
     python benchmarks/end_to_end.py --gpus 4 --rows 1p3b-128k-cp4 --json e2e.json      # a group of rows; --list prints the groups
     python benchmarks/end_to_end.py --gpus 1 --rows 1p3b-32k,memory                    # several; --gpus: the ranks of every run
@@ -10,7 +11,8 @@
     1p3b-128k-cp4-full-keep-s2    ...
     1p3b-32k-none-dense           out of memory: CUDA out of memory. Tried to allocate 64.00 GiB. ... (49 s; 1p3b-32k-none-dense.log)
 
-A row is named by its shape, length, settings and attention; any mix of these parts is one, the shape first and the attention last:
+A row is named by its shape, length, settings and attention; any mix of these parts is one, the shape first and the
+attention last:
 
 1p3b, 7b           the models of examples/pretrain_1p3b.sh and pretrain_7b.sh; `8layers`: with fewer layers, for fewer GPUs. tiny: for a CPU
 32k, 128k, 1m      tokens of a sequence; one sequence a step and data-parallel rank (--micro-batches: more)
@@ -22,9 +24,10 @@ offload12          its older one, of whole layers; not with recomputation or pp.
 p2p, a2a, allgather, sparse     what context-parallel ranks exchange: --cp-comm-type of a dense row, --s2-cp-comm-type of the others
 s2, hybrid, dense  all layers S2, configs/*_hybrid.yaml, Megatron's own dense model; densekernels: dense layers computed by S2's kernels
 
-Every row is a run of its own on Megatron's mock data, with bf16 (fp32 without a GPU), the distributed optimizer, Transformer Engine where it
-can be imported and Megatron's local implementation elsewhere; nothing is saved. A row that fails or runs out of memory is reported with its
-last error line, one that runs out of --time-limit with the numbers that it had by then, and the others go on. Columns:
+Every row is a run of its own on Megatron's mock data, with bf16 (fp32 without a GPU), the distributed optimizer,
+Transformer Engine where it can be imported and Megatron's local implementation elsewhere; nothing is saved. A row that
+fails or runs out of memory is reported with its last error line, one that runs out of --time-limit with the numbers
+that it had by then, and the others go on. Columns:
 
 step ms         median of Megatron's iteration times after the second
 tokens/s        of all GPUs together
@@ -94,8 +97,11 @@ print(json.dumps(found))
 
 
 def probe(arguments: list[str]) -> dict:
-    """{"origin": report.provenance() of a run with these arguments; "transformer_engine" and "fused_gradients": whether Machine has them}"""
-    done = subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    """{"origin": report.provenance() of a run with these arguments; "transformer_engine" and "fused_gradients": whether
+    Machine has them}"""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     if done.returncode != 0:
         raise SystemExit(f"the versions could not be asked: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -107,8 +113,9 @@ def _last_number(pattern: str, text: str) -> float | None:
 
 
 def read_log(output: str) -> dict:
-    """What Megatron printed: {} before the third step, else step_ms (median) and steps_ms, tflops and dense_equivalent_tflops per GPU
-    (medians), loss and grad_norm of the last step, peak_gib, resident_gib and reserved_gib of the fullest rank, kernels of S2."""
+    """What Megatron printed: {} before the third step, else step_ms (median) and steps_ms, tflops and
+    dense_equivalent_tflops per GPU (medians), loss and grad_norm of the last step, peak_gib, resident_gib and
+    reserved_gib of the fullest rank, kernels of S2."""
     steps = {int(number): (float(elapsed), rest) for number, elapsed, rest in STEP.findall(output)}
     measured = {number: step for number, step in steps.items() if number > SKIPPED_STEPS}
     if not measured:
@@ -169,7 +176,8 @@ def stop(process: subprocess.Popen, grace: float = GRACE_SECONDS) -> None:
 def run_logged(command: list[str], log: Path, limit: float, environment: dict[str, str]) -> int | None:
     """Run a command, its output in `log`; its exit code, or None when it was stopped after `limit` seconds.
 
-    Its ranks are stopped with it, also when this process is interrupted. A torchrun that something else kills may leave ranks behind."""
+    Its ranks are stopped with it, also when this process is interrupted. A torchrun that something else kills may leave
+    ranks behind."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:  # a pipe that nobody reads would fill up and stop the run
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
@@ -185,10 +193,23 @@ def run_logged(command: list[str], log: Path, limit: float, environment: dict[st
 def run_row(row: Row, machine: Machine, args, peak_tflops: float | None) -> dict:
     """One row of the table, JSON-able. error: None for a run that went through."""
     flags = [*row_flags(row, machine, args.train_iters, args.micro_batches), *shlex.split(args.flags)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(machine.processes), "pretrain_gpt_s2.py", *flags]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(machine.processes),
+        "pretrain_gpt_s2.py",
+        *flags,
+    ]
     log = args.logs / f"{row.name}.log"
     start = time.monotonic()
-    code = run_logged([sys.executable, *command], log, args.time_limit, {**row_environment(row), **os.environ, "PYTHONUNBUFFERED": "1"})
+    code = run_logged(
+        [sys.executable, *command],
+        log,
+        args.time_limit,
+        {**row_environment(row), **os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     wall = time.monotonic() - start
     output = log.read_text(errors="replace")
     error = None if code == 0 else f"time limit of {args.time_limit:g} s" if code is None else error_of(output)
@@ -197,7 +218,9 @@ def run_row(row: Row, machine: Machine, args, peak_tflops: float | None) -> dict
     if code == 0 and not found:
         error = f"ended after fewer than {SKIPPED_STEPS + 1} steps"
     written = shlex.join(["python", *command])
-    result = dict(row=row.name, settings=row.settings(), error=error, wall_s=wall, log=log.name, command=written, **found)
+    result = dict(
+        row=row.name, settings=row.settings(), error=error, wall_s=wall, log=log.name, command=written, **found
+    )
     if found:
         thousands = row.tokens / row.cp / 1024
         result.update(
@@ -209,7 +232,8 @@ def run_row(row: Row, machine: Machine, args, peak_tflops: float | None) -> dict
 
 
 def add_ratios(rows: list[Row], results: list[dict]) -> None:
-    """result["over_dense"] of the sparse rows: tokens/s over those of the fastest dense row of the same setting, None where there is none."""
+    """result["over_dense"] of the sparse rows: tokens/s over those of the fastest dense row of the same setting, None
+    where there is none."""
     for row, result in zip(rows, results):
         if row.stock or "tokens_per_s" not in result:
             continue
@@ -218,7 +242,18 @@ def add_ratios(rows: list[Row], results: list[dict]) -> None:
         result["over_dense"] = result["tokens_per_s"] / max(dense) if dense else None
 
 
-HEADS = ("step ms", "tokens/s", "peak GiB", "MiB/token", "beside weights", "TFLOP/s", "util.", "dense", "loss", "grad norm")
+HEADS = (
+    "step ms",
+    "tokens/s",
+    "peak GiB",
+    "MiB/token",
+    "beside weights",
+    "TFLOP/s",
+    "util.",
+    "dense",
+    "loss",
+    "grad norm",
+)
 FIELDS = (
     ("step_ms", "{:.1f}"), ("tokens_per_s", "{:,.0f}"), ("peak_gib", "{:.2f}"), ("gib_per_1k", "{:.3f}"), ("activation_gib_per_1k", "{:.3f}"),
     ("tflops", "{:.1f}"), ("utilisation", "{:.1%}"), ("over_dense", "{:.2f} x"), ("loss", "{:.4f}"), ("grad_norm", "{:.3f}"),
@@ -242,7 +277,9 @@ def table(results: list[dict]) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog="The names of rows are explained at the top of this file.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], epilog="The names of rows are explained at the top of this file."
+    )
     parser.add_argument("--rows", default="tiny", help="comma-separated names of rows and groups")
     parser.add_argument("--list", action="store_true", help="print the groups")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of every run")
@@ -252,7 +289,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="more flags of Megatron for every row: --flags='--lr 1e-4 --bf16'")
     parser.add_argument("--peak-tflops", type=float, help="dense bf16 TFLOP/s of a card, for the utilisation")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "end_to_end", help="folder of the runs' output")
-    parser.add_argument("--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)")
+    parser.add_argument(
+        "--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)"
+    )
     args = parser.parse_args(argv)
     if args.train_iters <= SKIPPED_STEPS:
         parser.error(f"--train-iters {args.train_iters}: expected more than {SKIPPED_STEPS}, which are not measured")
@@ -282,7 +321,9 @@ def main(argv: list[str] | None = None) -> None:
         print(table(results[-1:])[-1], flush=True)
         add_ratios(rows, results)
         if args.json:
-            content = dict(**origin, ranks=args.gpus, peak_tflops=peak_tflops, transformer_engine=machine.transformer_engine)
+            content = dict(
+                **origin, ranks=args.gpus, peak_tflops=peak_tflops, transformer_engine=machine.transformer_engine
+            )
             write_json(args.json, {**content, "rows": results})
     print("\n" + "\n".join(table(results)))
 

@@ -1,6 +1,8 @@
-"""The rows of benchmarks/end_to_end.py: a name such as `1p3b-128k-cp4-full-keep-s2` and the command line that it stands for.
+"""The rows of benchmarks/end_to_end.py: a name such as `1p3b-128k-cp4-full-keep-s2` and the command line that it stands
+for.
 
-The shapes are those of examples/pretrain_1p3b.sh and examples/pretrain_7b.sh; rows differ in parallel and memory flags and in the attention.
+The shapes are those of examples/pretrain_1p3b.sh and examples/pretrain_7b.sh; rows differ in parallel and memory flags
+and in the attention.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ SHAPES = {
     "1p3b": Shape(24, 2048, 5632, 16, 10000, 32000, _configs("1p3b")),
     "7b": Shape(32, 4096, 11008, 32, 500000, 32000, _configs("7b")),
     # For a machine without a GPU.
-    "tiny": Shape(4, 128, 384, 4, 10000, 500, {"hybrid": "quickstart.yaml", "densekernels": "quickstart_dense.yaml"}, kv_heads=2),
+    "tiny": Shape(
+        4, 128, 384, 4, 10000, 500, {"hybrid": "quickstart.yaml", "densekernels": "quickstart_dense.yaml"}, kv_heads=2
+    ),
 }
 RECOMPUTE = {
     "none": (),
@@ -61,12 +65,15 @@ GROUPS = {
 
 FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals.py
 
-EXPECTED = "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
+EXPECTED = (
+    "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run. offload: None, "modules" or a number of layers. exchange: a value of EXCHANGES, or None for the default."""
+    """One run. offload: None, "modules" or a number of layers. exchange: a value of EXCHANGES, or None for the
+    default."""
 
     name: str
     shape: Shape
@@ -98,8 +105,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """processes: ranks of every run. gpu: NCCL and bf16, else gloo and fp32. transformer_engine, fused_gradients: whether it can be imported,
-    and Apex's extension of that name, without which Megatron's output layer refuses the fusion."""
+    """processes: ranks of every run. gpu: NCCL and bf16, else gloo and fp32. transformer_engine, fused_gradients:
+    whether it can be imported, and Apex's extension of that name, without which Megatron's output layer refuses the
+    fusion."""
 
     processes: int
     gpu: bool
@@ -146,7 +154,8 @@ def parse_row(name: str) -> Row:
 
 
 def chosen_rows(text: str) -> list[Row]:
-    """Rows of a comma-separated list of names and groups, each once, in order. Raises ValueError for a name that is neither."""
+    """Rows of a comma-separated list of names and groups, each once, in order. Raises ValueError for a name that is
+    neither."""
     names = [row for name in text.split(",") for row in GROUPS.get(name, (name,))]
     return [parse_row(name) for name in dict.fromkeys(names)]
 
@@ -170,7 +179,14 @@ def _qkv_width(shape: Shape) -> int:
 
 
 def parallel_flags(row: Row) -> list[str]:
-    sizes = ["--tensor-model-parallel-size", row.tp, "--pipeline-model-parallel-size", row.pp, "--context-parallel-size", row.cp]
+    sizes = [
+        "--tensor-model-parallel-size",
+        row.tp,
+        "--pipeline-model-parallel-size",
+        row.pp,
+        "--context-parallel-size",
+        row.cp,
+    ]
     return [*map(str, sizes), *(["--sequence-parallel"] if row.tp > 1 else [])]
 
 
@@ -196,8 +212,13 @@ def attention_flags(row: Row) -> list[str]:
 
 
 def implementation_flags(row: Row, machine: Machine) -> list[str]:
-    """What examples/launch.sh chooses for the machine, with the distributed optimizer everywhere: no run here is resumed."""
-    flags = ["--transformer-impl", "transformer_engine" if machine.transformer_engine else "local", "--use-distributed-optimizer"]
+    """What examples/launch.sh chooses for the machine, with the distributed optimizer everywhere: no run here is
+    resumed."""
+    flags = [
+        "--transformer-impl",
+        "transformer_engine" if machine.transformer_engine else "local",
+        "--use-distributed-optimizer",
+    ]
     if machine.transformer_engine:
         flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
         if row.tokens // row.cp * _qkv_width(row.shape) // row.tp > FUSED_ROPE_ELEMENTS:

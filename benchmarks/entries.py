@@ -1,4 +1,5 @@
-"""Who takes part in a measurement: our backends and the peers that are installed, each in its best layout and at its smallest block.
+"""Who takes part in a measurement: our backends and the peers that are installed, each in its best layout and at its
+smallest block.
 
 An entry is a function (case, tensors) -> Runner, registered under the name that tables show:
 
@@ -9,7 +10,8 @@ An entry is a function (case, tensors) -> Runner, registered under the name that
         pattern = coarsen(case.pattern, 128, case.length)
         return Runner(lambda: my_package.attention(*inputs), inputs, grad, "bshd", case.pairs(pattern), pattern)
 
-`python benchmarks/attention.py --plug my_file.py` reads such a file. The peers that ship with the benchmark are in peers.py.
+`python benchmarks/attention.py --plug my_file.py` reads such a file. The peers that ship with the benchmark are in
+peers.py.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ def load_plug(path: str) -> None:
 
 
 def our_options() -> dict[str, dict]:
-    """name -> options of s2_attention: the default choice, every backend of kernels by force, and the deterministic backward."""
+    """name -> options of s2_attention: the default choice, every backend of kernels by force, and the deterministic
+    backward."""
     forced = [backend for backend in attention.BACKENDS if backend not in ("auto", "reference")]
     return {
         "S2": {"backend": "auto"},

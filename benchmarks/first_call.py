@@ -1,5 +1,5 @@
-"""Seconds from the first call of s2_attention to its first result, forward and backward, in a fresh process with an empty and a filled
-compile cache. The second process takes another length: a new shape must not compile anew.
+"""Seconds from the first call of s2_attention to its first result, forward and backward, in a fresh process with an
+empty and a filled compile cache. The second process takes another length: a new shape must not compile anew.
 
     python benchmarks/first_call.py
 

@@ -1,4 +1,5 @@
-"""No speed of a wrong result: every case is compared with fp64 on a short sequence before anything is timed, then at full length on samples."""
+"""No speed of a wrong result: every case is compared with fp64 on a short sequence before anything is timed, then at
+full length on samples."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from s2_megatron.ops.layout import Placement, build_layout
 from tests.oracle import check_against_eager, packed_mask, token_mask
 
 SHORT = 2065  # tokens: whole blocks and a piece
-# Norm-wise error of sampled rows against the reference in fp32: about three times what rounding of inputs to matmuls and of results gives.
+# Norm-wise error of sampled rows against the reference in fp32: about three times what rounding of inputs to matmuls
+# and of results gives.
 FULL_TOLERANCE = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 1e-4}
 
 
@@ -35,12 +37,15 @@ def short_case(case: Case, length: int = SHORT) -> Case:
     return replace(case, length=max(documents), documents=tuple(documents))
 
 
-_known: dict[tuple, str | None] = {}  # (short case, options) -> None: passed, or why it was refused; several cases have the same short one
+_known: dict[
+    tuple, str | None
+] = {}  # (short case, options) -> None: passed, or why it was refused; several cases have the same short one
 
 
 def gate(case: Case, options: dict[str, dict], device: str = "cuda", length: int = SHORT) -> dict[str, str]:
-    """Compares out, LSE and gradients of s2_attention under each set of options with fp64 on a short sequence: the error may be twice that of
-    plain attention in the inputs' dtype. Raises WrongResult. Returns {name: reason} of forced backends that refuse the case."""
+    """Compares out, LSE and gradients of s2_attention under each set of options with fp64 on a short sequence: the
+    error may be twice that of plain attention in the inputs' dtype. Raises WrongResult. Returns {name: reason} of
+    forced backends that refuse the case."""
     small = short_case(case, length)
     keys = {name: (replace(small, name=""), str(chosen)) for name, chosen in options.items()}
     todo = {name: chosen for name, chosen in options.items() if keys[name] not in _known}
@@ -62,7 +67,9 @@ def _compare_with_fp64(title: str, small: Case, todo: dict[str, dict], keys: dic
     extra = {} if tensors.packed is None else {"packed": tensors.packed}
     for name, chosen in todo.items():
         try:
-            check_against_eager(inputs, grad_lse, small.pattern, small.tensor_format, mask, small.head_dim**-0.5, **extra, **chosen)
+            check_against_eager(
+                inputs, grad_lse, small.pattern, small.tensor_format, mask, small.head_dim**-0.5, **extra, **chosen
+            )
         except AssertionError as problem:
             raise WrongResult(f"{name} on {title}, {small.tokens} tokens: {problem}") from problem
         except ValueError as problem:
@@ -85,19 +92,24 @@ def _compare(name: str, found: dict[str, tuple[torch.Tensor, torch.Tensor]], tol
 
 
 def check_full(case: Case, name: str, runner, samples: int = 4) -> None:
-    """Compares a runner's own result on the case as it is timed: out and dQ of a few query blocks, and the sum of dV over all keys (the rows
-    of a softmax sum to 1, so it is the sum of dO); of packed documents two whole ones. Raises WrongResult."""
+    """Compares a runner's own result on the case as it is timed: out and dQ of a few query blocks, and the sum of dV
+    over all keys (the rows of a softmax sum to 1, so it is the sum of dO); of packed documents two whole ones. Raises
+    WrongResult."""
     if runner.pattern is None:
         return
     out = runner.forward()
     grads = [canonical_view(grad, runner.tensor_format) for grad in runner.backward(out)]
     out = canonical_view(out.detach(), runner.tensor_format)
-    query, key, value, grad_out = (canonical_view(tensor.detach(), runner.tensor_format) for tensor in (*runner.inputs, runner.grad))
+    query, key, value, grad_out = (
+        canonical_view(tensor.detach(), runner.tensor_format) for tensor in (*runner.inputs, runner.grad)
+    )
     tolerance, block = FULL_TOLERANCE[case.dtype], runner.pattern.block_size
 
     def reference(pattern, *tensors, upstream, **options):
         tensors = [tensor.float().requires_grad_() for tensor in tensors]
-        result = s2_attention(*tensors, build_layout(pattern, query.device), tensor_format="bhsd", backend="reference", **options)
+        result = s2_attention(
+            *tensors, build_layout(pattern, query.device), tensor_format="bhsd", backend="reference", **options
+        )
         return result.detach(), torch.autograd.grad(result, tensors, upstream.float())
 
     if case.documents is not None:
@@ -122,7 +134,12 @@ def check_full(case: Case, name: str, runner, samples: int = 4) -> None:
             heads, own = slice(group * ratio, (group + 1) * ratio), slice(group, group + 1)
             part = runner.pattern.tensor_parallel_slice(group, case.kv_heads)
             truth, (grad_query, _, _) = reference(
-                part, query[:, heads, rows], key[:, own], value[:, own], upstream=grad_out[:, heads, rows], placement=placement
+                part,
+                query[:, heads, rows],
+                key[:, own],
+                value[:, own],
+                upstream=grad_out[:, heads, rows],
+                placement=placement,
             )
             found = {"out": (out[:, heads, rows], truth), "dQ": (grads[0][:, heads, rows], grad_query)}
             _compare(f"{name} on {case.name}, KV head {group}", found, tolerance)

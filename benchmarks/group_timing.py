@@ -1,4 +1,5 @@
-"""Milliseconds of calls that several GPUs make together: of the slowest of them, competitors in turns, each in a row of its own kind."""
+"""Milliseconds of calls that several GPUs make together: of the slowest of them, competitors in turns, each in a row of
+its own kind."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-LEAD_MS, LEAD_CALLS = 50.0, 50  # at most, of calls that are not timed, in front of one that is: the cards are as warm as in a row of them
+LEAD_MS, LEAD_CALLS = (
+    50.0,
+    50,
+)  # at most, of calls that are not timed, in front of one that is: the cards are as warm as in a row of them
 START_MS = 10.0  # that the CPU is ahead at least, when the GPU comes to the timed call
 CYCLES_A_MS = 2_000_000  # of a GPU, at most
 
@@ -26,12 +30,16 @@ class Call(NamedTuple):
 
 
 class Turns:
-    """group: of the ranks, all of which time the same calls. warmup: turns that are not counted, and say how many calls are a lead. Raises
-    ValueError."""
+    """group: of the ranks, all of which time the same calls. warmup: turns that are not counted, and say how many calls
+    are a lead. Raises ValueError."""
 
     def __init__(self, group, device: torch.device, warmup: int, repeats: int):
-        if repeats < 1 or (warmup < 2 and device.type == "cuda"):  # the first turn compiles, the second says how many calls are a lead
-            raise ValueError(f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2 (on a CPU 0) and --repeats 1")
+        if repeats < 1 or (
+            warmup < 2 and device.type == "cuda"
+        ):  # the first turn compiles, the second says how many calls are a lead
+            raise ValueError(
+                f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2 (on a CPU 0) and --repeats 1"
+            )
         self._group, self._device, self._warmup, self._repeats = group, device, warmup, repeats
 
     def medians(self, calls: Sequence[Call]) -> list[tuple[float, float]]:

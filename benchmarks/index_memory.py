@@ -1,4 +1,5 @@
-"""Prints the index data that kernels read for a pattern: O(heads) bytes for ranges of distance, O(nonzeros) for block masks. Needs no GPU.
+"""Prints the index data that kernels read for a pattern: O(heads) bytes for ranges of distance, O(nonzeros) for block
+masks. Needs no GPU.
 
     python benchmarks/index_memory.py
 
@@ -6,6 +7,7 @@ Sample of its output:
 
     range pattern, 32 heads, any length (1048576 tokens: 16384 blocks)       1.0 KB
 """
+
 from __future__ import annotations
 
 import os
@@ -26,7 +28,9 @@ def main():
     tokens = 2**20
     pattern = make_range_pattern(block_size=BLOCK, num_heads=HEADS, num_kv_heads=HEADS, ranges=((16, 1), (None, 16)))
     held = build_layout(pattern).index_bytes
-    print(f"range pattern, {HEADS} heads, any length ({tokens} tokens: {tokens // BLOCK} blocks)   {held / 1024:8.1f} KB")
+    print(
+        f"range pattern, {HEADS} heads, any length ({tokens} tokens: {tokens // BLOCK} blocks)   {held / 1024:8.1f} KB"
+    )
     if held > LIMIT:
         raise SystemExit(f"{held} bytes of index data; expected at most {LIMIT}")
     for tokens in (32768, 131072):
@@ -35,8 +39,10 @@ def main():
         indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
         mask = BlockMaskPattern.from_csr(BLOCK, HEADS, HEADS, [indptr], [np.concatenate(rows)])
         held = build_layout(mask).index_bytes
-        print(f"the same blocks of one head as a block mask, {tokens} tokens, {indptr[-1]} nonzeros   {held / 1024:8.1f} KB, "
-              f"{held / indptr[-1]:.1f} bytes a nonzero; an [H, N, N] mask would be {HEADS * n_blocks**2 / 1024:.0f} KB")
+        print(
+            f"the same blocks of one head as a block mask, {tokens} tokens, {indptr[-1]} nonzeros   {held / 1024:8.1f} KB, "
+            f"{held / indptr[-1]:.1f} bytes a nonzero; an [H, N, N] mask would be {HEADS * n_blocks**2 / 1024:.0f} KB"
+        )
 
 
 if __name__ == "__main__":

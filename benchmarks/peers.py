@@ -1,11 +1,13 @@
-"""The peers that the benchmark knows. Each computes the case's window and stride in tokens at its smallest block, or dense causal attention.
+"""The peers that the benchmark knows. Each computes the case's window and stride in tokens at its smallest block, or
+dense causal attention.
 
-Dense: FlashAttention-2 and cuDNN through torch's SDPA, FlashAttention-4 (package flash-attn-4). Sparse: FlexAttention and FlashAttention-4's
-block-sparse mode at blocks of 128 (smaller ones have no backward on Hopper), FlashAttention-4's sliding window, and the S2 paper's kernels
-(package dkernel) at the case's own block.
+Dense: FlashAttention-2 and cuDNN through torch's SDPA, FlashAttention-4 (package flash-attn-4). Sparse: FlexAttention
+and FlashAttention-4's block-sparse mode at blocks of 128 (smaller ones have no backward on Hopper), FlashAttention-4's
+sliding window, and the S2 paper's kernels (package dkernel) at the case's own block.
 
-One block of 128 where ours has one of 64 is twice the pairs along a stripe. The entries "... equal pairs" therefore compute the same window
-with the same stride in blocks, hence stripes twice as far apart: not the same attention, but the fastest that the peer has to offer.
+One block of 128 where ours has one of 64 is twice the pairs along a stripe. The entries "... equal pairs" therefore
+compute the same window with the same stride in blocks, hence stripes twice as far apart: not the same attention, but
+the fastest that the peer has to offer.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def flash_attention_4(case, tensors):
 
     if case.documents is None:
         inputs, grad = tensors.contiguous("bshd")
-        return Runner(lambda: _first(flash_attn_func(*inputs, causal=True)), inputs, grad, "bshd", case.dense_pairs, _dense(case))
+        return Runner(
+            lambda: _first(flash_attn_func(*inputs, causal=True)), inputs, grad, "bshd", case.dense_pairs, _dense(case)
+        )
     inputs, grad = tensors.contiguous("thd")
     edges, longest = tensors.packed.cu_seqlens, tensors.packed.max_seqlen
 
@@ -135,7 +139,8 @@ def flash_attention_4_window(case, tensors):
 
 
 def _index_tensors(pattern, case, device):
-    """(below, above): (counts [1, H, n], indices [1, H, n, most]) int32 of full blocks by query block, and by key block."""
+    """(below, above): (counts [1, H, n], indices [1, H, n, most]) int32 of full blocks by query block, and by key
+    block."""
     counts, blocks = block_lists(pattern, case.length)
     n = counts.shape[1]
     below = torch.from_numpy(counts)[None].to(device), torch.from_numpy(blocks)[None].to(device)
@@ -178,14 +183,24 @@ def flash_attention_4_sparse(case, tensors, equal=False):
     ones, diagonal = _own_blocks(case, below[0].shape[2], tensors.device)
     block = (pattern.block_size, pattern.block_size)
     forward_lists, backward_lists = (
-        BlockSparseTensorsTorch(mask_block_cnt=ones, mask_block_idx=diagonal, full_block_cnt=full[0], full_block_idx=full[1], block_size=block)
+        BlockSparseTensorsTorch(
+            mask_block_cnt=ones,
+            mask_block_idx=diagonal,
+            full_block_cnt=full[0],
+            full_block_idx=full[1],
+            block_size=block,
+        )
         for full in (below, above)
     )
     inputs, grad = tensors.contiguous("bshd")
     causal = _cute_causal()
 
     def forward():
-        return _first(flash_attn_func(*inputs, mask_mod=causal, block_sparse_tensors=forward_lists, block_sparse_tensors_bwd=backward_lists))
+        return _first(
+            flash_attn_func(
+                *inputs, mask_mod=causal, block_sparse_tensors=forward_lists, block_sparse_tensors_bwd=backward_lists
+            )
+        )
 
     return Runner(forward, inputs, grad, "bshd", case.pairs(pattern), pattern)
 
@@ -216,7 +231,9 @@ def flex(case, tensors, equal=False):
             return compiled(*inputs, block_mask=mask, enable_gqa=case.heads != case.kv_heads,
                             kernel_options={"ROWS_GUARANTEED_SAFE": True, **options})  # fmt: skip
 
-        return Runner(forward, inputs, grad, "bhsd", case.pairs(pattern), pattern, note=f"options {options or 'its own'}")
+        return Runner(
+            forward, inputs, grad, "bhsd", case.pairs(pattern), pattern, note=f"options {options or 'its own'}"
+        )
 
     key = (case.head_dim, case.dtype)
     if key not in _flex_choice:

@@ -2,9 +2,10 @@
 
     python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
 
-Takes the files of several runs; a length that two of them measured is drawn from the later one on the command line, with its own peers. Writes
-speedup.png (forward + backward, over FlashAttention-2, by sequence length; dense peers and the length where they are overtaken) and rates.png
-(TF/s on attended pairs at the longest length, beside the matmul's) into --out, and prints the crossover lengths:
+Takes the files of several runs; a length that two of them measured is drawn from the later one on the command line,
+with its own peers. Writes speedup.png (forward + backward, over FlashAttention-2, by sequence length; dense peers and
+the length where they are overtaken) and rates.png (TF/s on attended pairs at the longest length, beside the matmul's)
+into --out, and prints the crossover lengths:
 
     S2 is faster than FA-2 dense from ... tokens on
 """
@@ -28,29 +29,38 @@ ORDER = tuple(COLOURS)
 
 
 def read_rows(paths: list[str]) -> tuple[list[dict], str]:
-    """(rows of all files, a line about the machine). A row's group becomes (number of the file, group): groups of one name in two files were
-    not timed in turns. Raises ValueError for a file that attention.py did not write."""
+    """(rows of all files, a line about the machine). A row's group becomes (number of the file, group): groups of one
+    name in two files were not timed in turns. Raises ValueError for a file that attention.py did not write."""
     rows, machines = [], []
     for number, path in enumerate(paths):
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         if not isinstance(content, dict) or content.get("format") != 1 or not isinstance(content.get("rows"), list):
-            raise ValueError(f"{path} has not the form that benchmarks/attention.py --json writes (format 1); measure anew")
+            raise ValueError(
+                f"{path} has not the form that benchmarks/attention.py --json writes (format 1); measure anew"
+            )
         if any("entry" not in row for row in content["rows"]):
             raise ValueError(f"{path} is of another benchmark than benchmarks/attention.py")
         rows += [{**row, "group": (number, row["group"])} for row in content["rows"]]
-        machines.append(f"{content['hardware']['gpu']}, torch {content['versions']['torch']}, triton {content['versions'].get('triton', '?')}")
+        machines.append(
+            f"{content['hardware']['gpu']}, torch {content['versions']['torch']}, triton {content['versions'].get('triton', '?')}"
+        )
     return rows, "; ".join(dict.fromkeys(machines))
 
 
 def by_length(rows: list[dict]) -> dict[int, dict[str, dict]]:
-    """{sequence length: {entry: row}} of single sequences, for the heads, head dim and pattern that S2 was measured with at most lengths beside
-    the baseline. Of several measurements of one length the last counts. Raises ValueError when there is none."""
+    """{sequence length: {entry: row}} of single sequences, for the heads, head dim and pattern that S2 was measured
+    with at most lengths beside the baseline. Of several measurements of one length the last counts. Raises ValueError
+    when there is none."""
 
     def kind(row):
         return row["heads"], row["kv_heads"], row["head_dim"], row["dtype"], row["tensor_format"], row["pattern"]
 
-    ours = [row for row in rows if row["entry"] == "S2" and row["documents"] is None and row["batch"] == 1 and BASELINE in row["speed_over"]]
+    ours = [
+        row
+        for row in rows
+        if row["entry"] == "S2" and row["documents"] is None and row["batch"] == 1 and BASELINE in row["speed_over"]
+    ]
     lengths_of: dict[tuple, set[int]] = {}
     for row in ours:
         lengths_of.setdefault(kind(row), set()).add(row["seq_length"])
@@ -75,8 +85,8 @@ def speedups(lengths: dict[int, dict[str, dict]], entry: str, against: str = BAS
 
 
 def crossover(points: list[tuple[int, float]]) -> int | None:
-    """The length from which on the speed-up stays above 1, between measured lengths by logarithms; the first length where it always is, None
-    where the last is still below."""
+    """The length from which on the speed-up stays above 1, between measured lengths by logarithms; the first length
+    where it always is, None where the last is still below."""
     if not points or points[-1][1] <= 1:
         return None
     for (low, before), (high, after) in reversed(list(pairwise(points))):
@@ -95,7 +105,9 @@ def sentences(lengths: dict[int, dict[str, dict]]) -> list[str]:
         if points and at is None:
             found.append(f"S2 is slower than {entry} up to {points[-1][0]} tokens")
         elif points:
-            found.append(f"S2 is faster than {entry} {'at every length from' if at == points[0][0] else 'from'} {at} tokens on")
+            found.append(
+                f"S2 is faster than {entry} {'at every length from' if at == points[0][0] else 'from'} {at} tokens on"
+            )
     return found
 
 
@@ -111,7 +123,9 @@ def draw_speedup(lengths, machine: str, path: str) -> None:
         points = speedups(lengths, entry)
         if points:
             style, width = "--" if entry in DENSE else "-", 2.4 if entry == "S2" else 1.4
-            axes.plot(*zip(*points), style, marker="o", markersize=4, color=COLOURS[entry], label=entry, linewidth=width)
+            axes.plot(
+                *zip(*points), style, marker="o", markersize=4, color=COLOURS[entry], label=entry, linewidth=width
+            )
     own = next(entries["S2"] for entries in lengths.values())
     for entry in DENSE:
         at = crossover(speedups(lengths, "S2", entry))
@@ -119,7 +133,10 @@ def draw_speedup(lengths, machine: str, path: str) -> None:
             axes.axvline(at, color=COLOURS[entry], linewidth=0.8, linestyle=":")
     axes.text(0.01, 0.98, "\n".join(sentences(lengths)), transform=axes.transAxes, fontsize=8, ha="left", va="top")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="times FlashAttention-2 (forward + backward)")
-    axes.set_title(f"{own['heads']}/{own['kv_heads']} heads, D {own['head_dim']}, {own['dtype']}; S2: {own['pattern']}", fontsize=10)
+    axes.set_title(
+        f"{own['heads']}/{own['kv_heads']} heads, D {own['head_dim']}, {own['dtype']}; S2: {own['pattern']}",
+        fontsize=10,
+    )
     axes.set_xticks(list(lengths), [_named(length) for length in lengths], minor=False)
     axes.minorticks_off()
     ticks = [value for value in (0.25, 0.5, 1, 2, 4, 8, 16, 32) if axes.get_ylim()[0] <= value <= axes.get_ylim()[1]]
@@ -141,19 +158,27 @@ def draw_rates(lengths, machine: str, path: str) -> None:
     for shift, kind in ((-0.2, "forward"), (0.2, "backward")):
         heights = [row[f"{kind}_tflops"] for row in rows]
         places = [index + shift for index in range(len(rows))]
-        bars = axes.bar(places, heights, 0.38, color=[COLOURS[entry] for entry in entries], alpha=1.0 if kind == "forward" else 0.55)
+        bars = axes.bar(
+            places, heights, 0.38, color=[COLOURS[entry] for entry in entries], alpha=1.0 if kind == "forward" else 0.55
+        )
         axes.bar_label(bars, [f"{height:.0f}" for height in heights], fontsize=7)
     names = [entry.replace(" equal", "\nequal") for entry in entries]
     times = [row["total_ms"]["median"] for row in rows]
     shares = [100 * row["attended_share"] for row in rows]
-    labels = [f"{name}\n{share:.1f} %\n{time:.{0 if time >= 100 else 2}f} ms" for name, share, time in zip(names, shares, times)]
+    labels = [
+        f"{name}\n{share:.1f} %\n{time:.{0 if time >= 100 else 2}f} ms"
+        for name, share, time in zip(names, shares, times)
+    ]
     axes.set_xticks(range(len(entries)), labels, fontsize=7)
     ceiling = rows[0].get("matmul_tflops")
     if ceiling:
         axes.axhline(ceiling, color="black", linewidth=1, linestyle="--")
         axes.annotate("8192^3 matmul", (0, ceiling), xytext=(0, 2), textcoords="offset points", fontsize=7)
     axes.set_ylabel("TF/s on attended pairs")
-    axes.set_title(f"{_named(length)} tokens: forward (full colour) and backward; attended pairs and time of both beneath", fontsize=10)
+    axes.set_title(
+        f"{_named(length)} tokens: forward (full colour) and backward; attended pairs and time of both beneath",
+        fontsize=10,
+    )
     figure.supxlabel(machine, fontsize=7)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

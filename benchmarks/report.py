@@ -18,13 +18,22 @@ from s2_megatron.tools.env_report import ENVIRONMENT_PREFIXES
 
 FORMAT = 1  # of the JSON
 ROOT = Path(__file__).resolve().parent.parent
-DISTRIBUTIONS = ("triton", "megatron-core", "transformer-engine", "flash-attn-4", "nvidia-cutlass-dsl", "dkernel", "numpy")
+DISTRIBUTIONS = (
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "dkernel",
+    "numpy",
+)
 PLACES = ("_DIR", "_HOME", "_PATH")  # ends of variables that say where something lies, not how fast it runs
 BASELINE = "FA-2 dense"
 
 
 def provenance(script: str, arguments: list[str], launcher: str = "python") -> dict[str, object]:
-    """What every file of results begins with: {"command", "versions", "hardware", "environment", "commit"}. script: its path in the project."""
+    """What every file of results begins with: {"command", "versions", "hardware", "environment", "commit"}. script: its
+    path in the project."""
     names = sorted(name for name in os.environ if name.startswith(ENVIRONMENT_PREFIXES) and not name.endswith(PLACES))
     environment = {name: os.environ[name] for name in names}
     command = f"{launcher} {shlex.join([script, *arguments])}"
@@ -32,13 +41,15 @@ def provenance(script: str, arguments: list[str], launcher: str = "python") -> d
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" behind it when files other than results differ from it; S2_COMMIT instead where that is set, for
-    machines to which the files were copied without .git. None where neither is there."""
+    """The checkout's commit, with "-dirty" behind it when files other than results differ from it; S2_COMMIT instead
+    where that is set, for machines to which the files were copied without .git. None where neither is there."""
     if os.environ.get("S2_COMMIT"):
         return os.environ["S2_COMMIT"]
 
     def git(*words):
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:  # a copy inside of another checkout
@@ -51,7 +62,11 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cudnn": str(torch.backends.cudnn.version()),
+    }
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     for name in DISTRIBUTIONS:
@@ -92,7 +107,11 @@ def make_row(group: str, case, name: str, runner, measured, ceiling_tflops: floa
     samples = measured.total
     rates = [
         scale * case.head_dim * runner.pairs / milliseconds / 1e9
-        for scale, milliseconds in ((4, median(measured.forward)), (10, median(measured.backward)), (14, median(samples)))
+        for scale, milliseconds in (
+            (4, median(measured.forward)),
+            (10, median(measured.backward)),
+            (14, median(samples)),
+        )
     ]
     return dict(
         group=group, case=case.name, entry=name, seq_length=case.length, tokens=case.tokens, batch=case.batch,
@@ -109,8 +128,14 @@ def make_row(group: str, case, name: str, runner, measured, ceiling_tflops: floa
 def add_ratios(rows: list[dict]) -> None:
     """row["speed_over"]: {other entry: its time over this one's} among the entries of the same case and group."""
     for row in rows:
-        others = [other for other in rows if (other["group"], other["case"]) == (row["group"], row["case"]) and other is not row]
-        row["speed_over"] = {other["entry"]: other["total_ms"]["median"] / row["total_ms"]["median"] for other in others}
+        others = [
+            other
+            for other in rows
+            if (other["group"], other["case"]) == (row["group"], row["case"]) and other is not row
+        ]
+        row["speed_over"] = {
+            other["entry"]: other["total_ms"]["median"] / row["total_ms"]["median"] for other in others
+        }
 
 
 def text_of(row: dict) -> str:
@@ -128,11 +153,15 @@ def text_of(row: dict) -> str:
 
 
 def ratios_text(row: dict) -> str:
-    return f"  {row['case']}, {row['entry']}: " + ", ".join(f"{ratio:.2f} x {name}" for name, ratio in row["speed_over"].items())
+    return f"  {row['case']}, {row['entry']}: " + ", ".join(
+        f"{ratio:.2f} x {name}" for name, ratio in row["speed_over"].items()
+    )
 
 
 def verdict_text(verdict) -> str:
-    aims = [f"{what} {value:g}" for what, value in (("must", verdict.must), ("goal", verdict.goal)) if value is not None]
+    aims = [
+        f"{what} {value:g}" for what, value in (("must", verdict.must), ("goal", verdict.goal)) if value is not None
+    ]
     return f"  {'met   ' if verdict.met else 'MISSED'} {verdict.text}: {verdict.value:.2f} ({', '.join(aims)})"
 
 
@@ -149,5 +178,3 @@ def write_json(path: str | Path, content: dict) -> None:
 
 def settings_of(args) -> dict:
     return {key: value for key, value in vars(args).items() if key != "json"}
-
-

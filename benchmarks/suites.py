@@ -1,6 +1,7 @@
 """Named sets of cases, and what their results must reach.
 
-A group's cases and entries are timed in turns, so that times of one group may be compared whatever the card's temperature.
+A group's cases and entries are timed in turns, so that times of one group may be compared whatever the card's
+temperature.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def hopper(quick: bool = False) -> list[Group]:
     main = _main(128 * K)
     peers = ("FA-2 dense", "cuDNN dense") if quick else DENSE + SPARSE
     # The paper's kernels tune themselves for a minute per shape: at one length only.
-    at_length = {length: tuple(name for name in peers if length == 128 * K or name != "S2 paper's") for length in (8 * K, 32 * K, 128 * K)}
+    at_length = {
+        length: tuple(name for name in peers if length == 128 * K or name != "S2 paper's")
+        for length in (8 * K, 32 * K, 128 * K)
+    }
     groups = [Group(named(length), ((_main(length), OURS + names),)) for length, names in at_length.items()]
     phi3 = s2_pattern(32, 8, ((16, 1), (None, 8)), slide="query", head_step="paper", base_offset=1)
     others = {
@@ -63,17 +67,29 @@ def hopper(quick: bool = False) -> list[Group]:
         entries = ("S2", "FA-4 window") if name == "sliding window" and not quick else ("S2",)
         cases.append((Case(f"128K {name}", pattern, 128 * K), entries))
     groups.append(Group("patterns", tuple(cases)))
-    few = [Case(f"{named(length)} {heads}/1 D128", s2_pattern(heads, 1), length) for length, heads in ((32 * K, 4), (32 * K, 8), (128 * K, 8))]
-    groups.append(Group("few KV heads", tuple((case, ("S2", "FA-2 dense")) for case in (_main(32 * K), *few))))  # as with tensor parallelism
+    few = [
+        Case(f"{named(length)} {heads}/1 D128", s2_pattern(heads, 1), length)
+        for length, heads in ((32 * K, 4), (32 * K, 8), (128 * K, 8))
+    ]
+    groups.append(
+        Group("few KV heads", tuple((case, ("S2", "FA-2 dense")) for case in (_main(32 * K), *few)))
+    )  # as with tensor parallelism
     narrow = Case("128K 16/16 D64", s2_pattern(16, 16), 128 * K, head_dim=64)
     narrow_peers = ("FA-2 dense", *(() if quick else SPARSE))
-    groups.append(Group("D64", ((narrow, ("S2", "S2 deterministic", *narrow_peers)),)))  # here the deterministic mode has another backward
+    groups.append(
+        Group("D64", ((narrow, ("S2", "S2 deterministic", *narrow_peers)),))
+    )  # here the deterministic mode has another backward
     for length in (8 * K, 32 * K):
         entries = ("S2", "FA-2 dense", *(() if quick else ("cuDNN dense",)))
-        dims = tuple((Case(f"{named(length)} 32/32 D{dim}", s2_pattern(), length, head_dim=dim), entries) for dim in (96, 192, 256))
+        dims = tuple(
+            (Case(f"{named(length)} 32/32 D{dim}", s2_pattern(), length, head_dim=dim), entries)
+            for dim in (96, 192, 256)
+        )
         groups.append(Group(f"head dims {named(length)}", dims))
     equal = Case("64 documents of 2K", s2_pattern(), 2 * K, tensor_format="thd", documents=(2 * K,) * 64)
-    varied = Case("64 log-normal documents", s2_pattern(), 2 * K, tensor_format="thd", documents=lognormal_documents(64, 2 * K))
+    varied = Case(
+        "64 log-normal documents", s2_pattern(), 2 * K, tensor_format="thd", documents=lognormal_documents(64, 2 * K)
+    )
     batch = Case("batch 64 of 2K", s2_pattern(), 2 * K, batch=64, tensor_format="bshd")
     dense = ("FA-2 dense",) if quick else ("FA-2 dense", "FA-4 dense")
     groups.append(Group("packed", ((batch, ("S2",)), (equal, ("S2", *dense)), (varied, ("S2", *dense))), rounds=10))
@@ -105,7 +121,8 @@ class Verdict(NamedTuple):
 
 
 def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
-    """What the rows say about the aims; those whose rows are missing are left out. Compares within a group: its rows were timed in turns."""
+    """What the rows say about the aims; those whose rows are missing are left out. Compares within a group: its rows
+    were timed in turns."""
     by_key = {(row["group"], row["case"], row["entry"]): row for row in rows}
     found = []
 
@@ -144,8 +161,16 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
         add(f"128K {name}: TF/s over 32/32", lambda name=name: pace(f"128K {name}"), 0.9)
     for name in ("sliding window", "strides 4 and 16", "block mask of the pattern"):
         add(f"128K {name}: TF/s over 32/32", lambda name=name: pace(f"128K {name}"), 0.85)
-    add("64 packed documents of 2K: speed over batch 64", lambda: pace("64 documents of 2K", against="batch 64 of 2K"), 0.97)
-    add("log-normal documents: TF/s over equal ones", lambda: pace("64 log-normal documents", against="64 documents of 2K"), 0.85)
+    add(
+        "64 packed documents of 2K: speed over batch 64",
+        lambda: pace("64 documents of 2K", against="batch 64 of 2K"),
+        0.97,
+    )
+    add(
+        "log-normal documents: TF/s over equal ones",
+        lambda: pace("64 log-normal documents", against="64 documents of 2K"),
+        0.85,
+    )
     ours = [entry for entry in rows if entry["entry"].startswith("S2") and entry["entry"] in OURS]
     if ours:
         worst = max(ours, key=lambda entry: entry["extra_bytes"] / entry["memory_limit"])
@@ -153,5 +178,12 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
                              worst["memory_limit"] / max(1, worst["extra_bytes"]), 1.0, None))  # fmt: skip
     for kind, limit in (("cold", 60.0), ("warm", 5.0)):
         if first_call:
-            found.append(Verdict(f"first call, {kind} compile cache: {limit:.0f} s over time", limit / first_call[f"{kind}_s"], 1.0, None))
+            found.append(
+                Verdict(
+                    f"first call, {kind} compile cache: {limit:.0f} s over time",
+                    limit / first_call[f"{kind}_s"],
+                    1.0,
+                    None,
+                )
+            )
     return found

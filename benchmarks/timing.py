@@ -1,4 +1,5 @@
-"""Clocks and memory counters of one GPU: milliseconds of calls in a row, competitors in turns, bytes beyond the tensors that must be."""
+"""Clocks and memory counters of one GPU: milliseconds of calls in a row, competitors in turns, bytes beyond the tensors
+that must be."""
 
 from __future__ import annotations
 
@@ -81,12 +82,16 @@ def plan_rounds(estimate_ms: float, seconds: float, fewest: int = 3) -> tuple[in
 
 
 def takes_part(turn: int, turns: int, rounds: int) -> bool:
-    """Whether an entry of `rounds` rounds runs in this turn of `turns`: spread evenly, so that everybody meets the same heat."""
+    """Whether an entry of `rounds` rounds runs in this turn of `turns`: spread evenly, so that everybody meets the same
+    heat."""
     return (turn + 1) * rounds // turns > turn * rounds // turns
 
 
-def take_turns(runners: dict, measured: dict, ceiling: Callable[[], object] | None, seconds: float, fewest: int = 3) -> list[float]:
-    """Fills measured[key].forward and .backward, all in turns; returns the milliseconds of `ceiling`, a matmul timed in every turn."""
+def take_turns(
+    runners: dict, measured: dict, ceiling: Callable[[], object] | None, seconds: float, fewest: int = 3
+) -> list[float]:
+    """Fills measured[key].forward and .backward, all in turns; returns the milliseconds of `ceiling`, a matmul timed in
+    every turn."""
     plans = {key: plan_rounds(sum(measured[key].estimate_ms), seconds, fewest) for key in runners}
     turns = max((rounds for _, rounds in plans.values()), default=0)
     ceilings: list[float] = []
@@ -96,7 +101,8 @@ def take_turns(runners: dict, measured: dict, ceiling: Callable[[], object] | No
             sample = milliseconds(ceiling, 8)
             if turn >= 0:
                 ceilings.append(sample)
-        # In another order every turn: whoever follows the hottest of the others, or a rest, shall not always be the same one.
+        # In another order every turn: whoever follows the hottest of the others, or a rest, shall not always be the
+        # same one.
         for key, runner in order.sample([*runners.items()], len(runners)):
             calls, rounds = plans[key]
             if turn < 0:
@@ -111,7 +117,9 @@ def take_turns(runners: dict, measured: dict, ceiling: Callable[[], object] | No
                 outs[:] = [runner.forward()]
 
             measured[key].forward.append(milliseconds(forward, calls))
-            measured[key].backward.append(milliseconds(lambda runner=runner, outs=outs: runner.backward(outs[0]), calls))
+            measured[key].backward.append(
+                milliseconds(lambda runner=runner, outs=outs: runner.backward(outs[0]), calls)
+            )
     return ceilings
 
 

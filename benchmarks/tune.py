@@ -5,16 +5,17 @@
     python benchmarks/tune.py --families forward --head-dims 128 --show 8    # one family, its eight fastest candidates
     python benchmarks/tune.py --together 1,2,4,8                             # also how many heads should share L2
 
-The paper's pattern (block 64, window 1024, stride 16) in Megatron's layout (strided sbhd views of one fused tensor). All candidates of a family
-are compiled first, then timed in turns: medians of the operator's forward, or of its whole backward, with the other kernels' tiles fixed.
-Candidates that do not fit into registers or shared memory are left out with a line. Head dims 96 and 192 use the rows of 128 and 256. Sample of
-the output:
+The paper's pattern (block 64, window 1024, stride 16) in Megatron's layout (strided sbhd views of one fused tensor).
+All candidates of a family are compiled first, then timed in turns: medians of the operator's forward, or of its whole
+backward, with the other kernels' tiles fixed. Candidates that do not fit into registers or shared memory are left out
+with a line. Head dims 96 and 192 use the rows of 128 and 256. Sample of the output:
 
     128 bfloat16 forward     Tile(rows=64, columns=64, warps=4, stages=3)       2.410 ms (...)
     (128, False): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
 
-A family of kernels is a Family: a name, a grid of candidates for (padded head dim, 32-bit inputs), a context manager that puts a candidate into
-force, the backend that runs it and the direction that is timed. Add one to FAMILIES and it is tuned like the others.
+A family of kernels is a Family: a name, a grid of candidates for (padded head dim, 32-bit inputs), a context manager
+that puts a candidate into force, the backend that runs it and the direction that is timed. Add one to FAMILIES and it
+is tuned like the others.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def portable_force(role: str, key: Key, tile: Tile):
 
 
 FAMILIES: dict[str, Family] = {
-    role: Family(partial(portable_candidates, role), partial(portable_force, role), "triton", role != "forward") for role in PORTABLE
+    role: Family(partial(portable_candidates, role), partial(portable_force, role), "triton", role != "forward")
+    for role in PORTABLE
 }
 
 
@@ -122,7 +124,11 @@ def tune(name: str, key: Key, problem: Problem, rounds: int) -> list[tuple[float
             with family.force(key, candidate):
                 problem.time(family, 1)
                 estimates[candidate] = problem.time(family, 1)
-        except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError, triton.CompilationError) as error:
+        except (
+            triton.runtime.errors.OutOfResources,
+            triton.runtime.errors.PTXASError,
+            triton.CompilationError,
+        ) as error:
             print(f"{key} {name} {candidate}: left out, {(str(error).splitlines() or [''])[0]}", flush=True)
     best = min(estimates.values(), default=0.0)
     samples: dict = {candidate: [] for candidate, estimate in estimates.items() if estimate < 1.5 * best}
@@ -156,9 +162,15 @@ def key_of(dim: int, dtype: str) -> Key:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The defaults name every row of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", default=list(FAMILIES), type=names_of("--families", FAMILIES), help=", ".join(FAMILIES))
-    parser.add_argument("--head-dims", default="32,64,128,256", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--dtypes", default=["bfloat16", "float32"], type=names_of("--dtypes", ("bfloat16", "float16", "float32")))
+    parser.add_argument(
+        "--families", default=list(FAMILIES), type=names_of("--families", FAMILIES), help=", ".join(FAMILIES)
+    )
+    parser.add_argument(
+        "--head-dims", default="32,64,128,256", type=lambda text: [int(part) for part in text.split(",")]
+    )
+    parser.add_argument(
+        "--dtypes", default=["bfloat16", "float32"], type=names_of("--dtypes", ("bfloat16", "float16", "float32"))
+    )
     parser.add_argument("--seq-length", type=int, help="default: 32768 tokens, 4096 in fp32")
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
@@ -188,8 +200,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(rows[-1], flush=True)
         for count in filter(None, args.together.split(",")):
             portable.HEADS_TOGETHER = int(count)
-            times = [median(problem.time(FAMILIES[name], 4) for _ in range(args.rounds)) for name in ("forward", "grad_key")]
-            print(f"{dim} {dtype} {count} heads together: forward {times[0]:.3f} backward {times[1]:.3f} ms", flush=True)
+            times = [
+                median(problem.time(FAMILIES[name], 4) for _ in range(args.rounds)) for name in ("forward", "grad_key")
+            ]
+            print(
+                f"{dim} {dtype} {count} heads together: forward {times[0]:.3f} backward {times[1]:.3f} ms", flush=True
+            )
         portable.HEADS_TOGETHER = tiles.HEADS_TOGETHER
     print("\nkernels/tiles.py, _TABLE:")
     print("\n".join(dict.fromkeys(rows)))

@@ -1,4 +1,5 @@
 """What a run tells its user: once, and from rank 0 only."""
+
 from __future__ import annotations
 
 import os
@@ -7,7 +8,8 @@ _printed: set[str] = set()
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, from the environment that torchrun sets (works before torch.distributed starts)."""
+    """Whether this process is rank 0, from the environment that torchrun sets (works before torch.distributed
+    starts)."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -21,7 +23,8 @@ def print_once(text: str) -> None:
 
 
 def print_table(table) -> None:
-    """Print a rich table (or any rich renderable) on rank 0, as wide as it needs in a log file and as the terminal allows in a terminal."""
+    """Print a rich table (or any rich renderable) on rank 0, as wide as it needs in a log file and as the terminal
+    allows in a terminal."""
     if not is_first_rank():
         return
     from rich.console import Console

@@ -1,4 +1,5 @@
-"""Calls of s2_attention of every kind, small, for the tests and scripts that look at how the op behaves rather than at what it computes."""
+"""Calls of s2_attention of every kind, small, for the tests and scripts that look at how the op behaves rather than at
+what it computes."""
 
 import torch
 
@@ -13,10 +14,14 @@ KINDS = (*FORMS, "padded", "mask", "uneven", "placed", "ending")
 def make_call(kind: str, device, length: int = 80, block: int = 16, dim: int = 32, dtype=torch.float32):
     """([query, key, value] as strided leaves, arguments of s2_attention): 4 query heads, 2 KV heads.
 
-    kind: a format; "padded" documents with gaps; "mask", an index table; "uneven" ranges, not KV-cache efficient; "placed", whole query blocks
-    and key slots, one of them absent; "ending", a query that is the end of the sequence.
+    kind: a format; "padded" documents with gaps; "mask", an index table; "uneven" ranges, not KV-cache efficient;
+    "placed", whole query blocks and key slots, one of them absent; "ending", a query that is the end of the sequence.
     """
-    pattern = random_mask(block, 4, 2, 2) if kind == "mask" else pattern_of(UNEVEN if kind == "uneven" else PAPER, block, 4, 2)
+    pattern = (
+        random_mask(block, 4, 2, 2)
+        if kind == "mask"
+        else pattern_of(UNEVEN if kind == "uneven" else PAPER, block, 4, 2)
+    )
     form = kind if kind in FORMS else "thd" if kind == "padded" else "sbhd"
     (query, key, value, _), _ = make_inputs(pattern, length, dim, dtype, device, form=form)
     options = {}
@@ -38,7 +43,9 @@ def make_call(kind: str, device, length: int = 80, block: int = 16, dim: int = 3
 
 def computes(backend: str, kind: str, block: int = 64, dim: int = 64, dtype=torch.bfloat16) -> bool:
     """Whether a backend's kernels compute such a call: those for Hopper refuse what the portable ones are for."""
-    return backend != "gluon" or (kind in (*FORMS, "padded", "mask", "uneven") and block == 64 and dim <= 256 and dtype.itemsize == 2)
+    return backend != "gluon" or (
+        kind in (*FORMS, "padded", "mask", "uneven") and block == 64 and dim <= 256 and dtype.itemsize == 2
+    )
 
 
 def results(function, leaves):

@@ -1,4 +1,5 @@
-"""Kernels run on the GPU where there is one; elsewhere through Triton's interpreter, which must be chosen before Triton is imported."""
+"""Kernels run on the GPU where there is one; elsewhere through Triton's interpreter, which must be chosen before Triton
+is imported."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The dense masked computation that every other implementation is compared with, its error measures, and the gradient check."""
+"""The dense masked computation that every other implementation is compared with, its error measures, and the gradient
+check."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def eager(query, key, value, mask, scale, grad_out, grad_lse) -> Result:
 
 
 def errors(result: Result, truth: Result, rows_seen=None) -> dict[str, tuple[float, float]]:
-    """name -> (norm-wise error of the tensor, largest norm-wise error of 64 rows relative to the tensor's mean row block)."""
+    """name -> (norm-wise error of the tensor, largest norm-wise error of 64 rows relative to the tensor's mean row
+    block)."""
     found = {}
     for name, got, expected in zip(Result._fields, result, truth):
         difference, expected = (got.double() - expected.double()), expected.double()
@@ -79,7 +81,8 @@ def errors(result: Result, truth: Result, rows_seen=None) -> dict[str, tuple[flo
 
 
 def make_inputs(pattern, length, dim, dtype, device, batch=1, seed=0, form="bhsd", spread=1.0):
-    """query, key, value, grad_out as non-contiguous views in a tensor format, and grad_lse [B, H, S]; reproducible on any device."""
+    """query, key, value, grad_out as non-contiguous views in a tensor format, and grad_lse [B, H, S]; reproducible on
+    any device."""
     generator = torch.Generator().manual_seed(seed)
     heads, groups = pattern.num_heads, pattern.num_kv_heads
     fused = torch.randn(batch, length, heads + 2 * groups, dim + 8, generator=generator) * spread
@@ -113,7 +116,8 @@ def run_op(inputs, grad_lse, pattern, form, scale, **options) -> Result:
 
 
 def check_against_eager(inputs, grad_lse, pattern, form, mask, scale, factor=2.0, **options):
-    """Asserts that the op's error against fp64 is at most `factor` times that of eager in the inputs' dtype, per tensor and per 64 rows."""
+    """Asserts that the op's error against fp64 is at most `factor` times that of eager in the inputs' dtype, per tensor
+    and per 64 rows."""
     views = [canonical_view(tensor, form) for tensor in inputs]
     truth = eager(*(tensor.double() for tensor in views[:3]), mask, scale, views[3].double(), grad_lse.double())
     plain = eager(*views[:3], mask, scale, views[3], grad_lse)
@@ -123,8 +127,9 @@ def check_against_eager(inputs, grad_lse, pattern, form, mask, scale, factor=2.0
     roundoff = torch.finfo(inputs[0].dtype).eps
     for name in Result._fields:
         for kind, mine, reference in zip(("norm", "64 rows"), own[name], other[name]):
-            # Units of roundoff that are always allowed: one in 16 bits; in 32 bits eight, less than twice eager's usual error; sixteen where
-            # eager is exact, as with a single key, for dP and delta cancel in ours. LSE is a 32-bit result in either case.
+            # Units of roundoff that are always allowed: one in 16 bits; in 32 bits eight, less than twice eager's usual
+            # error; sixteen where eager is exact, as with a single key, for dP and delta cancel in ours. LSE is a
+            # 32-bit result in either case.
             wide = name == "lse" or inputs[0].itemsize >= 4
             unit = torch.finfo(torch.float32).eps if name == "lse" else roundoff
             exact = reference < (unit if wide else unit / 2)

@@ -1,4 +1,5 @@
-"""The ways in: each kind of installation imports the same kernels, and a machine that lacks something is told in one line."""
+"""The ways in: each kind of installation imports the same kernels, and a machine that lacks something is told in one
+line."""
 
 from __future__ import annotations
 
@@ -36,8 +37,17 @@ def source(tmp_path_factory) -> Path:
 
 
 def run(*command, cwd: Path, **environment) -> subprocess.CompletedProcess:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")}
-    return subprocess.run([str(part) for part in command], cwd=cwd, env=inherited | environment, capture_output=True, text=True, check=False)
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL")
+    }
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def origin_of_kernels(result: subprocess.CompletedProcess) -> Path:
@@ -72,7 +82,11 @@ def test_a_wheel_carries_and_imports_its_kernels(source, tmp_path):
     expected = {f"s2_megatron/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
     assert expected
     assert expected <= set(names)
-    assert not [name for name in names if name.split("/")[0] not in ("s2_megatron", "pretrain_gpt_s2.py") and ".dist-info" not in name]
+    assert not [
+        name
+        for name in names
+        if name.split("/")[0] not in ("s2_megatron", "pretrain_gpt_s2.py") and ".dist-info" not in name
+    ]
 
     site = tmp_path / "site"
     installed = run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
@@ -94,7 +108,17 @@ def test_an_editable_installation_imports_the_checkouts_kernels(source, tmp_path
         for path in Path(sysconfig.get_paths()["purelib"]).glob(pattern):
             (tools / path.name).symlink_to(path)
     install = ("install", "--no-build-isolation", "--no-deps", "--no-index", "-e", ".")
-    pip = run(sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, *install, cwd=source, PYTHONPATH=str(tools))
+    pip = run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--python",
+        python,
+        *install,
+        cwd=source,
+        PYTHONPATH=str(tools),
+    )
     assert pip.returncode == 0, pip.stdout + pip.stderr
     origin = origin_of_kernels(run(python, "-c", IMPORT_KERNELS, cwd=tmp_path))
     assert origin.samefile(source / "kernels" / "launch.py")
@@ -173,7 +197,9 @@ def make_venv(bare_path: Path, tmp_path: Path, python: Path) -> subprocess.Compl
 def test_a_missing_venv_module_gives_the_apt_command(bare_path, tmp_path):
     result = make_venv(bare_path, tmp_path, fake_python(tmp_path, no_venv=1))
     assert result.returncode != 0
-    assert result.stderr.strip().splitlines() == [f"{tmp_path / 'fake-python'} cannot make virtual environments: apt install python3.12-venv"]
+    assert result.stderr.strip().splitlines() == [
+        f"{tmp_path / 'fake-python'} cannot make virtual environments: apt install python3.12-venv"
+    ]
 
 
 def test_a_missing_compiler_and_headers_give_the_apt_command(bare_path, tmp_path):
@@ -210,7 +236,9 @@ def test_make_installs_once(bare_path, tmp_path):
 
 
 def test_make_without_an_environment_makes_none(bare_path, tmp_path):
-    result = run("make", "-n", "pretrain", "VENV=", f"PYTHON={fake_python(tmp_path)}", "ITERATIONS=7", "CONFIG=a.yaml", cwd=ROOT)
+    result = run(
+        "make", "-n", "pretrain", "VENV=", f"PYTHON={fake_python(tmp_path)}", "ITERATIONS=7", "CONFIG=a.yaml", cwd=ROOT
+    )
     assert result.returncode == 0, result.stderr
     assert "make-venv" not in result.stdout
     assert f"{tmp_path / 'fake-python'} -m examples.quickstart.run" in result.stdout

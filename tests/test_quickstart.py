@@ -1,4 +1,5 @@
-"""`make pretrain`: its corpus, its data, its logs, and, in real runs of a few iterations, that a killed run joins without a seam."""
+"""`make pretrain`: its corpus, its data, its logs, and, in real runs of a few iterations, that a killed run joins
+without a seam."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart import dataset, launch, run, summary
-from examples.quickstart.corpus import Document, collect_documents, corpus_hash, docstring_document, document_hashes, source_documents
+from examples.quickstart.corpus import (
+    Document,
+    collect_documents,
+    corpus_hash,
+    docstring_document,
+    document_hashes,
+    source_documents,
+)
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config.schema import load_config
@@ -26,7 +34,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def resolve(path: Path):
     model = launch.MODEL
     return load_config(path).resolve(
-        num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, seq_length=model.seq_length
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        seq_length=model.seq_length,
     )
 
 
@@ -50,7 +61,13 @@ def test_c_modules_are_there_as_their_docstrings():
 
 
 def test_sources_leave_out_tests_and_what_is_no_text(tmp_path):
-    for name, content in {"a.py": b"x = 1\n", "test/b.py": b"y\n", "empty.py": b" \n", "latin.py": b"# \xe9\n", "p/c.py": b"z\n"}.items():
+    for name, content in {
+        "a.py": b"x = 1\n",
+        "test/b.py": b"y\n",
+        "empty.py": b" \n",
+        "latin.py": b"# \xe9\n",
+        "p/c.py": b"z\n",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert [document.name for document in source_documents(tmp_path)] == ["lib/a.py", "lib/p/c.py"]
@@ -58,7 +75,10 @@ def test_sources_leave_out_tests_and_what_is_no_text(tmp_path):
 
 # The tokenizer and the indexed dataset
 
-DOCUMENTS = [Document(f"lib/{index}.py", f"def function_{index}(argument):\n    return {index} * argument\n" * 5) for index in range(12)]
+DOCUMENTS = [
+    Document(f"lib/{index}.py", f"def function_{index}(argument):\n    return {index} * argument\n" * 5)
+    for index in range(12)
+]
 
 
 def small_corpus(root: Path, seed: int = 1, **settings):
@@ -252,13 +272,18 @@ def test_another_sparsity_does_not_continue_a_run(tmp_path):
 
 
 def test_the_backend_is_what_the_last_run_said():
-    assert run.backend_in("noise\nS2 attention backend: triton (chosen for cuda)\nS2 attention backend: reference (set)\n") == "reference"
+    assert (
+        run.backend_in("noise\nS2 attention backend: triton (chosen for cuda)\nS2 attention backend: reference (set)\n")
+        == "reference"
+    )
     assert run.backend_in("noise\n") is None
 
 
 def test_a_failure_is_shown_without_torchruns_report():
     output = "\n".join(["noise"] * 30 + ["[rank0]: ValueError: the reason"])
-    report = "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\nChildFailedError"
+    report = (
+        "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\nChildFailedError"
+    )
     assert run.failure_text(f"{output}\n{report}").endswith("the reason")
 
 
@@ -299,7 +324,9 @@ def environment() -> dict[str, str]:
 
 
 def finish(runs: Path, *extra: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(runs, *extra), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command(runs, *extra), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +372,12 @@ def test_a_killed_run_resumes_and_its_log_joins_bit_for_bit(uninterrupted, tmp_p
     (tmp_path / "corpus").symlink_to(runs / "corpus")
     folder = tmp_path / "quickstart"
     killed = subprocess.Popen(
-        command(tmp_path), cwd=ROOT, env=environment(), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command(tmp_path),
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 300
     while max(read_loss_log(folder / "losses.jsonl")[0], default=0) <= SAVE_INTERVAL + 1:

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
 LAUNCHERS = sorted((ROOT / "examples").glob("pretrain_*.sh"))
 
-# What the script relies on: --option=value, %j and %n in --output, appending to it, a SLURM_NODEID for each task, and --kill-on-bad-exit,
-# after which the tasks that were killed give the exit code, for it is the highest.
+# What the script relies on: --option=value, %j and %n in --output, appending to it, a SLURM_NODEID for each task, and
+# --kill-on-bad-exit, after which the tasks that were killed give the exit code, for it is the highest.
 SRUN = f"""#!{sys.executable}
 import json, os, pathlib, signal, subprocess, sys, time
 given = sys.argv[1:]
@@ -129,7 +129,13 @@ def test_each_node_gets_its_variables(cluster):
     # What another job or the user's shell left behind does not get through.
     nodes = shown(cluster, NODE_RANK="7", NNODES="9", MASTER_ADDR="elsewhere")
     for rank, (environment, _) in enumerate(nodes):
-        expected = dict(NNODES="4", NODE_RANK=str(rank), MASTER_ADDR="gpu07", MASTER_PORT=str(15000 + 123456 % 17000), GPUS_PER_NODE="8")
+        expected = dict(
+            NNODES="4",
+            NODE_RANK=str(rank),
+            MASTER_ADDR="gpu07",
+            MASTER_PORT=str(15000 + 123456 % 17000),
+            GPUS_PER_NODE="8",
+        )
         assert {name: environment[name] for name in expected} == expected
         assert environment["OUTPUT"] == str(cluster[0] / "a run") and environment["PYTHON"] == sys.executable
     assert options(cluster)["--ntasks"] == "4" and options(cluster)["--ntasks-per-node"] == "1"
@@ -146,7 +152,12 @@ def test_jobs_beside_each_other_meet_at_different_ports(cluster):
     port = {}
     for job in ("16999", "17000", "123456", "123457"):
         done = submit(cluster, "examples/pretrain_7b.sh", DRY_RUN="1", SLURM_JOB_ID=job)
-        port[job] = {int(after) for line in done.stdout.splitlines() for flag, after in pairwise(shlex.split(line)) if flag == "--master-port"}
+        port[job] = {
+            int(after)
+            for line in done.stdout.splitlines()
+            for flag, after in pairwise(shlex.split(line))
+            if flag == "--master-port"
+        }
     assert all(len(found) == 1 and 15000 <= min(found) < 32000 for found in port.values())
     assert port["123456"] != port["123457"] and port["16999"] != port["17000"]
     (environment, _), *_ = shown(cluster, MASTER_PORT="4242", GPUS_PER_NODE="2")
@@ -172,7 +183,7 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
     size = script.stem.removeprefix("pretrain_").partition("_")[0]
     config = next(path for path in sorted((ROOT / "configs").glob("*.yaml")) if size in path.stem)
     python = cluster[0] / "bin" / "python"
-    python.write_text("#!/bin/bash\nprintf '%s\\n' \"$0\" \"$@\"\n")
+    python.write_text('#!/bin/bash\nprintf \'%s\\n\' "$0" "$@"\n')
     python.chmod(0o755)
     settings = dict(CONFIG=str(config), PYTHON=str(python))
     dry = submit(cluster, script, "--x", "y z", DRY_RUN="1", **settings)
@@ -186,13 +197,18 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
         value = dict(pairwise(started))
         assert [value[flag] for flag in RENDEZVOUS] == ["4", str(rank), "gpu07", str(15000 + 123456 % 17000), "8"]
         assert value["--x"] == "y z" and value["--s2-config"] == str(config)
-        assert value["--exit-duration-in-mins"] == str(24 * 60 - 10) and value["--save"] == str(cluster[0] / "a run/checkpoints")
+        assert value["--exit-duration-in-mins"] == str(24 * 60 - 10) and value["--save"] == str(
+            cluster[0] / "a run/checkpoints"
+        )
 
 
 def test_a_dry_run_needs_no_slurm(cluster):
     none = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE", "SLURM_JOB_END_TIME")
     done = submit(cluster, "examples/pretrain_7b.sh", without=none, DRY_RUN="1", NNODES="2", PATH="/usr/bin:/bin")
-    assert done.returncode == 0 and [line for line in done.stdout.splitlines() if line.startswith("node ")] == ["node 0:", "node 1:"]
+    assert done.returncode == 0 and [line for line in done.stdout.splitlines() if line.startswith("node ")] == [
+        "node 0:",
+        "node 1:",
+    ]
 
 
 MISTAKES = [
@@ -203,7 +219,12 @@ MISTAKES = [
     ({}, [], ["Makefile"], ("launcher=Makefile", "does not source examples/launch.sh")),
     ({"REQUEUE": "yes"}, [], ["examples/pretrain_7b.sh"], ("REQUEUE=yes", "0 or 1")),
     ({"DRY_RUN": "true"}, [], ["examples/pretrain_7b.sh"], ("DRY_RUN=true", "0 or 1")),
-    ({"SLURM_JOB_NODELIST": "nowhere", "STUB_HOSTS": ""}, [], ["examples/pretrain_7b.sh"], ("SLURM_JOB_NODELIST=nowhere", "by hand")),
+    (
+        {"SLURM_JOB_NODELIST": "nowhere", "STUB_HOSTS": ""},
+        [],
+        ["examples/pretrain_7b.sh"],
+        ("SLURM_JOB_NODELIST=nowhere", "by hand"),
+    ),
     ({}, ["SLURM_GPUS_ON_NODE"], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=;", "--gpus-per-node 8")),
     ({"GPUS_PER_NODE": "h100:8"}, [], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=h100:8", "--gpus-per-node 8")),
     ({"MASTER_PORT": "80"}, [], ["examples/pretrain_7b.sh"], ("MASTER_PORT=80", "1024 to 65535")),
@@ -219,11 +240,20 @@ MISTAKES = [
     ({"OUTPUT": "/tmp/100%"}, [], ["examples/pretrain_7b.sh"], ("OUTPUT=/tmp/100%", "without it")),
     # The launcher's own line
     ({}, ["MOCK_DATA"], ["examples/pretrain_7b.sh"], ("DATA_PATH is not set", "MOCK_DATA=1")),
-    ({"TRANSFORMER_IMPL": "te"}, [], ["examples/pretrain_7b.sh"], ("TRANSFORMER_IMPL=te", "expected transformer_engine or local")),
+    (
+        {"TRANSFORMER_IMPL": "te"},
+        [],
+        ["examples/pretrain_7b.sh"],
+        ("TRANSFORMER_IMPL=te", "expected transformer_engine or local"),
+    ),
 ]
 
 
-@pytest.mark.parametrize("changes, without, arguments, words", MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    "changes, without, arguments, words",
+    MISTAKES,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
 def test_a_mistake_is_one_line_before_srun(cluster, changes, without, arguments, words):
     done = submit(cluster, *arguments, without=without, **changes)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not done.stdout, (done.stderr, done.stdout)
@@ -234,7 +264,12 @@ def test_a_mistake_is_one_line_before_srun(cluster, changes, without, arguments,
 def test_a_launcher_that_launches_nothing(cluster):
     (cluster[0] / "empty.sh").write_text("source examples/launch.sh\n")
     done = submit(cluster, cluster[0] / "empty.sh")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "empty.sh" in done.stderr and "has to call launch" in done.stderr
+    assert (
+        done.returncode == 2
+        and done.stderr.count("\n") == 1
+        and "empty.sh" in done.stderr
+        and "has to call launch" in done.stderr
+    )
 
 
 def test_an_output_that_cannot_be_written(cluster):
@@ -260,8 +295,11 @@ def test_the_first_nodes_exit_code_is_the_jobs(cluster):
     assert done.returncode == 7 and time.monotonic() - started < 15
     assert "node 2 (gpu12) failed first, with exit code 7" in done.stderr and str(log(cluster, 2)) in done.stderr
     assert not (cluster[0] / "scontrol").exists(), "a job that fails is not queued again"
-    # Logs are kept beside those of the next attempt; the failure is not, here of one that leaves none: killed from outside.
-    done = submit(cluster, probe(cluster, "echo again; if [[ $NODE_RANK == 2 ]]; then kill -KILL $PPID; exit; fi; sleep 20; exit"))
+    # Logs are kept beside those of the next attempt; the failure is not, here of one that leaves none: killed from
+    # outside.
+    done = submit(
+        cluster, probe(cluster, "echo again; if [[ $NODE_RANK == 2 ]]; then kill -KILL $PPID; exit; fi; sleep 20; exit")
+    )
     assert done.returncode == 137 and not done.stderr
     assert log(cluster, 2).read_text() == "here\nagain\n"
 
@@ -275,7 +313,8 @@ def test_scancel_reaches_the_trainer(cluster):
 
 @pytest.mark.parametrize("requeue", ["0", "1"])
 def test_a_job_at_its_time_limit_is_queued_again(cluster, requeue):
-    """The trainer ends with 0 both when it is done and when its time is up; a `date` that the launcher moves tells which it was."""
+    """The trainer ends with 0 both when it is done and when its time is up; a `date` that the launcher moves tells
+    which it was."""
     clock, date = cluster[0] / "clock", cluster[0] / "bin" / "date"
     date.write_text(f"#!/bin/sh\ncat '{clock}'\n")
     date.chmod(0o755)
@@ -309,7 +348,9 @@ def test_two_nodes_train(cluster):
     launcher = cluster[0] / "small.sh"
     flags = [*model_flags(MODEL), "--micro-batch-size=1", "--global-batch-size=2", "--train-iters=3", "--lr=1e-3"]
     cpu = ["--distributed-backend=gloo", "--num-workers=0", "--eval-iters=1"]
-    launcher.write_text(f"source {shlex.quote(str(ROOT / 'examples/launch.sh'))}\nEXTRA_FLAGS=(\"$@\")\nlaunch {shlex.join(flags)}\n")
+    launcher.write_text(
+        f'source {shlex.quote(str(ROOT / "examples/launch.sh"))}\nEXTRA_FLAGS=("$@")\nlaunch {shlex.join(flags)}\n'
+    )
     losses = cluster[0] / "losses"
     done = submit(
         cluster,

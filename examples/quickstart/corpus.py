@@ -70,7 +70,8 @@ def c_module_names() -> list[str]:
 
 
 def docstring_document(module_name: str) -> Document | None:
-    """The docstrings of one module, its functions, its classes and their methods; None when it has none or is not there."""
+    """The docstrings of one module, its functions, its classes and their methods; None when it has none or is not
+    there."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -88,7 +89,10 @@ def docstring_document(module_name: str) -> Document | None:
     for name in sorted(vars(module)):
         thing = vars(module)[name]
         # A name defined elsewhere is documented there.
-        if not (inspect.isclass(thing) or inspect.isroutine(thing)) or getattr(thing, "__module__", None) != module_name:
+        if (
+            not (inspect.isclass(thing) or inspect.isroutine(thing))
+            or getattr(thing, "__module__", None) != module_name
+        ):
             continue
         add(f"{module_name}.{name}", thing)
         if inspect.isclass(thing):

@@ -54,7 +54,8 @@ def shuffled(documents: list[Document], seed: int) -> list[Document]:
 
 
 def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: int):
-    """Train a byte-level BPE tokenizer and write it as transformers' AutoTokenizer reads it; the `tokenizers` object."""
+    """Train a byte-level BPE tokenizer and write it as transformers' AutoTokenizer reads it; the `tokenizers`
+    object."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -89,10 +90,12 @@ def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: in
 
 
 def write_indexed_dataset(tokenizer, documents: list[Document], prefix: Path) -> int:
-    """Write `<prefix>.bin` and `.idx`, one Megatron document a text, each ended by END_OF_TEXT; the number of tokens."""
+    """Write `<prefix>.bin` and `.idx`, one Megatron document a text, each ended by END_OF_TEXT; the number of
+    tokens."""
     import numpy
 
-    # Megatron's import remarks on every optional package that is not there; the training process, which uses them, says it too.
+    # Megatron's import remarks on every optional package that is not there; the training process, which uses them, says
+    # it too.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -131,7 +134,9 @@ def prepare_corpus(
         return PreparedCorpus(folder, json.loads((folder / "corpus.json").read_text()))
 
     size = sum(len(document.text.encode()) for document in documents)
-    tell(f"corpus: {len(documents)} documents, {size / 1e6:.1f} MB, of Python {sys.version.split()[0]}'s standard library")
+    tell(
+        f"corpus: {len(documents)} documents, {size / 1e6:.1f} MB, of Python {sys.version.split()[0]}'s standard library"
+    )
     unfinished = root / f"{key}.unfinished-{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)  # an earlier process of the same number
     unfinished.mkdir(parents=True)

@@ -79,7 +79,8 @@ def device_flags(on_gpu: bool) -> list[str]:
 
 
 def training_flags(iterations: int, seed: int) -> list[str]:
-    """The schedule is the same for every number of iterations, so that a run with more of them continues a shorter one."""
+    """The schedule is the same for every number of iterations, so that a run with more of them continues a shorter
+    one."""
     return [
         f"--micro-batch-size={BATCH.micro_batch_size}",
         f"--global-batch-size={BATCH.global_batch_size}",
@@ -123,7 +124,14 @@ def loss_log(run_folder: Path) -> Path:
 
 
 def training_command(
-    config: Path, iterations: int, seed: int, run_folder: Path, corpus: PreparedCorpus, *, on_gpu: bool, save_interval: int
+    config: Path,
+    iterations: int,
+    seed: int,
+    run_folder: Path,
+    corpus: PreparedCorpus,
+    *,
+    on_gpu: bool,
+    save_interval: int,
 ) -> list[str]:
     """The whole torchrun command of a run: one process on one device."""
     return [
@@ -148,10 +156,11 @@ def _terminate_with_parent() -> None:
 
 
 def start_training(command: list[str], log: Path, lock_descriptor: int) -> subprocess.Popen:
-    """Start the command, its output appended to `log`. It holds the run's lock too, until its last process has ended."""
+    """Start the command, its output appended to `log`. It holds the run's lock too, until its last process has
+    ended."""
     environment = os.environ | {
-        # So small a model gains nothing from a second thread, and loses tenfold when the cores have other work to do: waiting
-        # OpenMP threads spin. One thread also gives the same losses whatever the number of cores.
+        # So small a model gains nothing from a second thread, and loses tenfold when the cores have other work to do:
+        # waiting OpenMP threads spin. One thread also gives the same losses whatever the number of cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "HF_HUB_OFFLINE": "1",  # the tokenizer is a local folder
         "TOKENIZERS_PARALLELISM": "false",

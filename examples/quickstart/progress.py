@@ -23,7 +23,8 @@ SHOWN_PREFIXES = ("S2", "No GPU found")
 
 
 class OutputFollower:
-    """The lines of a growing text file that are worth showing: the attention table with its caption, and S2's remarks."""
+    """The lines of a growing text file that are worth showing: the attention table with its caption, and S2's
+    remarks."""
 
     def __init__(self, path: Path, caption_lines: int):
         self.path = path
@@ -59,7 +60,8 @@ class OutputFollower:
 
 
 class Speed:
-    """Tokens a second from the times at which iterations were first seen; the start-up and the first iterations left out."""
+    """Tokens a second from the times at which iterations were first seen; the start-up and the first iterations left
+    out."""
 
     WARM_UP = 3
 
@@ -79,8 +81,11 @@ class Speed:
         return (last - first) * self.tokens_per_iteration / (end - start)
 
 
-def follow_training(process: subprocess.Popen, loss_log: Path, output: OutputFollower, iterations: int, console: Console, speed: Speed) -> int:
-    """Show the process's progress until it ends; its exit status. A bar in a terminal, otherwise a line every ten seconds."""
+def follow_training(
+    process: subprocess.Popen, loss_log: Path, output: OutputFollower, iterations: int, console: Console, speed: Speed
+) -> int:
+    """Show the process's progress until it ends; its exit status. A bar in a terminal, otherwise a line every ten
+    seconds."""
     if not console.is_terminal:
         return _follow_plainly(process, loss_log, output, iterations, console, speed)
     columns = (
@@ -132,7 +137,8 @@ def _speed_text(speed: Speed) -> str:
 
 
 def _watch(process, loss_log, output, console, speed) -> Iterator[tuple[int | None, float | None]]:
-    """Yields the newest (iteration, loss), or (None, None) before this process's first one, until the process has ended."""
+    """Yields the newest (iteration, loss), or (None, None) before this process's first one, until the process has
+    ended."""
     before = max(read_loss_log(loss_log)[0], default=0)
     while True:
         ended = process.poll() is not None

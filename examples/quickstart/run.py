@@ -38,12 +38,16 @@ class QuickstartError(Exception):
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="make pretrain", description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="make pretrain",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
     parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS, help="train up to this iteration")
     parser.add_argument("--save-interval", type=int, default=75, help="iterations between two checkpoints")
-    parser.add_argument("--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches")
+    parser.add_argument(
+        "--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches"
+    )
     parser.add_argument("--runs", type=Path, default=launch.ROOT / "runs", help="folder of all runs")
     parsed = parser.parse_args(arguments)
     for name in ("iterations", "save_interval"):
@@ -53,7 +57,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def resolve_sparsity(config: Path, console: Console):
-    """The config's sparsity for the quickstart's model. The shipped config must be a real S2 run; others are only remarked upon."""
+    """The config's sparsity for the quickstart's model. The shipped config must be a real S2 run; others are only
+    remarked upon."""
     from s2_megatron.config.schema import load_config
 
     model = launch.MODEL
@@ -102,7 +107,9 @@ def check_settings(run_folder: Path, settings: dict) -> None:
     changed = [name for name in settings if settings[name] != stored.get(name)]
     if changed:
         changes = ", ".join(_change(name, stored.get(name), settings[name]) for name in changed)
-        raise QuickstartError(f"{run_folder} holds a run with other settings ({changes}); move it away to start a new one")
+        raise QuickstartError(
+            f"{run_folder} holds a run with other settings ({changes}); move it away to start a new one"
+        )
 
 
 def _change(name: str, before, after) -> str:
@@ -122,7 +129,9 @@ def finished_summary(run_folder: Path, iterations: int) -> dict | None:
     return content if content["iterations"] >= iterations else None
 
 
-def train(run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bool, lock, console: Console) -> float | None:
+def train(
+    run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bool, lock, console: Console
+) -> float | None:
     """Run torchrun to the end of the training; tokens a second. Raises QuickstartError when it fails."""
     start = checkpoint_iteration(run_folder)
     if start > parsed.iterations:
@@ -217,7 +226,9 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
     import torch  # takes seconds, and a finished run needs it no more than a wrong config
 
     on_gpu = torch.cuda.is_available()
-    corpus = prepare_corpus(parsed.runs.resolve() / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False))
+    corpus = prepare_corpus(
+        parsed.runs.resolve() / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False)
+    )
     check_settings(
         run_folder,
         {
@@ -251,7 +262,9 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
     show_summary(content, path, console)
     ratio = content["last_loss"] / content["first_loss"]
     if content["iterations"] >= launch.DEFAULT_ITERATIONS and ratio > summary.LARGEST_LOSS_RATIO:
-        raise QuickstartError(f"the last loss is {ratio:.0%} of the first, expected {summary.LARGEST_LOSS_RATIO:.0%} at most")
+        raise QuickstartError(
+            f"the last loss is {ratio:.0%} of the first, expected {summary.LARGEST_LOSS_RATIO:.0%} at most"
+        )
     lock.close()
 
 

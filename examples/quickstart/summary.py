@@ -19,15 +19,20 @@ LARGEST_DENSITY = 0.6
 def s2_run_problems(sparsity) -> list[str]:
     """Why a sparsity would not be a real S2 run of this model: [] for the shipped config.
 
-    sparsity: ResolvedSparsity. A pattern's window is its first range; a block mask has none and is judged by its density.
+    sparsity: ResolvedSparsity. A pattern's window is its first range; a block mask has none and is judged by its
+    density.
     """
     length = MODEL.seq_length
     s2_layers = [layer for layer in sparsity.layers if layer.kind == "s2"]
     problems = []
     if sparsity.n_blocks < SMALLEST_BLOCKS:
-        problems.append(f"{sparsity.n_blocks} blocks a sequence, expected {SMALLEST_BLOCKS} or more; use a smaller block_size")
+        problems.append(
+            f"{sparsity.n_blocks} blocks a sequence, expected {SMALLEST_BLOCKS} or more; use a smaller block_size"
+        )
     if 2 * len(s2_layers) < len(sparsity.layers):
-        problems.append(f"{len(s2_layers)} of {len(sparsity.layers)} layers are S2, expected at least half; change the plan")
+        problems.append(
+            f"{len(s2_layers)} of {len(sparsity.layers)} layers are S2, expected at least half; change the plan"
+        )
     for pattern in dict.fromkeys(layer.pattern for layer in s2_layers):
         density = pattern.density(length)
         if density > LARGEST_DENSITY:
@@ -45,7 +50,8 @@ def s2_run_problems(sparsity) -> list[str]:
 
 
 def window_tokens(pattern) -> int | None:
-    """The largest window of a range pattern's sparse heads in tokens; None for a block mask or where all heads are dense."""
+    """The largest window of a range pattern's sparse heads in tokens; None for a block mask or where all heads are
+    dense."""
     ends = [head.ranges[0][0] for head in getattr(pattern, "heads", ()) if not head.is_dense]
     # A first range without an end is a window as long as the context.
     lengths = [MODEL.seq_length if end is None else end * pattern.block_size for end in ends]
@@ -75,10 +81,14 @@ def make_summary(records: dict[int, dict], evaluations: dict[str, dict], sparsit
     iterations = max(records)
     missing = sorted(set(range(1, iterations + 1)) - set(records))
     if missing:
-        raise ValueError(f"the loss log lacks iterations {missing[:5]} of {iterations}; expected all; remove the run and train again")
+        raise ValueError(
+            f"the loss log lacks iterations {missing[:5]} of {iterations}; expected all; remove the run and train again"
+        )
     name = f"iteration {iterations} on validation set"
     if name not in evaluations:
-        raise ValueError(f"the loss log has no evaluation named {name!r}; expected one at the end of the run; see train.log")
+        raise ValueError(
+            f"the loss log has no evaluation named {name!r}; expected one at the end of the run; see train.log"
+        )
     losses = [records[iteration]["lm loss"] for iteration in range(1, iterations + 1)]
     last = losses[-LAST_ITERATIONS:]
     return {

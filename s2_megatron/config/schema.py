@@ -6,8 +6,8 @@ the launcher.
     specs:
       S: {local_tokens: 1024, stride: 16}
 
-`python -m s2_megatron.config.schema --write-schema` regenerates configs/s2.schema.json, with which editors check and complete
-such files.
+`python -m s2_megatron.config.schema --write-schema` regenerates configs/s2.schema.json, with which editors check and
+complete such files.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ sparse      every rank receives the key blocks that its pattern attends, and no 
 all_gather  every rank receives all keys and values: the plain reference
 a2a         every rank receives the whole sequence of some heads (Ulysses, arXiv 2309.14509): KV heads must be a multiple of the ranks
 
-S sequence, c ranks, B batch, H query heads, G KV heads (of one tensor-parallel rank), D head dim, t = S * B packed tokens.
+S sequence, c ranks, B batch, H query heads, G KV heads (of one tensor-parallel rank), D head dim, t = S * B packed
+tokens.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ CUTS = ("sequence", "document")
 
 
 def packed_cut(args) -> str:
-    """How Megatron cuts packed rows over context-parallel ranks: the row as one 'sequence', or each 'document' by itself. args: Megatron's."""
+    """How Megatron cuts packed rows over context-parallel ranks: the row as one 'sequence', or each 'document' by
+    itself. args: Megatron's."""
     return "sequence" if args.dataloader_inter_document_masking and not args.sft else "document"
 
 
 class ContextSettings(NamedTuple):
-    """The flags of long context. comm_types: one for all layers, or one per layer. keep_received, packed_cut: as in ContextParallel.
-    keep_output: whether recomputed layers keep the result of their attention. transport: of sparse, as in ContextParallel."""
+    """The flags of long context. comm_types: one for all layers, or one per layer. keep_received, packed_cut: as in
+    ContextParallel. keep_output: whether recomputed layers keep the result of their attention. transport: of sparse, as
+    in ContextParallel."""
 
     comm_types: tuple[str, ...] = ("sparse",)
     keep_received: bool = False
@@ -60,13 +63,16 @@ class ContextSettings(NamedTuple):
 
 
 def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> str:
-    """The comm type's own name ('allgather', Megatron's spelling, is taken too). num_kv_heads: of one tensor-parallel rank. size: ranks.
+    """The comm type's own name ('allgather', Megatron's spelling, is taken too). num_kv_heads: of one tensor-parallel
+    rank. size: ranks.
 
     Raises ValueError for an unknown type, and for a2a with KV heads that cannot be dealt out evenly.
     """
     name = "all_gather" if comm_type == "allgather" else comm_type
     if name not in COMM_TYPES:
-        raise ValueError(f"s2_cp_comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}; set --s2-cp-comm-type")
+        raise ValueError(
+            f"s2_cp_comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}; set --s2-cp-comm-type"
+        )
     if name == "a2a" and num_kv_heads % size:
         raise ValueError(
             f"s2_cp_comm_type='a2a' with {num_kv_heads} KV heads on a tensor-parallel rank and context_parallel_size={size}; expected a "
@@ -78,10 +84,10 @@ def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> str:
 class ContextParallel:
     """The context parallelism of one layer.
 
-    pattern: of this tensor-parallel rank's heads, with global offsets. group: the context-parallel process group. keep_received: save the
-    received keys and values for the backward instead of receiving them again. cut: how packed batches were cut over the ranks, as one
-    'sequence' or each 'document' by itself; unpacked ones are always one sequence in zigzag. transport: how the blocks of sparse travel, see
-    cp_copies.peer_copies.
+    pattern: of this tensor-parallel rank's heads, with global offsets. group: the context-parallel process group.
+    keep_received: save the received keys and values for the backward instead of receiving them again. cut: how packed
+    batches were cut over the ranks, as one 'sequence' or each 'document' by itself; unpacked ones are always one
+    sequence in zigzag. transport: how the blocks of sparse travel, see cp_copies.peer_copies.
     Raises ValueError for a comm type that is unknown or does not suit the heads.
     """
 
@@ -96,18 +102,27 @@ class ContextParallel:
         transport: str = "auto",
     ):
         assert cut in CUTS and transport in TRANSPORTS
-        self.pattern, self.group, self.keep_received, self.cut, self.transport = pattern, group, keep_received, cut, transport
+        self.pattern, self.group, self.keep_received, self.cut, self.transport = (
+            pattern,
+            group,
+            keep_received,
+            cut,
+            transport,
+        )
         self.size, self.rank = group.size(), group.rank()
         self.comm_type = check_comm_type(comm_type, pattern.num_kv_heads, self.size)
         heads = pattern.tensor_parallel_slice(self.rank, self.size) if self.comm_type == "a2a" else pattern
         self._layout = build_layout(heads)
         self._prepared: dict = {}
 
-    def prepare(self, seq_length: int, device: torch.device, head_dim: int, dtype: torch.dtype, backend: str = "auto") -> None:
-        """Makes what the calls of a length share, on their device and before the first of them: the plan, and what kernels read of it.
+    def prepare(
+        self, seq_length: int, device: torch.device, head_dim: int, dtype: torch.dtype, backend: str = "auto"
+    ) -> None:
+        """Makes what the calls of a length share, on their device and before the first of them: the plan, and what
+        kernels read of it.
 
-        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, for a transport that is not possible, and as
-        resolve_backend does.
+        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, for a transport that
+        is not possible, and as resolve_backend does.
         """
         if self.comm_type == "a2a":
             return
@@ -119,7 +134,9 @@ class ContextParallel:
         else:
             placements = [state.placement]
         for placement in placements:
-            prepare_placement(state.layout, placement, seq_length // self.size, head_dim, dtype, resolve_backend(backend, device.type))
+            prepare_placement(
+                state.layout, placement, seq_length // self.size, head_dim, dtype, resolve_backend(backend, device.type)
+            )
 
     def attention(
         self,
@@ -135,9 +152,10 @@ class ContextParallel:
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
-        query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the documents of all ranks'
-        tokens together. kept: of a layer that is recomputed, to launch no second forward. The other arguments as in s2_attention.
-        Returns out, of query's shape and dtype. Raises ValueError for lengths that cannot be cut, and for packed ones with comm type sparse.
+        query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
+        documents of all ranks' tokens together. kept: of a layer that is recomputed, to launch no second forward. The
+        other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError for lengths that
+        cannot be cut, and for packed ones with comm type sparse.
         """
         if key.shape[0] != query.shape[0]:
             raise ValueError(
@@ -157,23 +175,42 @@ class ContextParallel:
         order = self._packed_order(packed, query.shape[0] * self.size, query.device)
         if self.comm_type == "all_gather" and self.cut == "sequence":
             packed = documents_of_rank(packed, self.rank, self.size, len(order))
-        options = dict(softmax_scale=scale, tensor_format="thd", packed=packed, backend=backend, deterministic=deterministic, kept=kept)
+        options = dict(
+            softmax_scale=scale,
+            tensor_format="thd",
+            packed=packed,
+            backend=backend,
+            deterministic=deterministic,
+            kept=kept,
+        )
         if self.comm_type == "a2a":
             return self._by_heads(query, key, value, order, layout, options)
         whole = _GatherRows.apply(key, value, order, self.group)
         rows = order.argsort()[self.rank * len(query) : (self.rank + 1) * len(query)]
-        # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are not read.
+        # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are
+        # not read.
         all_queries = query.new_zeros((len(order), *query.shape[1:])).index_copy(0, rows, query)
         return kept_attention(all_queries, *whole, layout, **options)[rows]
 
     def _packed_order(self, packed, tokens, device):
-        return sequence_order(tokens, self.size, device) if self.cut == "sequence" else cut_order(packed.starts, tokens, self.size)
+        return (
+            sequence_order(tokens, self.size, device)
+            if self.cut == "sequence"
+            else cut_order(packed.starts, tokens, self.size)
+        )
 
     def _unpacked(self, query, key, value, scale, backend, deterministic, kept):
         tokens = query.shape[0] * self.size
         if self.comm_type == "a2a":
             order = sequence_order(tokens, self.size, query.device)
-            options = dict(softmax_scale=scale, tensor_format="sbhd", packed=None, backend=backend, deterministic=deterministic, kept=kept)
+            options = dict(
+                softmax_scale=scale,
+                tensor_format="sbhd",
+                packed=None,
+                backend=backend,
+                deterministic=deterministic,
+                kept=kept,
+            )
             return self._by_heads(query, key, value, order, self._layout.to(query.device), options)
         state = self.state(tokens, query.device)
         call = AttentionCall(state.layout, float(scale), "sbhd", None, None, backend, deterministic)
@@ -221,7 +258,8 @@ def _gather(tensors, order, group):
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """All keys and values on every rank, as SparseAttention otherwise. No communication is hidden: it is what that is compared with."""
+    """All keys and values on every rank, as SparseAttention otherwise. No communication is hidden: it is what that is
+    compared with."""
 
     @staticmethod
     def forward(ctx, query, key, value, call, state, keep_received, known):
@@ -250,7 +288,8 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """key and value [t/c, G, D] -> [t, G, D] of all ranks in natural order; the gradients are summed over ranks in fp32."""
+    """key and value [t/c, G, D] -> [t, G, D] of all ranks in natural order; the gradients are summed over ranks in
+    fp32."""
 
     @staticmethod
     def forward(ctx, key, value, order, group):
@@ -263,11 +302,16 @@ class _GatherRows(torch.autograd.Function):
     def backward(ctx, grad_key, grad_value):
         (order,) = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        return *(returned_sum(grad.to(wide), order, ctx.group).to(ctx.dtype) for grad in (grad_key, grad_value)), None, None
+        return (
+            *(returned_sum(grad.to(wide), order, ctx.group).to(ctx.dtype) for grad in (grad_key, grad_value)),
+            None,
+            None,
+        )
 
 
 def _rows_to_heads(tensors, order, group):
-    """Tensors [S/c, ..., heads, D] of all heads -> [S, ..., heads/c, D] in natural order: one collective for all of them."""
+    """Tensors [S/c, ..., heads, D] of all heads -> [S, ..., heads/c, D] in natural order: one collective for all of
+    them."""
     size = group.size()
     shares = [tensor.unflatten(-2, (size, -1)).movedim(-3, 0) for tensor in tensors]  # [c, S/c, ..., heads/c, D]
     sent = torch.cat(shares, dim=-2)

@@ -1,18 +1,21 @@
-"""The exchange of blocks by copy engines: every rank copies into the memory of the others, and no multiprocessor takes part.
+"""The exchange of blocks by copy engines: every rank copies into the memory of the others, and no multiprocessor takes
+part.
 
-For ranks of one host whose GPUs reach each other's memory. NCCL's kernels hold multiprocessors for as long as they send, which the attention
-beside them loses; a GPU's copy engines are idle. Ranks agree by flags in each other's memory, which a stream writes and waits for (CUDA's
-stream memory operations), so neither the host nor a kernel waits; cp_watch.py ends a process whose stream waits for too long.
+For ranks of one host whose GPUs reach each other's memory. NCCL's kernels hold multiprocessors for as long as they
+send, which the attention beside them loses; a GPU's copy engines are idle. Ranks agree by flags in each other's memory,
+which a stream writes and waits for (CUDA's stream memory operations), so neither the host nor a kernel waits;
+cp_watch.py ends a process whose stream waits for too long.
 
-Every rank has an arena that all see: flags, and two lanes, buffers for received blocks and for returned gradients. For each lane and pair of
-ranks there is one permission to write:
+Every rank has an arena that all see: flags, and two lanes, buffers for received blocks and for returned gradients. For
+each lane and pair of ranks there is one permission to write:
 
 free    in the sender's arena, set by the receiver once all that read its buffer is enqueued; taken back by the sender before it copies
 full    in the receiver's arena, set by the sender behind its copies; taken back by the receiver when it has waited for it
 early   likewise, set behind the copies of those rows that go first, where some do
 
-A sender waits for all receivers, with or without rows for them, because buffers are laid out anew for each plan. A flag that is written follows
-what its stream copied before (the driver's default: a fence of the whole system in front of the write).
+A sender waits for all receivers, with or without rows for them, because buffers are laid out anew for each plan. A flag
+that is written follows what its stream copied before (the driver's default: a fence of the whole system in front of the
+write).
 """
 
 from __future__ import annotations
@@ -43,12 +46,16 @@ FlagOperation = tuple[str, int, int]
 class Arena:
     """The memory of all ranks as one of them sees it.
 
-    views: uint8 [FLAG_BYTES + all of lane_bytes] of every rank, the flags zero but those that free_flags names. compiled: makes of operations
-    on flags what enqueues them on the current stream.
+    views: uint8 [FLAG_BYTES + all of lane_bytes] of every rank, the flags zero but those that free_flags names.
+    compiled: makes of operations on flags what enqueues them on the current stream.
     """
 
     def __init__(
-        self, rank: int, views: Sequence[torch.Tensor], lane_bytes: Sequence[int], compiled: Callable[[list[FlagOperation]], Callable]
+        self,
+        rank: int,
+        views: Sequence[torch.Tensor],
+        lane_bytes: Sequence[int],
+        compiled: Callable[[list[FlagOperation]], Callable],
     ):
         self.lane_bytes, size = tuple(lane_bytes), len(views)
         starts = [FLAG_BYTES + sum(lane_bytes[:lane]) for lane in range(LANES)]
@@ -66,12 +73,13 @@ class Arena:
             return [(WRITE, flag(peer, kind, lane, rank), 1) for peer in peers]
 
         self._await, self._set = (
-            [[compiled(flags(kind, lane)) for lane in range(LANES)] for kind in (FREE, FULL, EARLY)] for flags in (await_own, set_theirs)
+            [[compiled(flags(kind, lane)) for lane in range(LANES)] for kind in (FREE, FULL, EARLY)]
+            for flags in (await_own, set_theirs)
         )
 
     def send(self, lane: int, sent: torch.Tensor, route: Route, early_rows: Sequence[int] | None = None) -> None:
-        """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on the current stream.
-        early_rows: of each piece of the route, how many of its last rows go before all others."""
+        """Copies the bytes of sent's rows to where other ranks expect them, when they may be written to; enqueued on
+        the current stream. early_rows: of each piece of the route, how many of its last rows go before all others."""
         source, row_bytes = sent.view(-1).view(torch.uint8), _row_bytes(sent)
         pieces = route.pieces
 
@@ -79,7 +87,9 @@ class Arena:
             for peer, *rows in pieces:
                 first, length, place = (row_bytes * number for number in rows)
                 if length:
-                    self.lanes[lane][peer][place : place + length].copy_(source[first : first + length], non_blocking=True)
+                    self.lanes[lane][peer][place : place + length].copy_(
+                        source[first : first + length], non_blocking=True
+                    )
 
         self._await[FREE][lane]()
         if early_rows is not None:
@@ -121,8 +131,8 @@ class StreamsWait(Exception):
 class PeerCopies:
     """Exchanges of one group through arenas that grow with what is sent.
 
-    make_arena: (bytes of each lane) -> Arena, called by all ranks. watch: sees to it that none waits for ever. note: (address, number) enqueues
-    on the current stream that the number is written to 64 bits of the host.
+    make_arena: (bytes of each lane) -> Arena, called by all ranks. watch: sees to it that none waits for ever. note:
+    (address, number) enqueues on the current stream that the number is written to 64 bits of the host.
     """
 
     def __init__(self, make_arena: Callable[[Sequence[int]], Arena], watch: Watch, note: Callable[[int, int], None]):
@@ -131,8 +141,12 @@ class PeerCopies:
         self._reader = None
 
     def try_out(self, rank: int, size: int, device: torch.device) -> None:
-        """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; StreamsWait where none arrives."""
-        nothing, route = torch.empty((0, 1), dtype=torch.uint8, device=device), Route.of(np.zeros((size, size), dtype=np.int64), rank)
+        """An exchange of nothing on every lane. RuntimeError where a stream cannot write or wait for flags; StreamsWait
+        where none arrives."""
+        nothing, route = (
+            torch.empty((0, 1), dtype=torch.uint8, device=device),
+            Route.of(np.zeros((size, size), dtype=np.int64), rank),
+        )
         for lane in range(LANES):
             pending = self.start(lane, nothing, (route,) * LANES, (), lambda: None)
             pending.result()
@@ -145,17 +159,24 @@ class PeerCopies:
             time.sleep(1e-3)
 
     def reserve(self, row_bytes: int, routes: Sequence[Route]) -> Arena:
-        """An arena with room for both lanes' rows of every rank, so of one size on all. A new one waits for the device and for all ranks."""
+        """An arena with room for both lanes' rows of every rank, so of one size on all. A new one waits for the device
+        and for all ranks."""
         needed = [-(-route.most * row_bytes // FLAG_BYTES) * FLAG_BYTES for route in routes]
         if any(more > length for more, length in zip(needed, self._arena.lane_bytes)):
             self._arena = self._make_arena([max(pair) for pair in zip(needed, self._arena.lane_bytes)])
         return self._arena
 
     def start(
-        self, lane: int, sent: torch.Tensor, routes: Sequence[Route], held: tuple, prepare: Callable[[], None], early_rows=None
+        self,
+        lane: int,
+        sent: torch.Tensor,
+        routes: Sequence[Route],
+        held: tuple,
+        prepare: Callable[[], None],
+        early_rows=None,
     ) -> Pending:
-        """Sends rows of sent [rows, ...], which `prepare` fills, along routes[lane]. routes: of both lanes, which follow each other.
-        early_rows: as in Arena.send, None on all ranks or on none.
+        """Sends rows of sent [rows, ...], which `prepare` fills, along routes[lane]. routes: of both lanes, which
+        follow each other. early_rows: as in Arena.send, None on all ranks or on none.
 
         The result's memory is the arena's: it has to be released, and read before that only.
         """
@@ -168,7 +189,10 @@ class PeerCopies:
             prepare()
             arena.send(lane, sent, route, early_rows)
 
-        free, early = (lambda: arena.release(lane)), {} if early_rows is None else dict(came_early=lambda: self._arrive(arena, lane, EARLY))
+        free, early = (
+            (lambda: arena.release(lane)),
+            {} if early_rows is None else dict(came_early=lambda: self._arrive(arena, lane, EARLY)),
+        )
         return Pending(received, (sent, *held), work, lambda: self._arrive(arena, lane, FULL), free, **early)
 
     def _arrive(self, arena: Arena, lane: int, kind: int) -> None:
@@ -185,14 +209,19 @@ class PeerCopies:
 
 
 def _stream_operations(operations: list[FlagOperation]) -> Callable[[], None]:
-    """What enqueues operations on flags on the current stream, with RuntimeError where that is not possible. ImportError without bindings."""
+    """What enqueues operations on flags on the current stream, with RuntimeError where that is not possible.
+    ImportError without bindings."""
     from cuda.bindings import driver
 
     kinds, batch = driver.CUstreamBatchMemOpType, []
     for kind, address, value in operations:
         parameters = driver.CUstreamBatchMemOpParams()
         name, flags, parameters.operation = (
-            ("waitValue", int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ), kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32)
+            (
+                "waitValue",
+                int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ),
+                kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32,
+            )
             if kind == WAIT
             else ("writeValue", 0, kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32)
         )
@@ -246,11 +275,11 @@ _known: dict = {}
 
 
 def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | None:
-    """What copies blocks between the ranks of a group, or None where they travel by all_to_all_single. One for all layers. Says which, and why,
-    where that was not the choice.
+    """What copies blocks between the ranks of a group, or None where they travel by all_to_all_single. One for all
+    layers. Says which, and why, where that was not the choice.
 
-    transport: 'auto' copies where it can. A collective call, the first time. Raises ValueError for 'copies' where that is not possible, and
-    StreamsWait where flags can be set but do not arrive.
+    transport: 'auto' copies where it can. A collective call, the first time. Raises ValueError for 'copies' where that
+    is not possible, and StreamsWait where flags can be set but do not arrive.
     """
     if transport == "collective":
         copies, reason = None, "--s2-cp-transport collective"
@@ -261,8 +290,10 @@ def peer_copies(group, device: torch.device, transport: str) -> PeerCopies | Non
             _known[group, device] = _try_copies(group, device)
         copies, reason = _known[group, device]
     if transport == "copies" and copies is None:
-        raise ValueError(f"--s2-cp-transport copies: {reason}; expected GPUs of one host that reach each other's memory; use auto "
-                         "or collective")
+        raise ValueError(
+            f"--s2-cp-transport copies: {reason}; expected GPUs of one host that reach each other's memory; use auto "
+            "or collective"
+        )
     if device.type == "cuda" and transport != "collective":
         how = "copy engines, into each other's memory" if copies is not None else f"all_to_all_single ({reason})"
         print_once(f"S2: context-parallel ranks exchange blocks by {how}")
@@ -346,7 +377,8 @@ def _forget_error() -> None:
 
 
 def timeout_of(group, device: torch.device) -> float:
-    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first iteration."""
+    """Seconds until a collective of the group is given up, as it is now: Megatron shortens it after the first
+    iteration."""
     return group._get_backend(device).options._timeout.total_seconds()
 
 

@@ -18,8 +18,8 @@ from s2_megatron.ops.layout import PackedSequence
 
 
 class BlockExchange:
-    """An ExchangePlan on a device: sends blocks of K and V, and gradients back. group: the context-parallel process group. copies: what copies
-    them into the memory of other ranks, None for all_to_all_single.
+    """An ExchangePlan on a device: sends blocks of K and V, and gradients back. group: the context-parallel process
+    group. copies: what copies them into the memory of other ranks, None for all_to_all_single.
 
     backend, where it is asked for: 'reference' copies with PyTorch, the others with a kernel.
     """
@@ -34,27 +34,34 @@ class BlockExchange:
         starts = np.searchsorted(place[order], np.arange(len(plan.query_blocks) * plan.num_kv_heads + 1))
         # At least one entry: a kernel takes its address.
         parts = (starts, np.append(order, 0))
-        self.return_starts, self.return_entries = (torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts)
+        self.return_starts, self.return_entries = (
+            torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts
+        )
 
     def start(self, key: torch.Tensor, value: torch.Tensor, backend: str, early_heads: int = 0) -> Pending:
-        """Sends the blocks that other ranks need of key and value [S/c, B, G, D], any strides; the result is the buffer of received slots.
+        """Sends the blocks that other ranks need of key and value [S/c, B, G, D], any strides; the result is the buffer
+        of received slots.
 
-        early_heads: KV heads, the last ones, whose blocks go first, so that they are there before the result is (Pending.early); the same
-        on all ranks. For blocks that are copied.
+        early_heads: KV heads, the last ones, whose blocks go first, so that they are there before the result is
+        (Pending.early); the same on all ranks. For blocks that are copied.
         """
         sent = key.new_empty((len(self.heads), self.plan.block_size, 2, key.shape[1], key.shape[3]))
-        return self._travel(0, sent, (key, value), lambda: self._pack(key, value, sent, backend), self._early_rows(early_heads))
+        return self._travel(
+            0, sent, (key, value), lambda: self._pack(key, value, sent, backend), self._early_rows(early_heads)
+        )
 
     def start_return(self, gradients: torch.Tensor) -> Pending:
         """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
         return self._travel(1, gradients, (), lambda: None, None)
 
     def _early_rows(self, heads: int) -> tuple[int, ...] | None:
-        """Of each piece of the route, how many of its last rows go first; None where all go at once. A piece is ordered by KV head."""
+        """Of each piece of the route, how many of its last rows go first; None where all go at once. A piece is ordered
+        by KV head."""
         if heads and heads not in self._early:
             first_head, all_heads = self.plan.num_kv_heads - heads, self.plan.send_heads
             self._early[heads] = tuple(
-                rows - int(np.searchsorted(all_heads[first : first + rows], first_head)) for _, first, rows, _ in self.routes[0].pieces
+                rows - int(np.searchsorted(all_heads[first : first + rows], first_head))
+                for _, first, rows, _ in self.routes[0].pieces
             )
         return self._early[heads] if heads else None
 
@@ -104,10 +111,11 @@ def sequence_order(tokens: int, size: int, device: torch.device) -> torch.Tensor
 
 
 def cut_order(borders: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
-    """int64 [tokens]: where each token lies after the ranks' rows are joined, when every document was cut in zigzag by itself.
+    """int64 [tokens]: where each token lies after the ranks' rows are joined, when every document was cut in zigzag by
+    itself.
 
-    borders: int32 [documents + 1], the documents with their padding, all lengths multiples of 2 * size. Computed on the device of `borders`,
-    without waiting for it. Tokens after the last border count as one more document.
+    borders: int32 [documents + 1], the documents with their padding, all lengths multiples of 2 * size. Computed on the
+    device of `borders`, without waiting for it. Tokens after the last border count as one more document.
     """
     position = torch.arange(tokens, device=borders.device)
     ends = torch.cat([borders[1:].long(), torch.full((1,), tokens, device=borders.device)])
@@ -124,8 +132,9 @@ def cut_order(borders: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
 
 
 def documents_of_rank(packed: PackedSequence, rank: int, size: int, tokens: int) -> PackedSequence:
-    """The part of packed documents that a rank's queries need, when the whole row was cut in zigzag as one sequence: documents without a
-    query of this rank are empty, the others end with its last query. Without waiting for the device."""
+    """The part of packed documents that a rank's queries need, when the whole row was cut in zigzag as one sequence:
+    documents without a query of this rank are empty, the others end with its last query. Without waiting for the
+    device."""
     starts, lengths = packed.starts[:-1].long(), packed.cu_seqlens.diff().long()
     chunk = tokens // (2 * size)
     kept = torch.zeros_like(lengths)
@@ -138,8 +147,8 @@ def documents_of_rank(packed: PackedSequence, rank: int, size: int, tokens: int)
 
 
 def returned_sum(grad: torch.Tensor, order: torch.Tensor, group) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of grad [S, ...], in fp32 (or wider) and in the order of ranks: a reduce-scatter whose result
-    does not depend on how the library reduces. order: see cut_order."""
+    """This rank's rows of the sum over ranks of grad [S, ...], in fp32 (or wider) and in the order of ranks: a
+    reduce-scatter whose result does not depend on how the library reduces. order: see cut_order."""
     size = group.size()
     by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
     by_rank[order] = grad

@@ -1,8 +1,10 @@
-"""Which blocks travel between context-parallel ranks: fixed by the pattern, known to every rank before training starts. NumPy only.
+"""Which blocks travel between context-parallel ranks: fixed by the pattern, known to every rank before training starts.
+NumPy only.
 
-The sequence is cut into 2 * size equal chunks; rank r holds the chunks r and 2 * size - 1 - r (Megatron's zigzag order). A rank needs a remote
-key block of a KV head when one of its query blocks attends it in at least one query head of the group. n blocks of the whole sequence, G KV
-heads of the tensor-parallel rank; block indices are global unless they are called slots.
+The sequence is cut into 2 * size equal chunks; rank r holds the chunks r and 2 * size - 1 - r (Megatron's zigzag
+order). A rank needs a remote key block of a KV head when one of its query blocks attends it in at least one query head
+of the group. n blocks of the whole sequence, G KV heads of the tensor-parallel rank; block indices are global unless
+they are called slots.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from s2_megatron.patterns.ranges import Pattern
 
 
 def check_block_count(seq_length: int, size: int, block_size: int) -> int:
-    """The number of blocks of a sequence. Raises ValueError when it cannot be cut into 2 * size chunks of whole blocks."""
+    """The number of blocks of a sequence. Raises ValueError when it cannot be cut into 2 * size chunks of whole
+    blocks."""
     unit = 2 * size * block_size
     if seq_length % unit or not seq_length:
         below, above = seq_length // unit * unit, (seq_length // unit + 1) * unit
@@ -49,7 +52,8 @@ def owners(size: int, n_blocks: int) -> np.ndarray:
 def needed_blocks(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
     """bool[size, G, n]: whether a query block of the rank attends the key block in a query head of the KV head's group.
 
-    The rank's own blocks are included. Range patterns take O(size * heads * ranges) strided assignments, masks O(nonzeros).
+    The rank's own blocks are included. Range patterns take O(size * heads * ranges) strided assignments, masks
+    O(nonzeros).
     """
     half = n_blocks // (2 * size)
     ratio = pattern.num_heads // pattern.num_kv_heads
@@ -67,7 +71,8 @@ def needed_blocks(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
                     continue
                 for head in {pattern.heads[head] for head in members}:
                     for nearest, limit, stride in head.bounds():
-                        # Query blocks first .. end - 1 at distances nearest .. limit - 1: key blocks low .. high, of one residue.
+                        # Query blocks first .. end - 1 at distances nearest .. limit - 1: key blocks low .. high, of
+                        # one residue.
                         low = 0 if limit is None else max(0, first - limit + 1)
                         high = end - 1 - nearest
                         row[low + (-(low + head.offset)) % stride : max(high + 1, 0) : stride] = True
@@ -98,8 +103,8 @@ def _row_pairs(counts, diagonal, block: int):
 class ExchangePlan:
     """What one rank sends and receives in one layer, for K and V alike.
 
-    A slot is one block of one KV head. Slots to send are ordered by the rank that receives them, then KV head, then block, and the receiver
-    has them in the same order: from rank 0, from rank 1, ...
+    A slot is one block of one KV head. Slots to send are ordered by the rank that receives them, then KV head, then
+    block, and the receiver has them in the same order: from rank 0, from rank 1, ...
     """
 
     rank: int
@@ -141,7 +146,8 @@ class ExchangePlan:
 
 @lru_cache(maxsize=256)
 def make_plan(pattern: Pattern, rank: int, size: int, n_blocks: int) -> ExchangePlan:
-    """The plan of one rank. pattern: of this tensor-parallel rank's heads, with global offsets. n_blocks: see check_block_count.
+    """The plan of one rank. pattern: of this tensor-parallel rank's heads, with global offsets. n_blocks: see
+    check_block_count.
 
     Every rank computes it alone: no communication, memory O(size * G * n).
     """
@@ -177,7 +183,8 @@ def make_plan(pattern: Pattern, rank: int, size: int, n_blocks: int) -> Exchange
 
 
 def block_pairs(pattern: Pattern, query_blocks: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """How many (query, key) pairs of blocks every query head attends, int64[H]. held: bool[n], the key blocks that count."""
+    """How many (query, key) pairs of blocks every query head attends, int64[H]. held: bool[n], the key blocks that
+    count."""
     found: dict = {}
     counts = np.zeros(pattern.num_heads, dtype=np.int64)
     for head in range(pattern.num_heads):
@@ -203,35 +210,43 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
 
 
 ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
-IN_PARTS_FROM = 1.2e-3  # seconds of a rank's forward: below them a step is short beside what the CPU takes for its launches
+IN_PARTS_FROM = (
+    1.2e-3  # seconds of a rank's forward: below them a step is short beside what the CPU takes for its launches
+)
 
 
-def _seconds_of_heads(pattern: Pattern, plan: ExchangePlan, held: np.ndarray, head_dim: int, products: int) -> np.ndarray:
+def _seconds_of_heads(
+    pattern: Pattern, plan: ExchangePlan, held: np.ndarray, head_dim: int, products: int
+) -> np.ndarray:
     """float[G]: what every KV head's attention to the held key blocks takes on the plan's rank."""
     pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
     return pairs * (plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE)
 
 
 @lru_cache(maxsize=256)
-def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float, early: int = 0) -> int:
-    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks take to come, or those of the `early` last
-    heads where these come first; all other heads at most.
+def heads_beside(
+    pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float, early: int = 0
+) -> int:
+    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks take to come, or
+    those of the `early` last heads where these come first; all other heads at most.
 
-    products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate, the same in every run: the order of
-    sums depends on it.
+    products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate, the same in
+    every run: the order of sums depends on it.
     """
     slots = (plan.remote_slot[-early:] >= 0).sum() if early else plan.received_slots
     held = np.zeros(plan.n_blocks, dtype=bool)
     held[plan.query_blocks] = True
     work = np.cumsum(_seconds_of_heads(pattern, plan, held, head_dim, products))
-    return min(int(np.searchsorted(work, slots * plan.slot_bytes(head_dim, itemsize) / rate)) + 1, plan.num_kv_heads - early)
+    return min(
+        int(np.searchsorted(work, slots * plan.slot_bytes(head_dim, itemsize) / rate)) + 1, plan.num_kv_heads - early
+    )
 
 
 @lru_cache(maxsize=256)
 def early_heads(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
-    """KV heads, the last ones, whose blocks go first: so many that their attention takes as long as the blocks of the others take to come. 0:
-    all go at once, as where the forward of one sequence is too short for another launch (IN_PARTS_FROM). Arguments as in heads_beside. An
-    estimate by the work of rank 0, so that all ranks find the same.
+    """KV heads, the last ones, whose blocks go first: so many that their attention takes as long as the blocks of the
+    others take to come. 0: all go at once, as where the forward of one sequence is too short for another launch
+    (IN_PARTS_FROM). Arguments as in heads_beside. An estimate by the work of rank 0, so that all ranks find the same.
     """
     first = make_plan(pattern, 0, plan.size, plan.n_blocks)
     seconds = _seconds_of_heads(pattern, first, np.ones(plan.n_blocks, dtype=bool), head_dim, products)
@@ -258,15 +273,37 @@ class LayerCosts:
 
 
 def layer_costs(
-    pattern: Pattern, size: int, seq_length: int, comm_type: str, *, head_dim: int, itemsize: int, keep_received: bool = False
+    pattern: Pattern,
+    size: int,
+    seq_length: int,
+    comm_type: str,
+    *,
+    head_dim: int,
+    itemsize: int,
+    keep_received: bool = False,
 ) -> LayerCosts:
-    """The costs of a layer on `size` ranks. pattern: of one tensor-parallel rank's heads. head_dim, itemsize: of q, k and v.
+    """The costs of a layer on `size` ranks. pattern: of one tensor-parallel rank's heads. head_dim, itemsize: of q, k
+    and v.
 
-    Forward: K and V, for a2a q and out too. Backward: K and V once more unless they are kept, and their gradients (of an all-gather in fp32).
+    Forward: K and V, for a2a q and out too. Backward: K and V once more unless they are kept, and their gradients (of
+    an all-gather in fp32).
     """
-    n_blocks = check_block_count(seq_length, size, pattern.block_size) if comm_type != "a2a" else -(-seq_length // pattern.block_size)
+    n_blocks = (
+        check_block_count(seq_length, size, pattern.block_size)
+        if comm_type != "a2a"
+        else -(-seq_length // pattern.block_size)
+    )
     if comm_type == "a2a":
-        one_way = seq_length // size * (size - 1) // size * 2 * (pattern.num_heads + pattern.num_kv_heads) * head_dim * itemsize
+        one_way = (
+            seq_length
+            // size
+            * (size - 1)
+            // size
+            * 2
+            * (pattern.num_heads + pattern.num_kv_heads)
+            * head_dim
+            * itemsize
+        )
         pairs = tuple(pattern.tensor_parallel_slice(rank, size).attended_pairs(seq_length) for rank in range(size))
         return LayerCosts((one_way,) * size, (one_way,) * size, pairs)
     pairs = tuple(rank_pairs(pattern, size, n_blocks).tolist())
@@ -278,4 +315,6 @@ def layer_costs(
         return LayerCosts(forward, tuple(wide + (0 if keep_received else sent) for sent in forward), pairs)
     forward = tuple(slot * count for count in plan.sent_slots)
     returned = (slot * count for count in plan.needed_slots)
-    return LayerCosts(forward, tuple(back + (0 if keep_received else sent) for sent, back in zip(forward, returned)), pairs)
+    return LayerCosts(
+        forward, tuple(back + (0 if keep_received else sent) for sent, back in zip(forward, returned)), pairs
+    )

@@ -1,9 +1,11 @@
-"""The attention of comm type `sparse`: what a rank computes before and after the blocks of other ranks come, with autograd.
+"""The attention of comm type `sparse`: what a rank computes before and after the blocks of other ranks come, with
+autograd.
 
-To attend the rank's own keys first and to continue with what came hides the exchange, but visits every query tile twice. Where the kernels take
-keys from two tensors (joins_keys), only so many KV heads do that as it takes (cp_plan.heads_beside): the first ones. The others attend all keys
-at once afterwards, from where they lie. Blocks that are copied come in two parts: those of a few early heads, the last ones, come first, and
-their attention hides what the others wait for (cp_plan.early_heads). Fewer heads then go twice.
+To attend the rank's own keys first and to continue with what came hides the exchange, but visits every query tile
+twice. Where the kernels take keys from two tensors (joins_keys), only so many KV heads do that as it takes
+(cp_plan.heads_beside): the first ones. The others attend all keys at once afterwards, from where they lie. Blocks that
+are copied come in two parts: those of a few early heads, the last ones, come first, and their attention hides what the
+others wait for (cp_plan.early_heads). Fewer heads then go twice.
 """
 
 from __future__ import annotations
@@ -50,9 +52,11 @@ class SparseState(NamedTuple):
         return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device), {})
 
     def heads(self, head_dim: int, itemsize: int, products: int) -> tuple[int, int]:
-        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way). products: matmuls of a tile.
+        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way). products:
+        matmuls of a tile.
 
-        The first number is the same on all ranks, so it does not depend on what kernels make of it; the second is for those that join keys.
+        The first number is the same on all ranks, so it does not depend on what kernels make of it; the second is for
+        those that join keys.
         """
         kind = head_dim, itemsize, products
         if kind not in self.chosen:
@@ -65,7 +69,9 @@ class SparseState(NamedTuple):
         """Those whose lists calls will ask for, where the kernels join keys."""
         if self.received is None:
             return [self.own]
-        twice = [self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS)]
+        twice = [
+            self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS)
+        ]
         rest = keep_received or min(twice) < self.layout.num_kv_heads
         return [self.own, self.received, *([self.joined] if rest else [])]
 
@@ -79,12 +85,17 @@ def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Plac
     own, n_own = placed(plan.local_slot), len(plan.query_blocks)
     if not plan.received_slots:
         return own, None, None
-    return own, placed(plan.remote_slot), placed(np.where(plan.remote_slot < 0, plan.local_slot, plan.remote_slot + n_own), n_own)
+    return (
+        own,
+        placed(plan.remote_slot),
+        placed(np.where(plan.remote_slot < 0, plan.local_slot, plan.remote_slot + n_own), n_own),
+    )
 
 
 class _Heads:
-    """The KV heads by how they attend: `twice` visit their query tiles for own keys and again for received ones; `early` attend all keys when
-    their blocks have come, the `rest` when all have. Falsy: none; `ends` is what kernels take of them."""
+    """The KV heads by how they attend: `twice` visit their query tiles for own keys and again for received ones;
+    `early` attend all keys when their blocks have come, the `rest` when all have. Falsy: none; `ends` is what kernels
+    take of them."""
 
     def __init__(self, query, key, early: int, twice: int):
         groups = key.shape[2]
@@ -111,8 +122,9 @@ def _heads(query, key, value, slots, joined, state: SparseState, chosen: tuple[i
 
 
 class SparseAttention(torch.autograd.Function):
-    """call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the backward. known: (out,
-    LSE) where they have been computed before; nothing is then sent or computed before the backward. Returns (out, LSE), LSE without a gradient.
+    """call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the
+    backward. known: (out, LSE) where they have been computed before; nothing is then sent or computed before the
+    backward. Returns (out, LSE), LSE without a gradient.
     """
 
     @staticmethod
@@ -131,7 +143,9 @@ class SparseAttention(torch.autograd.Function):
 
 def compute(query, key, value, call, state, keep_received=False):
     """(out, LSE), and the received blocks where they are to be kept."""
-    own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
+    own, received, joined = (
+        call._replace(placement=placement) for placement in (state.own, state.received, state.joined)
+    )
     chosen = state.heads(query.shape[3], query.itemsize, FORWARD_PRODUCTS)
     pending = state.exchange.start(key, value, call.backend, chosen[0])
     slots = slot_views(pending.received, key.shape[2])
@@ -158,9 +172,12 @@ def compute(query, key, value, call, state, keep_received=False):
 
 
 def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
-    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head goes twice where the kernels join keys."""
+    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head goes twice where the kernels join
+    keys."""
     exchange, groups = state.exchange, key.shape[2]
-    own, received, joined = (call._replace(placement=placement) for placement in (state.own, state.received, state.joined))
+    own, received, joined = (
+        call._replace(placement=placement) for placement in (state.own, state.received, state.joined)
+    )
     chosen = (0, 0) if kept else state.heads(query.shape[3], query.itemsize, QUERY_GRADIENT_PRODUCTS)
     # Enqueued first: it comes while delta and parts of dQ are computed.
     pending = None if kept else exchange.start(key, value, call.backend, chosen[0])
@@ -174,7 +191,9 @@ def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
 
     def attend_all(some):
         if some:
-            attention_backward_dq(*shared, key, value, lse, row_sums, joined, kv_heads=heads.ends(some), more=slots, into=grad_query)
+            attention_backward_dq(
+                *shared, key, value, lse, row_sums, joined, kv_heads=heads.ends(some), more=slots, into=grad_query
+            )
 
     if heads.twice:
         attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.ends(heads.twice), into=partial)
@@ -186,7 +205,9 @@ def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
         attention_backward_dkdv(*shared, *slots, lse, row_sums, *slot_views(slot_gradients, groups), received)
     returning = exchange.start_return(slot_gradients)
     if heads.twice and state.received is not None:
-        attention_backward_dq(*shared, *slots, lse, row_sums, received, initial=partial, kv_heads=heads.ends(heads.twice), into=grad_query)
+        attention_backward_dq(
+            *shared, *slots, lse, row_sums, received, initial=partial, kv_heads=heads.ends(heads.twice), into=grad_query
+        )
     attend_all(heads.rest)
     if pending is not None:
         pending.release()

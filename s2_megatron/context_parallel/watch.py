@@ -1,10 +1,10 @@
 """Ends a process whose exchange by copies does not come to an end, and says which ranks did not come.
 
-A collective has its library's watchdog. A stream that waits for a flag has none, and when the host then waits for that stream, or for room in
-its queue, nothing would ever end the job. A thread of Python would not do: the host may hold the interpreter's lock while it waits. So every
-rank has a second process, which sees how many exchanges each rank of the group has started, and how many have arrived, in memory that all of
-them share: the host writes the first number, the stream the second, behind the arrival. It imports nothing but the standard library, and ends
-when its rank does.
+A collective has its library's watchdog. A stream that waits for a flag has none, and when the host then waits for that
+stream, or for room in its queue, nothing would ever end the job. A thread of Python would not do: the host may hold the
+interpreter's lock while it waits. So every rank has a second process, which sees how many exchanges each rank of the
+group has started, and how many have arrived, in memory that all of them share: the host writes the first number, the
+stream the second, behind the arrival. It imports nothing but the standard library, and ends when its rank does.
 """
 
 from __future__ import annotations
@@ -77,10 +77,11 @@ class Board:
 
 
 class Watch:
-    """One rank's exchanges under the eyes of a second process. rank: in the group; names: of all its ranks. timeout: seconds that an exchange
-    may take, asked for with every one. Raises OSError.
+    """One rank's exchanges under the eyes of a second process. rank: in the group; names: of all its ranks. timeout:
+    seconds that an exchange may take, asked for with every one. Raises OSError.
 
-    A second process that ended is started again with the next exchange, if it had lived for a while; until then nobody watches this rank.
+    A second process that ended is started again with the next exchange, if it had lived for a while; until then nobody
+    watches this rank.
     """
 
     def __init__(self, board: Board, rank: int, names: Sequence[int], timeout: Callable[[], float]):
@@ -105,9 +106,13 @@ class Watch:
             time.sleep(1e-3)
 
     def issue(self) -> int:
-        """The number of one more exchange, to be written to the 64 bits at `arrived_at` when it has arrived. It is watched from now on."""
+        """The number of one more exchange, to be written to the 64 bits at `arrived_at` when it has arrived. It is
+        watched from now on."""
         if self._process.poll() is not None and time.monotonic() - self._started > RESTART_SECONDS:
-            print(f"rank {self._name}: the process that watches exchanges ended ({self._process.returncode}); started again", flush=True)
+            print(
+                f"rank {self._name}: the process that watches exchanges ended ({self._process.returncode}); started again",
+                flush=True,
+            )
             self._start()
         number = self.board.get(self._rank, STARTED) + 1
         self.board.set(self._rank, TIMEOUT, int(self._timeout() * 1e3))
@@ -131,10 +136,11 @@ class Lateness:
         self._arrived, self._since, self._looked = 0, None, None
 
     def look(self, now: float) -> float:
-        """Seconds by which an exchange that is under way has exceeded its timeout, with none arriving since; 0 when it has not. now: seconds.
+        """Seconds by which an exchange that is under way has exceeded its timeout, with none arriving since; 0 when it
+        has not. now: seconds.
 
-        Time in which a rank of the group was stopped, by a signal or a debugger, does not count, nor that in which nobody looked: the machine
-        may have been suspended.
+        Time in which a rank of the group was stopped, by a signal or a debugger, does not count, nor that in which
+        nobody looked: the machine may have been suspended.
         """
         arrived, timeout = self._board.get(self._rank, ARRIVED), self._board.get(self._rank, TIMEOUT) / 1e3
         gap = 0.0 if self._looked is None else now - self._looked

@@ -1,7 +1,8 @@
 """The command line of S2-Attention, and what happens between Megatron's argument parsing and its model.
 
-A training script needs two calls: `parse_and_validate_args(extra_args_provider=add_s2_arguments)` and `sparsity = prepare_s2(args)`, the
-latter before it derives a model config from `args`. `sparsity` then goes to `s2_megatron.megatron.layer_specs`.
+A training script needs two calls: `parse_and_validate_args(extra_args_provider=add_s2_arguments)` and `sparsity =
+prepare_s2(args)`, the latter before it derives a model config from `args`. `sparsity` then goes to
+`s2_megatron.megatron.layer_specs`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.flops import install_flop_accounting
 from s2_megatron.megatron.loss_log import install_loss_log
 from s2_megatron.megatron.metrics import report_s2_settings
-from s2_megatron.megatron.refusals import refuse_exchanges, refuse_softmax_scale, refuse_unsupported, refuse_yaml_command_line
+from s2_megatron.megatron.refusals import (
+    refuse_exchanges,
+    refuse_softmax_scale,
+    refuse_unsupported,
+    refuse_yaml_command_line,
+)
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.printing import print_once
 
@@ -35,7 +41,10 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     refuse_yaml_command_line()
     group = parser.add_argument_group(title="S2-Attention")
     group.add_argument(
-        "--s2-config", metavar="YAML", default=None, help="Sparsity of every layer (see configs/). Without it the model is Megatron's own."
+        "--s2-config",
+        metavar="YAML",
+        default=None,
+        help="Sparsity of every layer (see configs/). Without it the model is Megatron's own.",
     )
     group.add_argument(
         "--s2-backend",
@@ -118,7 +127,8 @@ def _resolve(args: Namespace) -> ResolvedSparsity:
 
 
 def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> ResolvedSparsity:
-    """Writes the YAML's softmax scale where Megatron's model config reads it, or takes over the one that is already there."""
+    """Writes the YAML's softmax scale where Megatron's model config reads it, or takes over the one that is already
+    there."""
     refuse_softmax_scale(args, sparsity)
     if sparsity.softmax_scale is None:
         return dataclasses.replace(sparsity, softmax_scale=getattr(args, "softmax_scale", None))
@@ -160,31 +170,38 @@ def _warn_of_ignored(args: Namespace) -> None:
 
 def _report_no_effect(args: Namespace) -> None:
     """Says which flags of context parallelism have no effect on one rank."""
-    given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + ["--s2-cp-keep-received"] * args.s2_cp_keep_received
+    given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + [
+        "--s2-cp-keep-received"
+    ] * args.s2_cp_keep_received
     given += ["--s2-cp-transport"] * (args.s2_cp_transport != "auto")
     if given and args.context_parallel_size == 1:
         print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
     elif args.s2_cp_transport != "auto" and "sparse" not in args.s2_cp_comm_type:
-        print_once(f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect")
+        print_once(
+            f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect"
+        )
 
 
 def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
     """Reads --s2-config, checks that this run can honour it, and makes Megatron's accounting know it.
 
-    args: what Megatron's `parse_and_validate_args` returned, with `add_s2_arguments` as its extra_args_provider. To be called before a model
-    config is derived from `args`. Returns the sparsity of every layer, or None without --s2-config.
+    args: what Megatron's `parse_and_validate_args` returned, with `add_s2_arguments` as its extra_args_provider. To be
+    called before a model config is derived from `args`. Returns the sparsity of every layer, or None without
+    --s2-config.
 
-    Afterwards args.s2_sparsity (canonical JSON, saved in checkpoints with the other arguments) and args.s2_density (attended pairs over dense
-    causal ones) are set, and args.softmax_scale when the YAML has one; throughput counts attended pairs; wandb and TensorBoard know the
-    sparsity.
+    Afterwards args.s2_sparsity (canonical JSON, saved in checkpoints with the other arguments) and args.s2_density
+    (attended pairs over dense causal ones) are set, and args.softmax_scale when the YAML has one; throughput counts
+    attended pairs; wandb and TensorBoard know the sparsity.
 
-    Raises ValueError for a config that does not fit the model, for every setting that S2 attention cannot honour, and when --load would
-    resume a checkpoint of another sparsity.
+    Raises ValueError for a config that does not fit the model, for every setting that S2 attention cannot honour, and
+    when --load would resume a checkpoint of another sparsity.
     """
     if not hasattr(args, "s2_config"):
         if getattr(args, "yaml_cfg", None) is not None:
             return None
-        raise ValueError("args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args")
+        raise ValueError(
+            "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
+        )
     install_loss_log(args.s2_loss_log)
     if args.s2_config is None:
         _warn_of_ignored(args)

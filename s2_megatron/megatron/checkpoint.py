@@ -1,7 +1,9 @@
-"""A checkpoint knows the sparsity it was trained with, and a resume under another one is refused before the model is built.
+"""A checkpoint knows the sparsity it was trained with, and a resume under another one is refused before the model is
+built.
 
-Megatron stores its arguments in every checkpoint; `args.s2_sparsity` (`ResolvedSparsity.canonical_json()`) is one of them. A checkpoint
-without it is dense. Attention modules have no weights, so a checkpoint's weights fit every sparsity: only resuming is at stake.
+Megatron stores its arguments in every checkpoint; `args.s2_sparsity` (`ResolvedSparsity.canonical_json()`) is one of
+them. A checkpoint without it is dense. Attention modules have no weights, so a checkpoint's weights fit every sparsity:
+only resuming is at stake.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class StoredCheckpoint(NamedTuple):
 
 
 def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
-    """The checkpoint that Megatron will load under these arguments, read by Megatron's own functions; None when there is none.
+    """The checkpoint that Megatron will load under these arguments, read by Megatron's own functions; None when there
+    is none.
 
     Reads the small common part of a torch_dist checkpoint; the file of rank 0 in the legacy `torch` format.
     """
@@ -62,11 +65,12 @@ def _dense_json(args: Namespace) -> str:
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to load.
+    """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to
+    load.
 
-    Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant. Otherwise raises
-    ValueError with one line for each kind of change and the layers it concerns. The backend, the parallel layout, the sequence length and the
-    name of the YAML are no difference.
+    Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant.
+    Otherwise raises ValueError with one line for each kind of change and the layers it concerns. The backend, the
+    parallel layout, the sequence length and the name of the YAML are no difference.
     """
     checkpoint = find_checkpoint(args)
     if checkpoint is None:
@@ -80,7 +84,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
         differences = diff_sparsity(stored or _dense_json(checkpoint.args), ours)
     except ValueError as error:
         if not allowed:
-            raise ValueError(f"--load {checkpoint.folder}: {error}; or add --s2-allow-sparsity-change to load it all the same") from error
+            raise ValueError(
+                f"--load {checkpoint.folder}: {error}; or add --s2-allow-sparsity-change to load it all the same"
+            ) from error
         differences = [f"not comparable: {error}"]
     if not differences:
         return
@@ -89,7 +95,11 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if not allowed:
         fix = "resume without --s2-config"
         if stored is not None:
-            fix = "add --s2-config with the YAML it was trained with" if sparsity is None else "resume with the YAML it was trained with"
+            fix = (
+                "add --s2-config with the YAML it was trained with"
+                if sparsity is None
+                else "resume with the YAML it was trained with"
+            )
         raise ValueError(
             f"{where} was trained with another sparsity; this run (now on the right) would resume it with its optimizer:{lines}\n"
             f"{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to continue with the new one"

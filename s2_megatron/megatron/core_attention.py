@@ -1,8 +1,9 @@
 """Megatron-core's core attention (softmax(QK)V, between the qkv and the output projection) computed by S2-Attention.
 
-s query tokens, sk key tokens (the whole prefix in static inference), b micro-batch, t packed tokens; np query heads, ng KV heads and hn
-head dim of one tensor-parallel rank.
+s query tokens, sk key tokens (the whole prefix in static inference), b micro-batch, t packed tokens; np query heads, ng
+KV heads and hn head dim of one tensor-parallel rank.
 """
+
 from __future__ import annotations
 
 import json
@@ -25,8 +26,8 @@ from s2_megatron.ops.recompute import KeptOutputs, kept_attention
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
-# TransformerConfig settings that change what attention computes, with the value that S2 honours and the flag for it. The command
-# line is checked before (refusals.py, which knows more); this list is for models that are built without it.
+# TransformerConfig settings that change what attention computes, with the value that S2 honours and the flag for it.
+# The command line is checked before (refusals.py, which knows more); this list is for models that are built without it.
 HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
     ("multi_latent_attention", False, "drop --multi-latent-attention"),
@@ -38,7 +39,11 @@ HONOURED_CONFIG = (
     ("qk_clip", False, "drop --qk-clip"),
     ("log_max_attention_logit", False, "drop --log-max-attention-logit"),
     ("batch_invariant_mode", False, "drop --batch-invariant-mode"),
-    ("flash_decode", False, "drop --flash-decode: it reads the KV cache without the core attention, hence without the sparsity"),
+    (
+        "flash_decode",
+        False,
+        "drop --flash-decode: it reads the KV cache without the core attention, hence without the sparsity",
+    ),
 )
 
 _layouts: dict[tuple[str, torch.device], Layout] = {}
@@ -47,10 +52,12 @@ _context_parallel: dict[tuple, ContextParallel] = {}
 
 @dataclass
 class PackedAcrossRanks(PackedSeqParams):
-    """A packed row that was cut over context-parallel ranks as one sequence, whatever its documents are (--dataloader-inter-document-masking).
+    """A packed row that was cut over context-parallel ranks as one sequence, whatever its documents are
+    (--dataloader-inter-document-masking).
 
-    The fields of PackedSeqParams describe that one sequence: Megatron's RoPE, which is relative, then takes the right positions on every rank.
-    documents has the borders that the attention must respect; only S2's core attention reads it.
+    The fields of PackedSeqParams describe that one sequence: Megatron's RoPE, which is relative, then takes the right
+    positions on every rank. documents has the borders that the attention must respect; only S2's core attention reads
+    it.
     """
 
     documents: PackedSequence | None = None
@@ -67,12 +74,13 @@ def require_honoured(config: TransformerConfig, where: str) -> None:
 class S2CoreAttention(MegatronModule):
     """Drop-in for Megatron's DotProductAttention in one layer. It has no weights, hence adds no keys to a checkpoint.
 
-    config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as Megatron passes them.
-    pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing. layer_index: the 0-based layer that the
-    pattern is meant for, to check against layer_number. backend, deterministic: see s2_attention; config.deterministic_mode also selects
-    the deterministic backward. With context parallelism: s2_cp_comm_type, keep_received, packed_cut and transport as in ContextParallel,
-    whose cp_comm_type this layer does not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation
-    keep the result of the first pass, so that the second computes no attention.
+    config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as
+    Megatron passes them. pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing.
+    layer_index: the 0-based layer that the pattern is meant for, to check against layer_number. backend, deterministic:
+    see s2_attention; config.deterministic_mode also selects the deterministic backward. With context parallelism:
+    s2_cp_comm_type, keep_received, packed_cut and transport as in ContextParallel, whose cp_comm_type this layer does
+    not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation keep the result
+    of the first pass, so that the second computes no attention.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
     """
 
@@ -102,7 +110,9 @@ class S2CoreAttention(MegatronModule):
     ):
         super().__init__(config=config)
         # The spec was made for one layer; Megatron numbers layers itself, by its own pipeline arithmetic.
-        assert layer_index is None or layer_number == layer_index + 1, f"spec of layer {layer_index} (from 0) built as {layer_number} (from 1)"
+        assert layer_index is None or layer_number == layer_index + 1, (
+            f"spec of layer {layer_index} (from 0) built as {layer_number} (from 1)"
+        )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
         self.backend = backend
@@ -111,13 +121,21 @@ class S2CoreAttention(MegatronModule):
 
         require_honoured(config, self._name)
         if backend not in BACKENDS:
-            raise ValueError(f"{self._name}: backend={backend!r}; expected one of {', '.join(BACKENDS)}; set --s2-backend")
+            raise ValueError(
+                f"{self._name}: backend={backend!r}; expected one of {', '.join(BACKENDS)}; set --s2-backend"
+            )
         if attention_dropout:
-            raise ValueError(f"{self._name}: attention_dropout={attention_dropout}; expected 0.0; add --attention-dropout 0.0")
+            raise ValueError(
+                f"{self._name}: attention_dropout={attention_dropout}; expected 0.0; add --attention-dropout 0.0"
+            )
         if attention_type != "self":
-            raise ValueError(f"{self._name}: attention_type={attention_type!r}; expected 'self'; keep cross attention dense (plan letter D)")
+            raise ValueError(
+                f"{self._name}: attention_type={attention_type!r}; expected 'self'; keep cross attention dense (plan letter D)"
+            )
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"{self._name}: attn_mask_type={attn_mask_type}; expected causal; keep this layer dense (plan letter D)")
+            raise ValueError(
+                f"{self._name}: attn_mask_type={attn_mask_type}; expected causal; keep this layer dense (plan letter D)"
+            )
         if k_channels is not None or v_channels is not None:
             raise ValueError(
                 f"{self._name}: k_channels={k_channels}, v_channels={v_channels}; expected None, one head dim for q, k and v; "
@@ -162,7 +180,8 @@ class S2CoreAttention(MegatronModule):
         return f"S2 attention of layer {self.layer_number} (counted from 1)"
 
     def layout(self, device: torch.device) -> Layout:
-        """The block geometry of this rank's heads on a device; layers whose patterns attend the same blocks share one."""
+        """The block geometry of this rank's heads on a device; layers whose patterns attend the same blocks share
+        one."""
         key = (self._pattern_key, device)
         if key not in _layouts:
             _layouts[key] = build_layout(self.local_pattern).to(device)
@@ -184,15 +203,17 @@ class S2CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention of the layer's heads on this rank.
 
-        query [s, b, np, hn], key and value [sk, b, ng, hn], any strides; packed: [t, np, hn] and [t, ng, hn]; with context parallelism
-        this rank's share of the tokens, in Megatron's order. attention_mask is not read: the pattern is causal, and a mask type that says
-        more than that is refused.
+        query [s, b, np, hn], key and value [sk, b, ng, hn], any strides; packed: [t, np, hn] and [t, ng, hn]; with
+        context parallelism this rank's share of the tokens, in Megatron's order. attention_mask is not read: the
+        pattern is causal, and a mask type that says more than that is refused.
         Returns [s, b, np*hn], packed [t, np*hn], in query's dtype.
         Raises ValueError for a bias, a mask that is not causal, or packed sequences in another format than thd.
         """
         if attention_bias is not None:
-            raise ValueError(f"{self._name}: attention_bias has shape {list(attention_bias.shape)}; expected None; "
-                             "use RoPE (--position-embedding-type rope), or keep this layer dense (plan letter D)")
+            raise ValueError(
+                f"{self._name}: attention_bias has shape {list(attention_bias.shape)}; expected None; "
+                "use RoPE (--position-embedding-type rope), or keep this layer dense (plan letter D)"
+            )
         if self.config.flash_decode:
             require_honoured(self.config, self._name)
         packed = None if packed_seq_params is None else self._packed(packed_seq_params, query)
@@ -200,15 +221,19 @@ class S2CoreAttention(MegatronModule):
         self._check_mask_type(mask_type, query, key, packed)
         # Only inside a layer that Megatron will run, or runs, a second time.
         kept = self.kept if self.training and is_checkpointing() else None
-        options = dict(softmax_scale=self.softmax_scale, packed=packed, backend=self.backend, deterministic=self.deterministic)
+        options = dict(
+            softmax_scale=self.softmax_scale, packed=packed, backend=self.backend, deterministic=self.deterministic
+        )
         if self.context_parallel is not None:
             return self.context_parallel.attention(query, key, value, kept=kept, **options).flatten(-2)
         form = "sbhd" if packed is None else "thd"
-        return kept_attention(query, key, value, self.layout(query.device), kept=kept, tensor_format=form, **options).flatten(-2)
+        return kept_attention(
+            query, key, value, self.layout(query.device), kept=kept, tensor_format=form, **options
+        ).flatten(-2)
 
     def _check_mask_type(self, mask_type, query, key, packed) -> None:
-        # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees every key;
-        # for several new tokens at once the pattern is bottom-right causal, whatever the mask type says.
+        # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees
+        # every key; for several new tokens at once the pattern is bottom-right causal, whatever the mask type says.
         continues_prefix = packed is None and key.shape[0] > query.shape[0]
         if mask_type in (AttnMaskType.causal, AttnMaskType.causal_bottom_right):
             return
@@ -224,7 +249,9 @@ class S2CoreAttention(MegatronModule):
     def _packed(self, params: PackedSeqParams, query: torch.Tensor) -> PackedSequence:
         if params.qkv_format != "thd":
             raise ValueError(f"{self._name}: packed sequences in qkv_format={params.qkv_format!r}; expected 'thd'")
-        if self.context_parallel is not None and (self.context_parallel.cut == "sequence") != isinstance(params, PackedAcrossRanks):
+        if self.context_parallel is not None and (self.context_parallel.cut == "sequence") != isinstance(
+            params, PackedAcrossRanks
+        ):
             raise ValueError(
                 f"{self._name}: packed_seq_params is {type(params).__name__}, but the batch was cut by {self.context_parallel.cut}; expected "
                 "PackedAcrossRanks for a row cut as one sequence, PackedSeqParams for documents cut by themselves; read batches with "
@@ -238,23 +265,28 @@ class S2CoreAttention(MegatronModule):
         ):
             # Identity first: comparing values would wait for the GPU in every layer.
             if ours is not theirs and (ours is None or theirs is None or not torch.equal(ours, theirs)):
-                raise ValueError(f"{self._name}: {name} of queries and keys differ; expected the same documents in both")
+                raise ValueError(
+                    f"{self._name}: {name} of queries and keys differ; expected the same documents in both"
+                )
         cu_seqlens, longest = params.cu_seqlens_q.to(torch.int32), params.max_seqlen_q
         if longest is None:
-            # Only block masks have a longest length to check; reading it off the borders would make every layer wait for the GPU.
+            # Only block masks have a longest length to check; reading it off the borders would make every layer wait
+            # for the GPU.
             limited = isinstance(self.local_pattern, BlockMaskPattern)
             longest = int(cu_seqlens.diff().max()) if limited else query.shape[0]
         padded = params.cu_seqlens_q_padded
         return PackedSequence(cu_seqlens, int(longest), None if padded is None else padded.to(torch.int32))
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # Transformer Engine's attention leaves such a key in checkpoints of --ckpt-format torch; a module without state skips it.
+        # Transformer Engine's attention leaves such a key in checkpoints of --ckpt-format torch; a module without state
+        # skips it.
         state_dict.pop(prefix + "_extra_state", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class S2SelfAttention(SelfAttention):
-    """Megatron's SelfAttention around an S2CoreAttention, with the two inference paths closed that go around the core attention.
+    """Megatron's SelfAttention around an S2CoreAttention, with the two inference paths closed that go around the core
+    attention.
 
     They read the KV cache with dense attention kernels, so the layer would run dense without a word.
     """

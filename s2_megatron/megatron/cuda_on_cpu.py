@@ -1,7 +1,7 @@
 """Megatron's own training loop on a machine without a GPU: `torch.cuda` calls and `device="cuda"` land on the CPU.
 
-For tests and for small runs such as the quickstart, over gloo. It must be installed before Megatron is imported, because Megatron
-binds some of the patched functions by name:
+For tests and for small runs such as the quickstart, over gloo. It must be installed before Megatron is imported,
+because Megatron binds some of the patched functions by name:
 
     from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
     install_if_no_gpu()
@@ -9,6 +9,7 @@ binds some of the patched functions by name:
 
 Afterwards `torch.cuda.is_available()` is true in this process; ask `is_installed()` to know better.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +28,8 @@ GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C
 
 
 def _to_cpu(device):
-    """'cpu' for a device argument that names a GPU ('cuda', 'cuda:0', 0, torch.device('cuda')); any other argument unchanged."""
+    """'cpu' for a device argument that names a GPU ('cuda', 'cuda:0', 0, torch.device('cuda')); any other argument
+    unchanged."""
     if isinstance(device, int) or getattr(device, "type", str(device)).startswith("cuda"):
         return "cpu"
     return device
@@ -38,7 +40,8 @@ _NAMING_DEVICES = frozenset((torch.Tensor.cuda, torch.Tensor.pin_memory, torch.T
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Redirects the device of tensor factories, Tensor.to and Tensor.cuda, and reports CPU tensors' type() as CUDA's."""
+    """Redirects the device of tensor factories, Tensor.to and Tensor.cuda, and reports CPU tensors' type() as
+    CUDA's."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not kwargs and func not in _NAMING_DEVICES:
@@ -130,20 +133,28 @@ def is_installed() -> bool:
 
 def compute_device() -> torch.device:
     """Where this process's models compute: its current GPU, or the CPU."""
-    return torch.device("cpu") if is_installed() or not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+    return (
+        torch.device("cpu")
+        if is_installed() or not torch.cuda.is_available()
+        else torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 def _leave_out_gpu_packages() -> None:
-    """Hide Transformer Engine and Apex from Megatron, which would take their optimizers and norms: those launch CUDA kernels."""
+    """Hide Transformer Engine and Apex from Megatron, which would take their optimizers and norms: those launch CUDA
+    kernels."""
     found = [name for name in GPU_PACKAGES if name not in sys.modules and importlib.util.find_spec(name) is not None]
     for name in found:
-        sys.modules[name] = None  # `import name` now raises ModuleNotFoundError, which Megatron expects where a package is missing
+        sys.modules[name] = (
+            None  # `import name` now raises ModuleNotFoundError, which Megatron expects where a package is missing
+        )
     if found:
         print_once(f"No GPU found: {', '.join(found)} left out")
 
 
 def install_if_no_gpu() -> bool:
-    """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU that way."""
+    """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU
+    that way."""
     if is_installed():
         return True
     if torch.cuda.is_available():
@@ -165,9 +176,12 @@ def install_if_no_gpu() -> bool:
             return run_backward(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run_backward_redirected
-    # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always warns.
+    # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always
+    # warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    print_once("No GPU found: this run takes the CPU. It computes the same, slowly; use a GPU for more than tests and small models.")
+    print_once(
+        "No GPU found: this run takes the CPU. It computes the same, slowly; use a GPU for more than tests and small models."
+    )
     return True
 
 

@@ -3,9 +3,11 @@
 Shapes: b micro-batch, s sequence length, t = b*s tokens of a packed micro-batch, n documents in it.
 
 A packed batch (`--sft`, `--dataloader-inter-document-masking`) is one row of t tokens with the documents' borders in
-`PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders. Over c context-parallel ranks Megatron cuts the row in
-zigzag: every document by itself for --sft, whose documents are padded for it, the whole row for inter-document masking.
+`PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders. Over c context-parallel ranks
+Megatron cuts the row in zigzag: every document by itself for --sft, whose documents are padded for it, the whole row
+for inter-document masking.
 """
+
 from __future__ import annotations
 
 import json
@@ -78,8 +80,11 @@ def _stage_has_mtp(config, vp_stage: int | None) -> bool:
 
 
 def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
-    borders, padded = (batch[key] if batch[key] is None else batch[key].squeeze(0) for key in ("cu_seqlens", "cu_seqlens_padded"))
-    # Megatron's FLOP count of a packed batch: the real tokens, without padding. Looked up at call time, so that a wrapper counts too.
+    borders, padded = (
+        batch[key] if batch[key] is None else batch[key].squeeze(0) for key in ("cu_seqlens", "cu_seqlens_padded")
+    )
+    # Megatron's FLOP count of a packed batch: the real tokens, without padding. Looked up at call time, so that a
+    # wrapper counts too.
     training_loop.update_seqlen_stats_from_cu_seqlens(borders)
     starts = borders if padded is None else padded
     longest = int(batch["max_seqlen"].item())
@@ -112,7 +117,8 @@ def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
 def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     """The next micro-batch. Tensor-parallel rank 0 reads it and broadcasts it within its group.
 
-    data_iterator: None on the ranks that do not read. config: the model's TransformerConfig. vp_stage: virtual pipeline stage.
+    data_iterator: None on the ranks that do not read. config: the model's TransformerConfig. vp_stage: virtual pipeline
+    stage.
     """
     args = get_args()
     packed = is_packed(args)
@@ -170,7 +176,8 @@ def _as_gpt_batch(batch: dict, args) -> GPTBatch:
 
 
 def _with_documents_cut(batch: dict, args) -> GPTBatch:
-    """Every document cut by itself, as Transformer Engine's thd_get_partitioned_indices does it, where that is not installed."""
+    """Every document cut by itself, as Transformer Engine's thd_get_partitioned_indices does it, where that is not
+    installed."""
     borders = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
     group = mpu.get_context_parallel_group()
     tokens = args.micro_batch_size * args.seq_length
@@ -201,8 +208,9 @@ def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor, model=Non
     """The loss of one micro-batch, in the form that Megatron's schedules expect.
 
     loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements.
-    Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the log}).
-    With --check-for-nan-in-loss-and-grad a NaN or Inf ends the run, with --check-for-spiky-loss a sudden jump is reported.
+    Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the
+    log}). With --check-for-nan-in-loss-and-grad a NaN or Inf ends the run, with --check-for-spiky-loss a sudden jump is
+    reported.
     """
     args = get_args()
     if args.logits_load_dir is not None:
@@ -350,7 +358,8 @@ datasets_provider.is_distributed = True
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the word embedding: the first, those with MTP layers, and the last when it is tied.
+    """The ranks of a pipeline that hold the word embedding: the first, those with MTP layers, and the last when it is
+    tied.
 
     pp_ranks: the global ranks of one pipeline, first stage first.
     """

@@ -1,16 +1,18 @@
 """Megatron's throughput counts the (query, key) pairs that are really attended; the dense-equivalent stands beside it.
 
-Megatron counts a layer's core attention as that of dense causal attention: 12 D H sum(L^2)/2 FLOPs (forward and backward) for H heads of
-dim D over sequences of length L, i.e. 12 D for each of the L^2/2 pairs of a head, and its formula is linear in sum(L^2). So a model with S2
-layers has the FLOPs that Megatron's own formula gives for an *effective* sum(L^2): the real one in its dense layers, twice the attended pairs
-of a head in its S2 layers, the mean over both. Nothing else of the formula is repeated here, so MoE, MTP and GQA follow Megatron.
+Megatron counts a layer's core attention as that of dense causal attention: 12 D H sum(L^2)/2 FLOPs (forward and
+backward) for H heads of dim D over sequences of length L, i.e. 12 D for each of the L^2/2 pairs of a head, and its
+formula is linear in sum(L^2). So a model with S2 layers has the FLOPs that Megatron's own formula gives for an
+*effective* sum(L^2): the real one in its dense layers, twice the attended pairs of a head in its S2 layers, the mean
+over both. Nothing else of the formula is repeated here, so MoE, MTP and GQA follow Megatron.
 
-What is patched, all of it here, once per process and said once: four functions that `megatron.training.training` looks up in its own namespace.
+What is patched, all of it here, once per process and said once: four functions that `megatron.training.training` looks
+up in its own namespace.
 
 - `num_floating_point_operations` uses the effective sum(L^2).
 - `update_seqlen_stats_from_cu_seqlens` also adds up the attended pairs of packed documents, on the device, and only while training:
-  Megatron's own also lets an evaluation's documents leak into the next iteration. With virtual pipeline stages it is called once per stage
-  and micro-batch; the sums are divided by their number.
+  Megatron's own also lets an evaluation's documents leak into the next iteration. With virtual pipeline stages it is
+  called once per stage and micro-batch; the sums are divided by their number.
 - `consume_seqlen_stats_in_iteration` reads these sums once per logging interval (and before a checkpoint) instead of once per iteration.
 - `training_log` gets the mean over that interval, and reports the dense-equivalent throughput after Megatron's line.
 """
@@ -33,7 +35,8 @@ from s2_megatron.printing import print_once
 
 
 class PairTable:
-    """How many pairs a document of any length attends, summed over all S2 layers and their query heads. Looked up on the device.
+    """How many pairs a document of any length attends, summed over all S2 layers and their query heads. Looked up on
+    the device.
 
     limit: the longest document, in tokens.
     """
@@ -70,7 +73,8 @@ def _counted(patterns: list[Pattern]) -> list[tuple[Pattern, int]]:
 
 
 def _row_counts(pattern: Pattern, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(attended blocks below the diagonal, heads with the diagonal block) of each query block, summed over the query heads, int64[n_blocks]."""
+    """(attended blocks below the diagonal, heads with the diagonal block) of each query block, summed over the query
+    heads, int64[n_blocks]."""
     below, diagonal = np.zeros(n_blocks, dtype=np.int64), np.zeros(n_blocks, dtype=np.int64)
     if isinstance(pattern, BlockMaskPattern):
         pattern.check_length(n_blocks * pattern.block_size)
@@ -98,7 +102,8 @@ class _SquaredLengths(float):
 
 
 class _Flops(float):
-    """FLOPs of one global batch, which keep the dense-equivalent ones company through the division by the elapsed time."""
+    """FLOPs of one global batch, which keep the dense-equivalent ones company through the division by the elapsed
+    time."""
 
     dense: float
     accounting: FlopAccounting
@@ -143,17 +148,21 @@ class FlopAccounting:
             )
         dense_layers = self.num_layers - self.num_s2_layers
         effective = (dense_layers * squares + 2 * pairs / self.num_heads) / self.num_layers
-        flops, dense = (original(args, batch_size, float(total), total_real_tokens_in_batch) for total in (effective, squares))
+        flops, dense = (
+            original(args, batch_size, float(total), total_real_tokens_in_batch) for total in (effective, squares)
+        )
         return _Flops(flops, dense, self)
 
     def add_documents(self, cu_seqlens: torch.Tensor | None) -> None:
-        """In place of Megatron's `update_seqlen_stats_from_cu_seqlens`. cu_seqlens: int32 [documents + 1], without padding. Does not wait
-        for the device."""
+        """In place of Megatron's `update_seqlen_stats_from_cu_seqlens`. cu_seqlens: int32 [documents + 1], without
+        padding. Does not wait for the device."""
         if cu_seqlens is None or cu_seqlens.numel() < 2 or not torch.is_grad_enabled():
             return
         if self.sums is None:
             on_gpu = torch.cuda.is_available()  # where the sum over all ranks has to be taken
-            self.sums = torch.zeros(3, dtype=torch.float64, device=torch.cuda.current_device() if on_gpu else cu_seqlens.device)
+            self.sums = torch.zeros(
+                3, dtype=torch.float64, device=torch.cuda.current_device() if on_gpu else cu_seqlens.device
+            )
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(self.sums.device)
         exact = lengths.to(torch.float64)
         self.sums += torch.stack([exact.sum(), (exact * exact).sum(), self.table.pairs(lengths).sum()])
@@ -162,12 +171,22 @@ class FlopAccounting:
     def _is_read(self, args: Namespace) -> bool:
         """Whether somebody looks at the sums after this iteration: a log, a checkpoint, the end of the run."""
         iteration = args.curr_iteration + 1
-        intervals = (args.log_interval, args.save and args.save_interval, args.non_persistent_save_interval, args.exit_interval)
-        return not self.started or iteration >= args.train_iters or any(step and iteration % step == 0 for step in intervals)
+        intervals = (
+            args.log_interval,
+            args.save and args.save_interval,
+            args.non_persistent_save_interval,
+            args.exit_interval,
+        )
+        return (
+            not self.started
+            or iteration >= args.train_iters
+            or any(step and iteration % step == 0 for step in intervals)
+        )
 
     def consume(self) -> tuple[float | None, float | None]:
-        """In place of Megatron's `consume_seqlen_stats_in_iteration`: (real tokens, sum(L^2)) of the global batch, or (None, None) for
-        unpacked batches. Between the iterations in which they are read it returns zeros, and their work comes with the next reading."""
+        """In place of Megatron's `consume_seqlen_stats_in_iteration`: (real tokens, sum(L^2)) of the global batch, or
+        (None, None) for unpacked batches. Between the iterations in which they are read it returns zeros, and their
+        work comes with the next reading."""
         if not self.packed:
             return None, None
         from megatron.training.global_vars import get_args
@@ -183,7 +202,8 @@ class FlopAccounting:
         return tokens, _SquaredLengths(squares, pairs)
 
     def _sum_over_ranks(self, args: Namespace) -> list[float]:
-        """The sums over the global batch: every data-parallel rank has its own documents, the ranks of its model the same ones."""
+        """The sums over the global batch: every data-parallel rank has its own documents, the ranks of its model the
+        same ones."""
         from megatron.core import parallel_state
 
         copies = args.virtual_pipeline_model_parallel_size or 1
@@ -207,7 +227,10 @@ class FlopAccounting:
         due = first or given["iteration"] % settings.log_interval == 0
         if due and self.packed:
             tokens, squares, pairs = self.interval / self.interval_iterations
-            given["total_real_tokens_in_batch"], given["seqlen_squared_sum_in_batch"] = tokens, _SquaredLengths(squares, pairs)
+            given["total_real_tokens_in_batch"], given["seqlen_squared_sum_in_batch"] = (
+                tokens,
+                _SquaredLengths(squares, pairs),
+            )
         result = self.original["training_log"](*call.args, **call.kwargs)
         if due:
             if not first:  # as Megatron, whose first log does not end an interval
@@ -254,7 +277,8 @@ def _forwarding(name: str, method: str):
 def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> FlopAccounting:
     """Makes Megatron's throughput count what `sparsity` attends. Calling again replaces the counts, not the patches.
 
-    args: Megatron's arguments. A script that has imported `update_seqlen_stats_from_cu_seqlens` by name gets the patched one as well.
+    args: Megatron's arguments. A script that has imported `update_seqlen_stats_from_cu_seqlens` by name gets the
+    patched one as well.
     """
     global _accounting
     from megatron.training import training
@@ -266,7 +290,13 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     if first:
         for name, method in _PATCHED.items():
             patched = _forwarding(name, method)
-            for module in [module for module in sys.modules.values() if getattr(module, "__dict__", {}).get(name) is _original[name]]:
+            for module in [
+                module
+                for module in sys.modules.values()
+                if getattr(module, "__dict__", {}).get(name) is _original[name]
+            ]:
                 setattr(module, name, patched)
-        print_once(f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_PATCHED)})")
+        print_once(
+            f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_PATCHED)})"
+        )
     return _accounting

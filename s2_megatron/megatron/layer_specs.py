@@ -1,11 +1,14 @@
-"""GPT layer specs with S2-Attention: Megatron's own specs, deep-copied, with another `core_attention` in the layers that want one.
+"""GPT layer specs with S2-Attention: Megatron's own specs, deep-copied, with another `core_attention` in the layers
+that want one.
 
     sparsity = prepare_s2(args)                     # None without --s2-config
     model_cfg = gpt_config_from_args(args)
     apply_s2(model_cfg, args, sparsity)             # changes nothing when sparsity is None
 
-Layers are 0-based and global everywhere here; `global_layer_indices` is the one place that asks Megatron which layers a pipeline stage holds.
+Layers are 0-based and global everywhere here; `global_layer_indices` is the one place that asks Megatron which layers a
+pipeline stage holds.
 """
+
 from __future__ import annotations
 
 import copy
@@ -40,12 +43,18 @@ ONE_RANK = ContextSettings()
 
 
 def resolve_dense_core(
-    choice: str, *, use_transformer_engine: bool, context_parallel_size: int, packed: bool, seq_length: int, packed_cut: str = "document"
+    choice: str,
+    *,
+    use_transformer_engine: bool,
+    context_parallel_size: int,
+    packed: bool,
+    seq_length: int,
+    packed_cut: str = "document",
 ) -> tuple[str, str]:
     """Who computes the dense layers of an S2 run: ('stock' or 's2', the reason in words).
 
-    choice: --s2-dense-core. packed: whether batches hold several documents a sample. packed_cut: how they are cut over context-parallel
-    ranks, as one 'sequence' or each 'document' by itself, which is what Transformer Engine expects.
+    choice: --s2-dense-core. packed: whether batches hold several documents a sample. packed_cut: how they are cut over
+    context-parallel ranks, as one 'sequence' or each 'document' by itself, which is what Transformer Engine expects.
     Raises ValueError for an unknown choice, and for 'stock' where Megatron's own attention cannot run.
     """
     if choice not in DENSE_CORES:
@@ -58,7 +67,10 @@ def resolve_dense_core(
                 f"s2_dense_core='stock' with packed rows that are cut over context_parallel_size={context_parallel_size} ranks as one "
                 "sequence: Transformer Engine's attention expects every document cut by itself; use --s2-dense-core s2 or auto"
             )
-        return "s2", "Transformer Engine's attention does not know packed rows cut as one sequence (context parallelism)"
+        return (
+            "s2",
+            "Transformer Engine's attention does not know packed rows cut as one sequence (context parallelism)",
+        )
     if use_transformer_engine:
         return "stock", "Transformer Engine's attention" if choice == "auto" else "--s2-dense-core stock"
     obstacles = []
@@ -80,7 +92,9 @@ def resolve_dense_core(
     return "stock", f"Megatron's local attention suits seq_length={seq_length}, one document a sample"
 
 
-def global_layer_indices(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> list[int]:
+def global_layer_indices(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> list[int]:
     """The 0-based indices, within the whole model, of the decoder layers of one pipeline stage, in order.
 
     vp_stage: virtual stage, None without virtual stages. pp_rank: None asks Megatron's parallel state.
@@ -94,7 +108,8 @@ def global_layer_indices(config: TransformerConfig, vp_stage: int | None = None,
 
 @dataclass(frozen=True)
 class _CoreChoice:
-    """How the layers' core attention is chosen: dense_core is 'stock' or 's2'; the rest are settings of S2CoreAttention."""
+    """How the layers' core attention is chosen: dense_core is 'stock' or 's2'; the rest are settings of
+    S2CoreAttention."""
 
     dense_core: str
     backend: str
@@ -104,7 +119,8 @@ class _CoreChoice:
     planned_length: int | None
 
     def spec(self, layer: LayerSparsity, layer_index: int, of_mtp: bool = False) -> ModuleSpec | None:
-        """The core attention of one layer, None to keep Megatron's. of_mtp: layer_index counts the multi-token-prediction layers."""
+        """The core attention of one layer, None to keep Megatron's. of_mtp: layer_index counts the
+        multi-token-prediction layers."""
         if layer.pattern is None and self.dense_core == "stock":
             return None
         pattern = self.dense_pattern if layer.pattern is None else layer.pattern
@@ -123,7 +139,17 @@ class _CoreChoice:
         return ModuleSpec(module=S2CoreAttention, params=settings)
 
 
-def _core_choice(config, sparsity: ResolvedSparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context):
+def _core_choice(
+    config,
+    sparsity: ResolvedSparsity,
+    use_transformer_engine,
+    dense_core,
+    packed,
+    backend,
+    deterministic,
+    seq_length,
+    context,
+):
     seq_length = sparsity.seq_length if seq_length is None else seq_length
     core, _ = resolve_dense_core(
         dense_core,
@@ -173,16 +199,22 @@ def s2_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The spec of this pipeline stage's decoder layers, each with the core attention that `sparsity` gives its global layer.
+    """The spec of this pipeline stage's decoder layers, each with the core attention that `sparsity` gives its global
+    layer.
 
-    use_transformer_engine: whether the stock spec is Transformer Engine's or the local one. dense_core, packed: see resolve_dense_core.
-    seq_length: default the one that the sparsity was resolved for. context: the flags of context parallelism. stock: the spec to start from,
-    of one layer or of the stage; default Megatron's get_gpt_decoder_block_spec.
+    use_transformer_engine: whether the stock spec is Transformer Engine's or the local one. dense_core, packed: see
+    resolve_dense_core. seq_length: default the one that the sparsity was resolved for. context: the flags of context
+    parallelism. stock: the spec to start from, of one layer or of the stage; default Megatron's
+    get_gpt_decoder_block_spec.
     Raises ValueError when the numbers of layers differ, or when the stock layers are not self attention.
     """
     if len(sparsity.layers) != config.num_layers:
-        raise ValueError(f"num_layers={config.num_layers}, but the S2 config was resolved for {len(sparsity.layers)}; expected the same")
-    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context)
+        raise ValueError(
+            f"num_layers={config.num_layers}, but the S2 config was resolved for {len(sparsity.layers)}; expected the same"
+        )
+    choice = _core_choice(
+        config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context
+    )
     whole_stage = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_transformer_engine,
@@ -218,10 +250,12 @@ def s2_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The spec of the multi-token-prediction layers with the sparsity of `sparsity.mtp_layers`; None on stages without them.
+    """The spec of the multi-token-prediction layers with the sparsity of `sparsity.mtp_layers`; None on stages without
+    them.
 
-    stock: the spec to start from; default Megatron's, around its dense decoder layer. The other arguments as in s2_block_spec.
-    Raises ValueError when the sparsity has another number of such layers, or, with --mtp-use-repeated-layer, layers that differ.
+    stock: the spec to start from; default Megatron's, around its dense decoder layer. The other arguments as in
+    s2_block_spec. Raises ValueError when the sparsity has another number of such layers, or, with
+    --mtp-use-repeated-layer, layers that differ.
     """
     if get_mtp_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank) == 0:
         return None
@@ -231,18 +265,24 @@ def s2_mtp_block_spec(
             "give them in the S2 config's key mtp_layers"
         )
     if config.mtp_use_repeated_layer and len({layer.pattern for layer in sparsity.mtp_layers}) > 1:
-        raise ValueError("mtp_use_repeated_layer=True with different mtp_layers; expected one pattern; repeat one letter in mtp_layers")
+        raise ValueError(
+            "mtp_use_repeated_layer=True with different mtp_layers; expected one pattern; repeat one letter in mtp_layers"
+        )
     if stock is None:
         decoder = get_gpt_decoder_block_spec(
             config, use_transformer_engine, config.normalization, config.qk_l2_norm, vp_stage=vp_stage, pp_rank=pp_rank
         )
         stock = get_gpt_mtp_block_spec(config, decoder, use_transformer_engine, vp_stage=vp_stage, pp_rank=pp_rank)
-    choice = _core_choice(config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context)
+    choice = _core_choice(
+        config, sparsity, use_transformer_engine, dense_core, packed, backend, deterministic, seq_length, context
+    )
     layers = []
     for index, stock_layer in enumerate(stock.layer_specs):
         spec = copy.deepcopy(stock_layer)
         core = choice.spec(sparsity.mtp_layers[index], index, of_mtp=True)
-        spec.submodules.mtp_model_layer = _with_core(spec.submodules.mtp_model_layer, config, core, f"MTP layer {index} (counted from 0)")
+        spec.submodules.mtp_model_layer = _with_core(
+            spec.submodules.mtp_model_layer, config, core, f"MTP layer {index} (counted from 0)"
+        )
         for name in ("enorm", "hnorm", "layer_norm"):
             setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
         layers.append(spec)
@@ -251,7 +291,8 @@ def s2_mtp_block_spec(
 
 @dataclass(frozen=True)
 class S2LayerSpecs:
-    """Makes the specs of every pipeline stage; GPTModelConfig.transformer_layer_spec takes an instance as its callable."""
+    """Makes the specs of every pipeline stage; GPTModelConfig.transformer_layer_spec takes an instance as its
+    callable."""
 
     sparsity: ResolvedSparsity
     dense_core: str
@@ -275,14 +316,18 @@ class S2LayerSpecs:
     def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         """The decoder layers. model_config: Megatron's GPTModelConfig."""
         stock = megatron_gpt.default_layer_spec(model_config, vp_stage)
-        return s2_block_spec(model_config.transformer, self.sparsity, stock=stock, vp_stage=vp_stage, **self._settings(model_config))
+        return s2_block_spec(
+            model_config.transformer, self.sparsity, stock=stock, vp_stage=vp_stage, **self._settings(model_config)
+        )
 
     def mtp_block(self, stock_function, model_config, layer_spec, vp_stage: int | None = None):
         """The multi-token-prediction layers, in place of stock_function(model_config, layer_spec, vp_stage)."""
         stock = stock_function(model_config, layer_spec, vp_stage=vp_stage)
         if stock is None:
             return None
-        return s2_mtp_block_spec(model_config.transformer, self.sparsity, stock=stock, vp_stage=vp_stage, **self._settings(model_config))
+        return s2_mtp_block_spec(
+            model_config.transformer, self.sparsity, stock=stock, vp_stage=vp_stage, **self._settings(model_config)
+        )
 
 
 class S2GPTModelBuilder(megatron_gpt.GPTModelBuilder):
@@ -304,10 +349,10 @@ class S2GPTModelBuilder(megatron_gpt.GPTModelBuilder):
 def apply_s2(model_config, args, sparsity: ResolvedSparsity | None) -> None:
     """Make Megatron build `model_config` with S2-Attention, and print which attention runs in which layer.
 
-    model_config: the GPTModelConfig of gpt_config_from_args; its layer spec, softmax scale and builder are set. args: the parsed arguments.
-    sparsity: what prepare_s2 returned; None leaves everything as it is.
-    Raises ValueError when the model has a layer spec, a softmax scale or a builder of another source already, when Transformer Engine is
-    asked for and missing, and when --s2-dense-core cannot be honoured.
+    model_config: the GPTModelConfig of gpt_config_from_args; its layer spec, softmax scale and builder are set. args:
+    the parsed arguments. sparsity: what prepare_s2 returned; None leaves everything as it is.
+    Raises ValueError when the model has a layer spec, a softmax scale or a builder of another source already, when
+    Transformer Engine is asked for and missing, and when --s2-dense-core cannot be honoured.
     """
     if sparsity is None:
         return
@@ -315,7 +360,9 @@ def apply_s2(model_config, args, sparsity: ResolvedSparsity | None) -> None:
     if model_config.transformer_layer_spec is not None:
         raise ValueError(f"spec={args.spec}: a layer spec together with --s2-config; expected one of them; drop --spec")
     if model_config.builder != megatron_gpt.GPTModelConfig.builder:
-        raise ValueError(f"the model is built by {model_config.builder}; expected {megatron_gpt.GPTModelConfig.builder}; train a plain GPT")
+        raise ValueError(
+            f"the model is built by {model_config.builder}; expected {megatron_gpt.GPTModelConfig.builder}; train a plain GPT"
+        )
     use_transformer_engine = _uses_transformer_engine(transformer)
     _set_softmax_scale(transformer, sparsity)
     packed = bool(args.sft or args.dataloader_inter_document_masking)
@@ -355,7 +402,9 @@ def _uses_transformer_engine(transformer: TransformerConfig) -> bool:
     if implementation == "local":
         return False
     if implementation != "transformer_engine":
-        raise ValueError(f"transformer_impl={implementation!r}; expected 'local' or 'transformer_engine'; set --transformer-impl")
+        raise ValueError(
+            f"transformer_impl={implementation!r}; expected 'local' or 'transformer_engine'; set --transformer-impl"
+        )
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:

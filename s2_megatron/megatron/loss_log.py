@@ -7,8 +7,9 @@ is flushed line by line, so that an iteration that has a checkpoint has its line
     {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0}
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
 
-A resumed run appends. `read_loss_log` keeps the last line of every iteration, which is what the run with that checkpoint
-did. The log has one writer at a time: a second process is refused, and a process whose torchrun was killed stops.
+A resumed run appends. `read_loss_log` keeps the last line of every iteration, which is what the run with that
+checkpoint did. The log has one writer at a time: a second process is refused, and a process whose torchrun was killed
+stops.
 Reading the loss costs one device synchronisation an iteration, as `--log-interval 1` does.
 """
 
@@ -75,7 +76,9 @@ class _Writer:
 
     def append(self, record: dict) -> None:
         if self.launcher not in (None, os.getppid()):
-            raise RuntimeError(f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume")
+            raise RuntimeError(
+                f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume"
+            )
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
@@ -94,7 +97,9 @@ def install_loss_log(path: str | Path | None) -> None:
     path = Path(path).absolute()
     if _writer is not None:
         if _writer.path != path:
-            raise ValueError(f"--s2-loss-log={path}: this process already logs to {_writer.path}; expected one path; drop one")
+            raise ValueError(
+                f"--s2-loss-log={path}: this process already logs to {_writer.path}; expected one path; drop one"
+            )
         return
     _writer = writer = _Writer(path)
 
@@ -145,7 +150,9 @@ def install_loss_log(path: str | Path | None) -> None:
     def logged_evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
         current.update(iteration=iteration, validation=prefix)
         try:
-            return evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
+            return evaluate_and_print_results(
+                prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs
+            )
         finally:
             current.clear()
 
@@ -171,7 +178,9 @@ def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; remove the line") from error
+            raise ValueError(
+                f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; remove the line"
+            ) from error
         if "validation" in record:
             evaluations[record["validation"]] = record
         else:
@@ -180,10 +189,11 @@ def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
 
 
 def truncate_loss_log(path: str | Path, iteration: int, wait_seconds: float = 60.0) -> None:
-    """Drop what a run logged after its checkpoint of `iteration`, and will do again, so that the log joins without a seam.
+    """Drop what a run logged after its checkpoint of `iteration`, and will do again, so that the log joins without a
+    seam.
 
-    Waits for a writer that is about to end. The file is replaced in one step: a crash leaves the old one or the new one.
-    Raises ValueError when it is still being written after `wait_seconds`.
+    Waits for a writer that is about to end. The file is replaced in one step: a crash leaves the old one or the new
+    one. Raises ValueError when it is still being written after `wait_seconds`.
     """
     path = Path(path)
     if not path.exists():

@@ -23,7 +23,10 @@ def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
         "s2_layers": dict(Counter(layer.kind for layer in sparsity.all_layers)),
         "s2_plan": [layer.spec for layer in sparsity.layers],
         "s2_mtp_plan": [layer.spec for layer in sparsity.mtp_layers],
-        "s2_patterns": {layer.spec: layer.pattern.describe() if layer.pattern is not None else "dense" for layer in sparsity.all_layers},
+        "s2_patterns": {
+            layer.spec: layer.pattern.describe() if layer.pattern is not None else "dense"
+            for layer in sparsity.all_layers
+        },
         "s2_block_size": sparsity.block_size,
         "s2_softmax_scale": sparsity.softmax_scale,
         "s2_sparsity": sparsity.canonical_json(),
@@ -31,9 +34,11 @@ def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
 
 
 def report_s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> None:
-    """Adds the settings to wandb's config and to TensorBoard, on the rank where Megatron has opened them (the last one).
+    """Adds the settings to wandb's config and to TensorBoard, on the rank where Megatron has opened them (the last
+    one).
 
-    Megatron starts wandb while it parses arguments, with the arguments as its config: the sparsity is known only afterwards, hence an update.
+    Megatron starts wandb while it parses arguments, with the arguments as its config: the sparsity is known only
+    afterwards, hence an update.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 

@@ -1,4 +1,5 @@
-"""The norms that Megatron's local layer spec cannot build: PyTorch's under sequence parallelism, RMSNorm where Apex has none."""
+"""The norms that Megatron's local layer spec cannot build: PyTorch's under sequence parallelism, RMSNorm where Apex has
+none."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def sequence_parallel_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored) -> torch.nn.Module:
-    """PyTorch's LayerNorm or RMSNorm (config.normalization) for --sequence-parallel, which Megatron's wrapper of them refuses.
+def sequence_parallel_norm(
+    config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **ignored
+) -> torch.nn.Module:
+    """PyTorch's LayerNorm or RMSNorm (config.normalization) for --sequence-parallel, which Megatron's wrapper of them
+    refuses.
 
-    Under sequence parallelism every rank normalises its own tokens, so the weight gradients are partial sums; Megatron adds them up over
-    the tensor-parallel group for parameters that say so.
+    Under sequence parallelism every rank normalises its own tokens, so the weight gradients are partial sums; Megatron
+    adds them up over the tensor-parallel group for parameters that say so.
     Raises ValueError for settings that PyTorch's norms do not have.
     """
     for name, flag in (
@@ -20,10 +24,14 @@ def sequence_parallel_norm(config: TransformerConfig, hidden_size: int, eps: flo
         ("memory_efficient_layer_norm", "drop --memory-efficient-layer-norm"),
     ):
         if getattr(config, name):
-            raise ValueError(f"{name}=True with PyTorch's {config.normalization}; expected False; {flag}, or install Transformer Engine")
+            raise ValueError(
+                f"{name}=True with PyTorch's {config.normalization}; expected False; {flag}, or install Transformer Engine"
+            )
     norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     if config.normalization not in norms:
-        raise ValueError(f"normalization={config.normalization!r}; expected one of {', '.join(norms)}; set --normalization")
+        raise ValueError(
+            f"normalization={config.normalization!r}; expected one of {', '.join(norms)}; set --normalization"
+        )
     norm = norms[config.normalization](hidden_size, eps=eps)
     for parameter in norm.parameters():
         parameter.sequence_parallel = config.sequence_parallel

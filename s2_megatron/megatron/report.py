@@ -1,4 +1,5 @@
-"""What start-up says about context parallelism: who talks how in which layer, how much is sent, and how evenly the work falls."""
+"""What start-up says about context parallelism: who talks how in which layer, how much is sent, and how evenly the work
+falls."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from s2_megatron.printing import print_once, print_table
 BALANCE_LIMIT = 1.1
 
 
-def core_names(ours: Sequence[bool], stock_core: str, transformer: TransformerConfig, context: ContextSettings) -> list[str]:
-    """What computes each layer, for the start-up table: with context parallelism also how its ranks talk. ours: whether S2's op does."""
+def core_names(
+    ours: Sequence[bool], stock_core: str, transformer: TransformerConfig, context: ContextSettings
+) -> list[str]:
+    """What computes each layer, for the start-up table: with context parallelism also how its ranks talk. ours: whether
+    S2's op does."""
     if transformer.context_parallel_size == 1:
         return ["S2" if own else stock_core for own in ours]
     names = []
@@ -31,7 +35,9 @@ def core_names(ours: Sequence[bool], stock_core: str, transformer: TransformerCo
     return names
 
 
-def _costs(sparsity: ResolvedSparsity, transformer: TransformerConfig, context: ContextSettings, layer: int) -> list[LayerCosts]:
+def _costs(
+    sparsity: ResolvedSparsity, transformer: TransformerConfig, context: ContextSettings, layer: int
+) -> list[LayerCosts]:
     """Of every tensor-parallel rank."""
     pattern = sparsity.all_layers[layer].pattern
     if pattern is None:
@@ -45,12 +51,17 @@ def _costs(sparsity: ResolvedSparsity, transformer: TransformerConfig, context: 
 
 
 def report_context_parallel(
-    sparsity: ResolvedSparsity, ours: Sequence[bool], transformer: TransformerConfig, context: ContextSettings, packed: bool
+    sparsity: ResolvedSparsity,
+    ours: Sequence[bool],
+    transformer: TransformerConfig,
+    context: ContextSettings,
+    packed: bool,
 ) -> None:
-    """Prints what S2's layers send per layer and sequence (the busiest rank, all tensor-parallel slices looked at) and the balance of work.
+    """Prints what S2's layers send per layer and sequence (the busiest rank, all tensor-parallel slices looked at) and
+    the balance of work.
 
-    Raises ValueError for lengths that cannot be cut and comm types that do not suit the heads. Of packed batches, whose work depends on
-    the documents, only the comm types are checked.
+    Raises ValueError for lengths that cannot be cut and comm types that do not suit the heads. Of packed batches, whose
+    work depends on the documents, only the comm types are checked.
     """
     size = transformer.context_parallel_size
     if packed:
@@ -59,7 +70,9 @@ def report_context_parallel(
                 local_groups = max(1, sparsity.num_kv_heads // transformer.tensor_model_parallel_size)
                 check_comm_type(context.comm_type(layer), local_groups, size)
         cut = "each document" if context.packed_cut == "document" else "the whole row"
-        print_once(f"S2: packed rows are cut over {size} context-parallel ranks, {cut} in zigzag; work and bytes depend on the documents")
+        print_once(
+            f"S2: packed rows are cut over {size} context-parallel ranks, {cut} in zigzag; work and bytes depend on the documents"
+        )
         return
     rows: dict[tuple, list[str]] = {}
     largest = total = 0.0
@@ -83,7 +96,9 @@ def report_context_parallel(
         rows.setdefault(texts, []).append(name)
     if not rows:
         return
-    table = Table(title=f"S2 layers on {size} context-parallel ranks: the busiest rank, MiB a sequence", title_justify="left")
+    table = Table(
+        title=f"S2 layers on {size} context-parallel ranks: the busiest rank, MiB a sequence", title_justify="left"
+    )
     for name in ("layer", "exchange", "sent forward", "sent backward", "work max / mean"):
         table.add_column(name, justify="left" if name in ("layer", "exchange") else "right")
     for texts, names in rows.items():

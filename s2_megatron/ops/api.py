@@ -1,6 +1,8 @@
-"""`s2_attention`: S2 block-sparse causal attention on strided tensors, with autograd, over a Triton and a PyTorch backend.
+"""`s2_attention`: S2 block-sparse causal attention on strided tensors, with autograd, over a Triton and a PyTorch
+backend.
 
-S sequence, B batch, H query heads, G KV heads (H a multiple of G), D head dim, T packed tokens. Inside, tensors are views [B, heads, rows, D].
+S sequence, B batch, H query heads, G KV heads (H a multiple of G), D head dim, T packed tokens. Inside, tensors are
+views [B, heads, rows, D].
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ BACKENDS = ("auto", "gluon", "triton", "reference")
 
 @torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
 def resolve_backend(name: str, device_type: str) -> str:
-    """'auto', 'gluon', 'triton' or 'reference' for a backend setting; printed once. 'auto' is the reference on a CPU; on a GPU it stays,
-    and each call takes the Gluon kernels for Hopper where they compute it and the portable Triton kernels elsewhere (kernels/dispatch.py).
+    """'auto', 'gluon', 'triton' or 'reference' for a backend setting; printed once. 'auto' is the reference on a CPU;
+    on a GPU it stays, and each call takes the Gluon kernels for Hopper where they compute it and the portable Triton
+    kernels elsewhere (kernels/dispatch.py).
 
-    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on a CPU (except 'triton'
-    under Triton's interpreter, TRITON_INTERPRET=1).
+    Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on
+    a CPU (except 'triton' under Triton's interpreter, TRITON_INTERPRET=1).
     """
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r}; expected one of {', '.join(BACKENDS)}")
@@ -54,8 +57,11 @@ def _implementation(backend):
     return launch
 
 
-def prepare_placement(layout: Layout, placement: Placement, rows: int, head_dim: int, dtype: torch.dtype, backend: str) -> None:
-    """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend: a resolved one."""
+def prepare_placement(
+    layout: Layout, placement: Placement, rows: int, head_dim: int, dtype: torch.dtype, backend: str
+) -> None:
+    """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend:
+    a resolved one."""
     if backend != "reference":
         _implementation(backend).prepare(layout, placement, rows, head_dim, dtype, backend)
 
@@ -66,8 +72,11 @@ def _settings(call, **more):
 
 
 def _leaves_rows(call) -> bool:
-    """Whether the implementation leaves rows alone: the reference those outside of documents, and all of them empty slots."""
-    return (call.packed is not None and call.backend == "reference") or (call.placement is not None and call.placement.key_slot is not None)
+    """Whether the implementation leaves rows alone: the reference those outside of documents, and all of them empty
+    slots."""
+    return (call.packed is not None and call.backend == "reference") or (
+        call.placement is not None and call.placement.key_slot is not None
+    )
 
 
 def _empty_like(tensor, call):
@@ -87,7 +96,9 @@ def joins_keys(query, key, value, more, call: AttentionCall) -> bool:
         return False
     views = (canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))
     further = [canonical_view(tensor, call.tensor_format) for tensor in more]
-    return _implementation(call.backend).joins_keys(*views, further, call.layout.to(query.device), call.placement, call.backend)
+    return _implementation(call.backend).joins_keys(
+        *views, further, call.layout.to(query.device), call.placement, call.backend
+    )
 
 
 def _part(kv_heads, more, form):
@@ -105,12 +116,12 @@ def empty_lse(query, tensor_format: str) -> torch.Tensor:
 def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None):
     """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
 
-    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a key.
-    into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is continued, so that it is rounded once) and strides,
-    LSE perhaps the initial one.
-    Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left alone; more, (key,
-    value) of the placement's slots from own_slots on, like key, whose heads share memory. For kv_heads (0, end) the out of `into` and of
-    `initial` needs no more heads than those.
+    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a
+    key. into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is continued, so that it
+    is rounded once) and strides, LSE perhaps the initial one.
+    Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left
+    alone; more, (key, value) of the placement's slots from own_slots on, like key, whose heads share memory. For
+    kv_heads (0, end) the out of `into` and of `initial` needs no more heads than those.
     """
     check_call(query, key, value, call, more)
     form = call.tensor_format
@@ -142,7 +153,9 @@ def _gradient_view(grad_out, call: AttentionCall):
     view = canonical_view(grad_out, call.tensor_format)
     if call.backend == "reference" or addressable(view):
         return view
-    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits inside a tile")
+    print_once(
+        f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits inside a tile"
+    )
     return view.contiguous()
 
 
@@ -172,31 +185,49 @@ def attention_delta(grad_out, out, lse, call: AttentionCall):
     """rowsum(out * grad_out) [B, H, rows], fp32 (fp64 for fp64), contiguous: what both other parts read."""
     row_sums = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     if out.numel():
-        _implementation(call.backend).delta(_gradient_view(grad_out, call), None, canonical_view(out, call.tensor_format), lse, row_sums)
+        _implementation(call.backend).delta(
+            _gradient_view(grad_out, call), None, canonical_view(out, call.tensor_format), lse, row_sums
+        )
     return row_sums
 
 
-def attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall, returned=None) -> None:
-    """Writes the part of dK and dV that these queries give to these keys. Every row of a slot that the placement names is written, no other.
+def attention_backward_dkdv(
+    grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call: AttentionCall, returned=None
+) -> None:
+    """Writes the part of dK and dV that these queries give to these keys. Every row of a slot that the placement names
+    is written, no other.
 
-    lse: the final one, over all keys. row_sums: attention_delta's. grad_key, grad_value: like key, any dtype and strides; heads may share
-    memory (stride 0) where their slots differ. returned: gradients of the same keys that other queries gave, added in fp32 before the result
-    is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32 [blocks * G + 1], entries int32), of which the slots of block b of KV
-    head g are entries[starts[b * G + g]] and following, added in that order; for key in whole blocks, heads with memory of their own.
+    lse: the final one, over all keys. row_sums: attention_delta's. grad_key, grad_value: like key, any dtype and
+    strides; heads may share memory (stride 0) where their slots differ. returned: gradients of the same keys that other
+    queries gave, added in fp32 before the result is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32
+    [blocks * G + 1], entries int32), of which the slots of block b of KV head g are entries[starts[b * G + g]] and
+    following, added in that order; for key in whole blocks, heads with memory of their own.
     """
-    views = [_gradient_view(grad_out, call), *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))]
+    views = [
+        _gradient_view(grad_out, call),
+        *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value)),
+    ]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
     if query.numel():
         _implementation(call.backend).backward_dkdv(
-            *views, lse, row_sums, *grads, call.layout, call.softmax_scale, call.packed, call.placement, returned, **_settings(call)
+            *views,
+            lse,
+            row_sums,
+            *grads,
+            call.layout,
+            call.softmax_scale,
+            call.packed,
+            call.placement,
+            returned,
+            **_settings(call),
         )
 
 
 def attention_backward_dq(
     grad_out, query, key, value, lse, row_sums, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None
 ):
-    """dQ over these keys. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it. kv_heads, more, into (dQ, of any
-    type): as in attention_forward."""
+    """dQ over these keys. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it. kv_heads,
+    more, into (dQ, of any type): as in attention_forward."""
     grad_query = _empty_for_queries(query, call) if into is None else into
     form = call.tensor_format
     views = [_gradient_view(grad_out, call), *(canonical_view(tensor, form) for tensor in (query, key, value))]
@@ -218,12 +249,14 @@ def attention_backward_dq(
 
 @lru_cache(maxsize=256)
 def _placement_of_end(first_block: int, n_blocks: int, device: torch.device) -> Placement:
-    """The last query blocks of a sequence, from first_block on; kept, for every layer of every decoding step of a block asks for the same."""
+    """The last query blocks of a sequence, from first_block on; kept, for every layer of every decoding step of a block
+    asks for the same."""
     return Placement.make(range(first_block, n_blocks), n_blocks, device=device)
 
 
 class _Ending:
-    """A query that is the end of a longer sequence (static inference), padded to whole blocks. rows: the dimension of its rows."""
+    """A query that is the end of a longer sequence (static inference), padded to whole blocks. rows: the dimension of
+    its rows."""
 
     def __init__(self, query, key, call: AttentionCall):
         self.rows = FORMATS[call.tensor_format][2]
@@ -246,7 +279,12 @@ class _Ending:
 
 def _is_ending(query, key, call) -> bool:
     rows = FORMATS.get(call.tensor_format, (None,) * 4)[2]
-    return call.placement is None and call.packed is None and query.ndim == key.ndim == 4 and query.shape[rows] < key.shape[rows]
+    return (
+        call.placement is None
+        and call.packed is None
+        and query.ndim == key.ndim == 4
+        and query.shape[rows] < key.shape[rows]
+    )
 
 
 def _op_forward(query, key, value, call):
@@ -288,12 +326,13 @@ def s2_attention(
 ):
     """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
 
-    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value likewise with G heads
-    and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means that the query is its end (static inference).
-    placement: whole query blocks and key slots of a longer sequence (see Placement). softmax_scale: default D ** -0.5. deterministic: the
-    backward is bitwise repeatable (the portable kernels and the reference always are). backend: see resolve_backend.
-    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural log.
-    Raises ValueError for tensors that do not fit each other, the layout or the backend.
+    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
+    likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
+    that the query is its end (static inference). placement: whole query blocks and key slots of a longer sequence (see
+    Placement). softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
+    kernels and the reference always are). backend: see resolve_backend.
+    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
+    log. Raises ValueError for tensors that do not fit each other, the layout or the backend.
     """
     backend = resolve_backend(backend, query.device.type)
     if softmax_scale is None:

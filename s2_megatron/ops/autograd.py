@@ -1,8 +1,9 @@
 """`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
 
-An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those and put together again
-inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes as its handle, a number of which a compiled
-graph is an owner (see `_keep`). Shapes as in attention.py: B batch, H query heads, D head dim.
+An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those
+and put together again inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes
+as its handle, a number of which a compiled graph is an owner (see `_keep`). Shapes as in attention.py: B batch, H query
+heads, D head dim.
 """
 
 from __future__ import annotations
@@ -43,14 +44,22 @@ def _taken_apart(call: AttentionCall) -> tuple:
     packed, placement = call.packed, call.placement
     return (
         *((None, None) if packed is None else (packed.cu_seqlens, packed.cu_seqlens_padded)),
-        *((None, None, None) if placement is None else (placement.query_block_ids, placement.query_rank, placement.key_slot)),
+        *(
+            (None, None, None)
+            if placement is None
+            else (placement.query_block_ids, placement.query_rank, placement.key_slot)
+        ),
         call.layout.handle,
         call.softmax_scale,
         call.tensor_format,
         call.backend,
         call.deterministic,
         0 if packed is None else packed.max_seqlen,
-        *((0,) * 4 if placement is None else (placement.n_blocks, placement.n_slots, placement.own_slots, placement.tile_blocks)),
+        *(
+            (0,) * 4
+            if placement is None
+            else (placement.n_blocks, placement.n_slots, placement.own_slots, placement.tile_blocks)
+        ),
     )
 
 
@@ -67,31 +76,45 @@ def _keep(handle: int) -> None:
 
 def _is_plain(*tensors) -> bool:
     """Whether nobody looks on who wants to see an operator: no tracing, no mode, no transform, no subclass."""
-    return (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
-            and not torch._C._are_functorch_transforms_active()
-            and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors))
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors)
+    )
 
 
 def register_attention(forward: Callable, backward: Callable) -> Callable:
-    """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key, value, AttentionCall).
+    """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key,
+    value, AttentionCall).
 
-    forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or None, query, key, value,
-    out, LSE, call) -> the three gradients, contiguous. They run with real tensors only; a second derivative raises RuntimeError.
+    forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or
+    None, query, key, value, out, LSE, call) -> the three gradients, contiguous. They run with real tensors only; a
+    second derivative raises RuntimeError.
     """
     tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
-    _library.define(f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)", tags=tags)
+    _library.define(
+        f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)", tags=tags
+    )
     _library.define(
         "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
         f"{_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
         tags=tags,
     )
-    attention_op, backward_op = torch.ops.s2_megatron.attention.default, torch.ops.s2_megatron.attention_backward.default
+    attention_op, backward_op = (
+        torch.ops.s2_megatron.attention.default,
+        torch.ops.s2_megatron.attention_backward.default,
+    )
 
     def run_forward(query, key, value, *call):
         return forward(query, key, value, _put_together(*call))
 
     def differentiate(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
-        return tuple(backward(torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, out, lse, call))
+        return tuple(
+            backward(
+                torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, out, lse, call
+            )
+        )
 
     def run_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
         return differentiate(grad_out, grad_lse, query, key, value, out, lse, _put_together(*call))
@@ -101,14 +124,18 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         _keep(handle)
         batch, heads, rows, _ = FORMATS[form]
         shape = [1 if batch is None else query.shape[batch], query.shape[heads], query.shape[rows]]
-        return query.new_empty(query.shape), query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
+        return query.new_empty(query.shape), query.new_empty(
+            shape, dtype=torch.promote_types(query.dtype, torch.float32)
+        )
 
     def fake_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
         return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
     class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, call):  # AttentionCall, or what it was taken apart into: autograd works on each argument
+        def forward(
+            ctx, query, key, value, call
+        ):  # AttentionCall, or what it was taken apart into: autograd works on each argument
             if isinstance(call, AttentionCall):
                 out, lse = forward(query, key, value, call)
             else:

@@ -1,10 +1,12 @@
 """A block-sparse pattern as explicit lists of steps, which the Hopper kernels walk. NumPy only.
 
-For block masks, and for calls whose query and key blocks are placed (context parallelism): there the steps of a query tile or of a key column
-are no arithmetic on a few ranges. Two key blocks make a step of the forward and of dq, two key blocks make a column of dk and dv.
+For block masks, and for calls whose query and key blocks are placed (context parallelism): there the steps of a query
+tile or of a key column are no arithmetic on a few ranges. Two key blocks make a step of the forward and of dq, two key
+blocks make a column of dk and dv.
 
-H query heads, G KV heads. Row block r is the rows r * block_size ... of the query, and is the block query_blocks[r] of the whole sequence.
-A slot is where a key block lies in the key and value: key_slot[g, k], -1 when absent; without key_slot block k lies in slot k.
+H query heads, G KV heads. Row block r is the rows r * block_size ... of the query, and is the block query_blocks[r] of
+the whole sequence. A slot is where a key block lies in the key and value: key_slot[g, k], -1 when absent; without
+key_slot block k lies in slot k.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, Pattern
 
 MOST_SLOTS, MOST_ROW_BLOCKS, MOST_MEMBERS = 2**24, 2**19, 127  # what the bits of a step and of a word can hold
-MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"  # and words: kernels address them in 32 bits, a step has two
+MOST_STEPS, MORE_RANKS = (
+    2**30,
+    "use more context- or tensor-parallel ranks",
+)  # and words: kernels address them in 32 bits, a step has two
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 LAST = 1 << 4  # the bit of a word that ends a column
 LONG = 1.5  # times the mean number of words, from where on a column is a long one
@@ -29,13 +34,14 @@ _ENTRY_KIND = np.array([0, 2, 3, 1] + [0] * 12)
 class QueryLists(NamedTuple):
     """The steps of every query tile.
 
-    A unit is a query head; with pack two neighbouring ones, 2u and 2u + 1. A tile has two halves: the row blocks 2t and 2t + 1 of a head (of an
-    odd number the last one is missing), with pack the row block t of both heads. Masked steps come first, then free ones: both halves attend
-    both key blocks and see all of their tokens. A tile with entries has a masked step, if need be of two free entries: ptxas 12.8 computes the
-    address of the queries for the loop over masked steps and takes it for known behind the loop, also when the loop was passed by.
+    A unit is a query head; with pack two neighbouring ones, 2u and 2u + 1. A tile has two halves: the row blocks 2t and
+    2t + 1 of a head (of an odd number the last one is missing), with pack the row block t of both heads. Masked steps
+    come first, then free ones: both halves attend both key blocks and see all of their tokens. A tile with entries has
+    a masked step, if need be of two free entries: ptxas 12.8 computes the address of the queries for the loop over
+    masked steps and takes it for known behind the loop, also when the loop was passed by.
 
-    A step is two key blocks, each slot | flags << 24. Bits 0, 1 of the flags: half 0, 1 attends it; bits 2, 3: half 0, 1 attends it and it is
-    that half's own block, masked by token.
+    A step is two key blocks, each slot | flags << 24. Bits 0, 1 of the flags: half 0, 1 attends it; bits 2, 3: half 0,
+    1 attends it and it is that half's own block, masked by token.
     """
 
     rows: np.ndarray  # int32 [units]: which list a unit has
@@ -46,18 +52,22 @@ class QueryLists(NamedTuple):
 class KeyLists(NamedTuple):
     """The query row blocks of every column, which is two slots of a KV head. Lists of equal words share them.
 
-    Every present slot is in one column, attended or not. A word is one row block of one member (query head of the KV head's group), with the
-    bits that hopper_columns.step_word gives it. Bits 0, 1: it attends the first, second slot; bits 2, 3: it attends it and it is its own block,
-    masked by token; bit 4: last of the column; bits 5..23: row block; bits 24..30: member. Words of a column: member ascending, then row block
-    descending. A column without queries has one word, with bit 4 alone.
+    Every present slot is in one column, attended or not. A word is one row block of one member (query head of the KV
+    head's group), with the bits that hopper_columns.step_word gives it. Bits 0, 1: it attends the first, second slot;
+    bits 2, 3: it attends it and it is its own block, masked by token; bit 4: last of the column; bits 5..23: row block;
+    bits 24..30: member. Words of a column: member ascending, then row block descending. A column without queries has
+    one word, with bit 4 alone.
     """
 
     rows: np.ndarray  # int32 [G]: which list a KV head has
-    columns: np.ndarray  # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing), first word. Longest first. Columns
+    columns: (
+        np.ndarray
+    )  # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing), first word. Longest first. Columns
     # that only pad a list to the length of the others: (n_slots, n_slots, 0)
     words: np.ndarray  # int32 [words]; one of LAST when there are none
     n_long: int  # columns of a list with more words than LONG times the mean (of all lists; where no column has so many: with half as many as
-    # the longest, or more); the most of any list, 1 at least. They are computed first: equally long ones pass by the same queries together
+    # the longest, or more); the most of any list, 1 at least. They are computed first: equally long ones pass by the
+    # same queries together
 
 
 def _heads(pattern: Pattern, n_blocks: int) -> list[HeadPattern | int]:
@@ -69,8 +79,8 @@ def _heads(pattern: Pattern, n_blocks: int) -> list[HeadPattern | int]:
 
 
 class _KeyRow(NamedTuple):
-    """The key blocks of a KV head that are present. Heads with equal numbers have equal slots; with equal orders, the same blocks in the same
-    order of slots: their lists differ in the names of the slots alone."""
+    """The key blocks of a KV head that are present. Heads with equal numbers have equal slots; with equal orders, the
+    same blocks in the same order of slots: their lists differ in the names of the slots alone."""
 
     number: int
     order: int
@@ -86,7 +96,9 @@ def _key_rows(pattern: Pattern, key_slot, n_blocks: int) -> list[_KeyRow]:
         return [_KeyRow(0, 0, every, every.astype(np.int32), every)] * pattern.num_kv_heads
     key_slot = np.asarray(key_slot, dtype=np.int32)
     if key_slot.shape != (pattern.num_kv_heads, n_blocks):
-        raise ValueError(f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks] = [{pattern.num_kv_heads}, {n_blocks}]")
+        raise ValueError(
+            f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks] = [{pattern.num_kv_heads}, {n_blocks}]"
+        )
     known: dict[bytes, _KeyRow] = {}
     orders: dict[bytes, int] = {}
     rows = []
@@ -134,11 +146,14 @@ def _nonzero(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 class _Attended:
     """Which row blocks attend which of K present key blocks in a head; key block K (or -1) is one that none attends.
 
-    first, last: int64 [K + 1], the first and the last row block that attends a key block; n_rows and -1 when none does. Parts of the table of
-    cells are made where they are looked at (for ranges: of masks the whole one is kept, a byte a cell).
+    first, last: int64 [K + 1], the first and the last row block that attends a key block; n_rows and -1 when none does.
+    Parts of the table of cells are made where they are looked at (for ranges: of masks the whole one is kept, a byte a
+    cell).
     """
 
-    def __init__(self, pattern: Pattern, head: HeadPattern | int, query_blocks: np.ndarray, blocks: np.ndarray, n_blocks: int):
+    def __init__(
+        self, pattern: Pattern, head: HeadPattern | int, query_blocks: np.ndarray, blocks: np.ndarray, n_blocks: int
+    ):
         n_rows = len(query_blocks)
         self.first, self.last = np.full(len(blocks) + 1, n_rows), np.full(len(blocks) + 1, -1)
         place = np.full(n_blocks, len(blocks))
@@ -190,7 +205,8 @@ class _Attended:
 
 
 def _chunks(n: int, width: int):
-    """Slices of 0..n, of even lengths but for the last one, so that one times the width is few cells: they stay in a cache."""
+    """Slices of 0..n, of even lengths but for the last one, so that one times the width is few cells: they stay in a
+    cache."""
     step = max(CELLS // max(width, 1) // 2 * 2, 2)
     return (slice(start, min(start + step, n)) for start in range(0, n, step))
 
@@ -233,7 +249,8 @@ def _tile_flags(attended: _Attended, rows: slice, columns: slice, pack: bool) ->
 
 
 def _tile_steps(attended: _Attended, n_rows: int, pack: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(tiles [n_tiles, 3], steps [N, 2]) of one list, with the places of key blocks among the present ones instead of slots."""
+    """(tiles [n_tiles, 3], steps [N, 2]) of one list, with the places of key blocks among the present ones instead of
+    slots."""
     free, n_free, masked, n_masked = [], [], [], []
     for rows in _chunks(n_rows, len(attended.first)):
         columns = attended.columns(rows)
@@ -267,9 +284,9 @@ def _tile_steps(attended: _Attended, n_rows: int, pack: bool) -> tuple[np.ndarra
 def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: bool) -> QueryLists:
     """The lists of the query heads of a RangePattern or BlockMaskPattern.
 
-    query_blocks: int [row blocks], ascending. key_slot: int [G, n_blocks] or None. n_blocks: of the whole sequence. pack: only where the heads
-    2u and 2u + 1 share their KV head and their pattern. Memory beyond the result is O(nonzeros of one head), for masks and a byte for every
-    pair of a row block and a present key block.
+    query_blocks: int [row blocks], ascending. key_slot: int [G, n_blocks] or None. n_blocks: of the whole sequence.
+    pack: only where the heads 2u and 2u + 1 share their KV head and their pattern. Memory beyond the result is
+    O(nonzeros of one head), for masks and a byte for every pair of a row block and a present key block.
     Raises ValueError when the slots do not fit into a step, or for too many steps.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
@@ -300,7 +317,8 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
 
 
 def _column_words(attended: _Attended, halves: np.ndarray, n_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """(words without a member, words per column) of a head. halves: int64 [columns, 2], places of key blocks among the present ones."""
+    """(words without a member, words per column) of a head. halves: int64 [columns, 2], places of key blocks among the
+    present ones."""
     words, counts = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)]
     row_of = np.full(len(attended.first), -1)
     row_of[attended.own] = np.arange(n_rows)
@@ -322,9 +340,10 @@ def _column_words(attended: _Attended, halves: np.ndarray, n_rows: int) -> tuple
 
 
 def _group_columns(members: tuple, heads: dict, key_row: _KeyRow, n_rows: int):
-    """(columns [C, 3] with places among the slots in use instead of slots, words, words per column [C]) of one list. members: what each query
-    head of the group attends. heads: of the distinct ones."""
-    # Two neighbours make a column: they are attended by about the same row blocks, by last, then first attending row block.
+    """(columns [C, 3] with places among the slots in use instead of slots, words, words per column [C]) of one list.
+    members: what each query head of the group attends. heads: of the distinct ones."""
+    # Two neighbours make a column: they are attended by about the same row blocks, by last, then first attending row
+    # block.
     first = np.min([head.first for head in heads.values()], axis=0)[:-1]
     last = np.max([head.last for head in heads.values()], axis=0)[:-1]
     place = np.empty_like(key_row.by_slot)
@@ -349,11 +368,13 @@ def _group_columns(members: tuple, heads: dict, key_row: _KeyRow, n_rows: int):
 
 
 def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int) -> KeyLists:
-    """The lists of the KV heads of a RangePattern or BlockMaskPattern; arguments as in query_lists, n_slots: more than every slot.
+    """The lists of the KV heads of a RangePattern or BlockMaskPattern; arguments as in query_lists, n_slots: more than
+    every slot.
 
-    Memory beyond the result is O(nonzeros of the distinct heads of one group), for masks and a byte for every pair of a row block and a present
-    key block in each of them. Lists that differ only in the names of slots share their words.
-    Raises ValueError when members or row blocks do not fit into a word, when there are fewer slots than key_slot names, or for too many words.
+    Memory beyond the result is O(nonzeros of the distinct heads of one group), for masks and a byte for every pair of a
+    row block and a present key block in each of them. Lists that differ only in the names of slots share their words.
+    Raises ValueError when members or row blocks do not fit into a word, when there are fewer slots than key_slot names,
+    or for too many words.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
     heads, key_rows = _heads(pattern, n_blocks), _key_rows(pattern, key_slot, n_blocks)
@@ -361,22 +382,31 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
     if ratio > MOST_MEMBERS:
         raise ValueError(f"{ratio} query heads per KV head; expected {MOST_MEMBERS} at most, a word holds no more")
     if len(query_blocks) > MOST_ROW_BLOCKS:
-        raise ValueError(f"{len(query_blocks)} query row blocks; expected {MOST_ROW_BLOCKS} at most, a word holds no more")
+        raise ValueError(
+            f"{len(query_blocks)} query row blocks; expected {MOST_ROW_BLOCKS} at most, a word holds no more"
+        )
     named = max(int(row.slots.max(initial=-1)) for row in key_rows) + 1
     if named > n_slots:
         raise ValueError(f"n_slots={n_slots}; key_slot names {named} slots, expected as many at least")
-    lists, rows = _number((tuple(heads[group * ratio : (group + 1) * ratio]), row.number) for group, row in enumerate(key_rows))
+    lists, rows = _number(
+        (tuple(heads[group * ratio : (group + 1) * ratio]), row.number) for group, row in enumerate(key_rows)
+    )
     row_of = {row.number: row for row in key_rows}
     known, words, parts = {}, [], []
     for members, number in lists:
         key_row = row_of[number]
         if (members, key_row.order) not in known:
-            attended = {head: _Attended(pattern, head, query_blocks, key_row.blocks, n_blocks) for head in dict.fromkeys(members)}
+            attended = {
+                head: _Attended(pattern, head, query_blocks, key_row.blocks, n_blocks)
+                for head in dict.fromkeys(members)
+            }
             columns, new_words, counts = _group_columns(members, attended, key_row, len(query_blocks))
             columns[:, 2] += sum(map(len, words))
             words.append(new_words)
             if sum(map(len, words)) >= MOST_STEPS:
-                raise ValueError(f"lists of {sum(map(len, words))} words; expected fewer than {MOST_STEPS}; {MORE_RANKS}")
+                raise ValueError(
+                    f"lists of {sum(map(len, words))} words; expected fewer than {MOST_STEPS}; {MORE_RANKS}"
+                )
             known[members, key_row.order] = columns, counts
         columns, counts = known[members, key_row.order]
         slots = np.append(key_row.slots[key_row.by_slot], n_slots)  # of places; the last one stands for no slot

@@ -20,12 +20,14 @@ def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
 
 
 def addressable(view: torch.Tensor) -> bool:
-    """Of a view [B, heads, rows, D]: whether its offsets inside a tile fit into the 32 bits that the kernels have for them."""
+    """Of a view [B, heads, rows, D]: whether its offsets inside a tile fit into the 32 bits that the kernels have for
+    them."""
     return LARGEST_TILE * (view.stride(2) + view.stride(3)) < 2**31
 
 
 def check_call(query, key, value, call: AttentionCall, more=None) -> None:
-    """Raises ValueError for tensors that do not fit each other, the layout, the placement or the backend. more: the second key and value."""
+    """Raises ValueError for tensors that do not fit each other, the layout, the placement or the backend. more: the
+    second key and value."""
     layout, form = call.layout, call.tensor_format
     if form not in FORMATS:
         raise ValueError(f"tensor_format={form!r}; expected one of {', '.join(FORMATS)}")
@@ -50,7 +52,9 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
     if call.backend != "reference":
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if not addressable(tensor):
-                raise ValueError(f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous")
+                raise ValueError(
+                    f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous"
+                )
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
         raise ValueError(
             f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}"
@@ -72,7 +76,9 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         layout.pattern.check_length(longest)
     if call.packed is not None:
         if len(call.packed.cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens has {len(call.packed.cu_seqlens)} entries; expected one more than documents, at least 2")
+            raise ValueError(
+                f"cu_seqlens has {len(call.packed.cu_seqlens)} entries; expected one more than documents, at least 2"
+            )
         for tensor in (call.packed.cu_seqlens, call.packed.starts):
             if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
                 raise ValueError(
@@ -89,7 +95,9 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
             )
         steps = call.placement.steps
         if steps is not None and steps.pattern is not layout.pattern and steps.pattern != layout.pattern:
-            raise ValueError("the placement was made for another pattern than the layout's; make it with pattern=layout.pattern")
+            raise ValueError(
+                "the placement was made for another pattern than the layout's; make it with pattern=layout.pattern"
+            )
         expected = len(call.placement.query_block_ids) * layout.block_size
         if q.shape[2] != expected:
             raise ValueError(
@@ -101,20 +109,31 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         blocks = k.shape[2] // layout.block_size if slot is not None else -(-k.shape[2] // layout.block_size)
         own, further = call.placement.own_slots, call.placement.n_slots - call.placement.own_slots
         if blocks < own or (slot is None and blocks > own):
-            raise ValueError(f"key has {k.shape[2]} rows, {blocks} blocks of {layout.block_size}; the placement reads {own} of them")
+            raise ValueError(
+                f"key has {k.shape[2]} rows, {blocks} blocks of {layout.block_size}; the placement reads {own} of them"
+            )
         there = 0 if more is None else more[0].shape[FORMATS[form][2]] // layout.block_size
         if there < further:
-            raise ValueError(f"the second key has {there} blocks of {layout.block_size}; the placement reads {further} of them")
+            raise ValueError(
+                f"the second key has {there} blocks of {layout.block_size}; the placement reads {further} of them"
+            )
         for tensor in more or ():
             view = canonical_view(tensor, form)
             like = (*k.shape[:2], view.shape[2], k.shape[3])
-            if view.shape != like or tensor.shape != more[0].shape or tensor.dtype != key.dtype or tensor.device != key.device:
+            if (
+                view.shape != like
+                or tensor.shape != more[0].shape
+                or tensor.dtype != key.dtype
+                or tensor.device != key.device
+            ):
                 raise ValueError(
                     f"the second key or value is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected {key.dtype} on {key.device}, "
                     f"of key's shape {list(key.shape)} but for its rows, and both of the same"
                 )
             if view.stride(1) != 0 and view.shape[1] > 1:
-                raise ValueError("the second key or value has heads with memory of their own; expected slots of one KV head each (stride 0)")
+                raise ValueError(
+                    "the second key or value has heads with memory of their own; expected slots of one KV head each (stride 0)"
+                )
         if call.placement.query_block_ids.device != query.device:
             raise ValueError(
                 f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give Placement.make the device"
@@ -122,4 +141,6 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         if limit is not None and call.placement.n_blocks > limit:
             raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
     elif q.shape[2] != k.shape[2]:
-        raise ValueError(f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows")
+        raise ValueError(
+            f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows"
+        )

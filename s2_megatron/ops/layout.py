@@ -1,7 +1,8 @@
-"""The block geometry that kernels and the reference read: small integer tensors made from one layer's (tensor-parallel local) Pattern.
+"""The block geometry that kernels and the reference read: small integer tensors made from one layer's (tensor-parallel
+local) Pattern.
 
-A layout does not depend on the sequence length, and memory is O(heads) for range patterns and O(nonzeros) for block masks.
-H query heads, P pattern heads of a block mask, R ranges of distance.
+A layout does not depend on the sequence length, and memory is O(heads) for range patterns and O(nonzeros) for block
+masks. H query heads, P pattern heads of a block mask, R ranges of distance.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ _alive: weakref.WeakValueDictionary[int, Layout] = weakref.WeakValueDictionary()
 class PackedSequence(NamedTuple):
     """Documents packed into one token dimension (thd).
 
-    Document i holds the tokens starts[i] .. starts[i] + length[i] - 1 with length[i] = cu_seqlens[i+1] - cu_seqlens[i] and starts =
-    cu_seqlens_padded, or cu_seqlens when there is no padding. Rows outside of every document give 0, LSE -inf and zero gradients.
+    Document i holds the tokens starts[i] .. starts[i] + length[i] - 1 with length[i] = cu_seqlens[i+1] - cu_seqlens[i]
+    and starts = cu_seqlens_padded, or cu_seqlens when there is no padding. Rows outside of every document give 0, LSE
+    -inf and zero gradients.
     """
 
     cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query
@@ -42,7 +44,8 @@ class PackedSequence(NamedTuple):
 
 
 class DeviceSteps:
-    """The step lists of a pattern (block_lists.py) as int32 tensors on a device, made when a kernel first asks for them.
+    """The step lists of a pattern (block_lists.py) as int32 tensors on a device, made when a kernel first asks for
+    them.
 
     query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
     """
@@ -63,7 +66,8 @@ class DeviceSteps:
         return self._made[pack]
 
     def key(self) -> list:
-        """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many, which is not used."""
+        """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many,
+        which is not used."""
         if "key" not in self._made:
             lists = key_lists(self.pattern, *self._place, self.n_slots)
             tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
@@ -78,10 +82,11 @@ class DeviceSteps:
 
 
 class KeyRuns(NamedTuple):
-    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks meet no absent one.
+    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks
+    meet no absent one.
 
-    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts the present ones before
-    each candidate, slots lists theirs. Query heads that share both share the lists.
+    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts
+    the present ones before each candidate, slots lists theirs. Query heads that share both share the lists.
     """
 
     index: torch.Tensor  # int32 [H, R, 2]: where the prefix and the slots of a range begin
@@ -93,7 +98,9 @@ class KeyRuns(NamedTuple):
         """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
         ratio = pattern.num_heads // pattern.num_kv_heads
         first_row: dict[bytes, int] = {}
-        row_of = [first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)]  # np.unique would sort
+        row_of = [
+            first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)
+        ]  # np.unique would sort
         known: dict[tuple[int, int, int], tuple[int, int]] = {}
         prefixes, slots, sizes = [], [], [0, 0]
         index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
@@ -115,11 +122,12 @@ class KeyRuns(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole blocks only.
+    """Which global blocks the rows of query, key and value are, for context parallelism and for static inference. Whole
+    blocks only.
 
-    Query row r is token `query_block_ids[r // block_size] * block_size + r % block_size`. Key block k of KV head g lies in slot
-    `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot k. The slots from own_slots on
-    are those of a second key and value, counted from 0 there.
+    Query row r is token `query_block_ids[r // block_size] * block_size + r % block_size`. Key block k of KV head g lies
+    in slot `key_slot[g, k]` (rows slot * block_size ...), -1 when it is absent; without key_slot, block k lies in slot
+    k. The slots from own_slots on are those of a second key and value, counted from 0 there.
     """
 
     query_block_ids: torch.Tensor  # int32 [query blocks], ascending
@@ -133,9 +141,12 @@ class Placement:
     steps: DeviceSteps | None = None  # likewise
 
     @classmethod
-    def make(cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None, own_slots=None) -> Placement:
-        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it will be used with,
-        for faster kernels. own_slots: where there is a second key and value. Raises ValueError when they do not fit."""
+    def make(
+        cls, query_block_ids, n_blocks: int, key_slot=None, device="cpu", pattern: Pattern | None = None, own_slots=None
+    ) -> Placement:
+        """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it
+        will be used with, for faster kernels. own_slots: where there is a second key and value. Raises ValueError when
+        they do not fit."""
         ids = np.asarray(query_block_ids, dtype=np.int64)
         if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
             raise ValueError(
@@ -154,10 +165,14 @@ class Placement:
             if slots.ndim != 2 or slots.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(slots.shape)}; expected [KV heads, n_blocks={n_blocks}]")
             n_slots = int(slots.max()) + 1
-            if isinstance(pattern, RangePattern) and own_slots is None:  # only kernels that take steps know a second key
+            if (
+                isinstance(pattern, RangePattern) and own_slots is None
+            ):  # only kernels that take steps know a second key
                 runs = KeyRuns.make(pattern, slots, device)
         if own_slots is not None and not 0 < own_slots <= n_slots:
-            raise ValueError(f"own_slots={own_slots}; expected 1 to {n_slots}, the slots of both keys, or None where there is one key")
+            raise ValueError(
+                f"own_slots={own_slots}; expected 1 to {n_slots}, the slots of both keys, or None where there is one key"
+            )
         if pattern is not None:
             steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
         return cls(
@@ -208,9 +223,12 @@ class Layout:
         raise NotImplementedError
 
     def steps(self, n_blocks: int) -> DeviceSteps:
-        """The step lists of a sequence of n_blocks blocks. Kept for every length, for a captured graph reads them as long as it lives."""
+        """The step lists of a sequence of n_blocks blocks. Kept for every length, for a captured graph reads them as
+        long as it lives."""
         if n_blocks not in self._steps:
-            self._steps[n_blocks] = DeviceSteps(self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device)
+            self._steps[n_blocks] = DeviceSteps(
+                self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device
+            )
         return self._steps[n_blocks]
 
     @property
@@ -244,7 +262,9 @@ def layout_of(handle: int) -> Layout:
     """The layout with this handle. Raises RuntimeError when it is gone."""
     layout = _alive.get(handle)
     if layout is None:
-        raise RuntimeError(f"layout {handle} no longer exists; keep a reference to it (for example in the module) while it is in use")
+        raise RuntimeError(
+            f"layout {handle} no longer exists; keep a reference to it (for example in the module) while it is in use"
+        )
     return layout
 
 
@@ -269,12 +289,16 @@ class RangeLayout(Layout):
         return {}
 
     def head_order(self, group: int) -> torch.Tensor | None:
-        """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the same ranges."""
+        """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the
+        same ranges."""
         if group not in self.kept:
             heads = self.pattern.heads
             order = None
             if len({head.ranges for head in heads}) > 1:
-                work = {ranges: int(HeadPattern(ranges).key_block_counts(1024).sum()) for ranges in {head.ranges for head in heads}}
+                work = {
+                    ranges: int(HeadPattern(ranges).key_block_counts(1024).sum())
+                    for ranges in {head.ranges for head in heads}
+                }
                 of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
                 order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
             self.kept[group] = order
@@ -288,7 +312,9 @@ class RangeLayout(Layout):
     @cached_property
     def heads_pair(self) -> bool:
         heads = self.pattern.heads
-        return self.num_heads // self.num_kv_heads % 2 == 0 and all(heads[i] == heads[i + 1] for i in range(0, len(heads), 2))
+        return self.num_heads // self.num_kv_heads % 2 == 0 and all(
+            heads[i] == heads[i + 1] for i in range(0, len(heads), 2)
+        )
 
     @cached_property
     def _pair_distances(self) -> list[int] | None:
@@ -296,21 +322,29 @@ class RangeLayout(Layout):
         groups = [self.pattern.heads[i : i + ratio] for i in range(0, self.num_heads, ratio)]
         if all(len(set(group)) == 1 for group in groups):
             return None
-        return [max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups]
+        return [
+            max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups
+        ]
 
     @cached_property
     def pair_distances(self) -> torch.Tensor | None:
-        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the heads of a group have
-        different patterns; None when no group has."""
-        return None if self._pair_distances is None else torch.tensor(self._pair_distances, dtype=torch.int32, device=self.device)
+        """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the
+        heads of a group have different patterns; None when no group has."""
+        return (
+            None
+            if self._pair_distances is None
+            else torch.tensor(self._pair_distances, dtype=torch.int32, device=self.device)
+        )
 
     @cached_property
     def spare_columns(self) -> int:
-        """How many pairs of key blocks a sequence may have beyond half of its blocks, because neighbours in a class have no partner."""
+        """How many pairs of key blocks a sequence may have beyond half of its blocks, because neighbours in a class
+        have no partner."""
         return self.ranges.shape[1] if self._pair_distances is None else max(self._pair_distances)
 
     def key_columns(self, n_blocks: int) -> tuple[int, int]:
-        """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all others)."""
+        """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all
+        others)."""
         key = ("columns", n_blocks)
         if key not in self.kept:
             if self._pair_distances is not None:  # not read off the device: a new length must not wait for it
@@ -348,8 +382,9 @@ class TableLayout(Layout):
 
 
 def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
-    """Largest power of two T so that T neighbouring query blocks can share a tile: the tile's outer blocks then differ only at the ends of
-    ranges, T - 1 key blocks each. Ranges shorter than that get smaller tiles, which is on the safe side."""
+    """Largest power of two T so that T neighbouring query blocks can share a tile: the tile's outer blocks then differ
+    only at the ends of ranges, T - 1 key blocks each. Ranges shorter than that get smaller tiles, which is on the safe
+    side."""
     if not pattern.is_kv_efficient:
         return 1
     tile = most
@@ -362,7 +397,8 @@ def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
 
 
 def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
-    """(pairs of members of the last stride, pairs of the members of each other stride that are not members of the next), summed."""
+    """(pairs of members of the last stride, pairs of the members of each other stride that are not members of the
+    next), summed."""
     members = [len(range(-head.offset % stride, n_blocks, stride)) for _, stride in head.ranges]
     inner = [count - wider for count, wider in pairwise(members)]
     return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
@@ -376,7 +412,12 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
         table[:, :] = (NO_END, NO_END, 1, 0)
         for index, head in enumerate(pattern.heads):
             for position, (start, end, stride) in enumerate(head.bounds()):
-                table[index, position] = (min(start, NO_END), NO_END if end is None else min(end, NO_END), stride, head.offset % stride)
+                table[index, position] = (
+                    min(start, NO_END),
+                    NO_END if end is None else min(end, NO_END),
+                    stride,
+                    head.offset % stride,
+                )
         return RangeLayout(pattern, torch.from_numpy(table).to(device), _shared_tile_blocks(pattern))
     assert isinstance(pattern, BlockMaskPattern)
     row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0

@@ -1,8 +1,8 @@
 """Attention under activation recomputation without a second forward pass of the attention.
 
-Recomputation runs a layer twice: first without gradients, then again when its backward comes. The result of the first pass, out and LSE, is all
-that the second one needs of the forward: kept between the two, it costs 2 * hidden size + 4 * heads bytes a token and layer (in bf16) and saves
-the most expensive part of the recomputation at long context.
+Recomputation runs a layer twice: first without gradients, then again when its backward comes. The result of the first
+pass, out and LSE, is all that the second one needs of the forward: kept between the two, it costs 2 * hidden size + 4 *
+heads bytes a token and layer (in bf16) and saves the most expensive part of the recomputation at long context.
 """
 
 from __future__ import annotations
@@ -50,15 +50,24 @@ class _KnownAttention(torch.autograd.Function):
         return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), None, None
 
 
-def kept_attention(query, key, value, layout, *, kept: KeptOutputs | None, softmax_scale, tensor_format, packed, backend, deterministic):
-    """s2_attention, which in a first pass keeps its result and in the second takes it. kept: None to do neither. Returns out."""
+def kept_attention(
+    query, key, value, layout, *, kept: KeptOutputs | None, softmax_scale, tensor_format, packed, backend, deterministic
+):
+    """s2_attention, which in a first pass keeps its result and in the second takes it. kept: None to do neither.
+    Returns out."""
     known = None if kept is None else kept.take()
     if known is not None:
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         chosen = resolve_backend(backend, query.device.type)
         call = AttentionCall(layout.to(query.device), float(scale), tensor_format, packed, None, chosen, deterministic)
         return _KnownAttention.apply(query, key, value, call, known)
-    options = dict(softmax_scale=softmax_scale, tensor_format=tensor_format, packed=packed, backend=backend, deterministic=deterministic)
+    options = dict(
+        softmax_scale=softmax_scale,
+        tensor_format=tensor_format,
+        packed=packed,
+        backend=backend,
+        deterministic=deterministic,
+    )
     out, lse = s2_attention(query, key, value, layout, return_lse=True, **options)
     if kept is not None:
         kept.keep(out, lse[None] if tensor_format == "thd" else lse)

@@ -1,8 +1,9 @@
-"""The attention function in PyTorch, block row by block row, on any device: the CPU backend, and what a reader checks the kernels against.
+"""The attention function in PyTorch, block row by block row, on any device: the CPU backend, and what a reader checks
+the kernels against.
 
-All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim. Arithmetic is fp32 (fp64 for fp64 inputs). The
-backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta) with delta = rowsum(dO O) - dLSE
-(Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
+All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim. Arithmetic is fp32 (fp64 for
+fp64 inputs). The backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta)
+with delta = rowsum(dO O) - dLSE (Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _scores(row, q, k, scale):
 
 
 def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
-    """Writes out [B, H, rows, D] (query's dtype) and lse [B, H, rows] (fp32, natural log). initial: (out, lse) of earlier keys."""
+    """Writes out [B, H, rows, D] (query's dtype) and lse [B, H, rows] (fp32, natural log). initial: (out, lse) of
+    earlier keys."""
     work = torch.promote_types(query.dtype, torch.float32)
     total = torch.zeros(query.shape, dtype=work, device=query.device)
     log_sum = torch.full(query.shape[:3], float("-inf"), dtype=work, device=query.device)
@@ -99,7 +101,22 @@ def forward(query, key, value, out, lse, layout, scale, packed=None, placement=N
     lse.copy_(log_sum)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
+def backward(
+    grad_out,
+    grad_lse,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    grad_query,
+    grad_key,
+    grad_value,
+    layout,
+    scale,
+    packed=None,
+    placement=None,
+):
     """Writes the three gradients. grad_lse: [B, H, rows] or None."""
     row_sums = torch.empty(lse.shape, dtype=torch.promote_types(query.dtype, torch.float32), device=lse.device)
     delta(grad_out, grad_lse, out, lse, row_sums)
@@ -110,16 +127,31 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
 
 
 def delta(grad_out, grad_lse, out, lse, row_sums):
-    """Writes row_sums [B, H, rows] (fp32, fp64 for fp64): rowsum(out * grad_out) - grad_lse, what both other parts of the backward read."""
+    """Writes row_sums [B, H, rows] (fp32, fp64 for fp64): rowsum(out * grad_out) - grad_lse, what both other parts of
+    the backward read."""
     work = row_sums.dtype
     row_sums.copy_((grad_out.to(work) * out.to(work)).sum(-1))
     if grad_lse is not None:
         row_sums -= torch.where(torch.isinf(lse), 0.0, grad_lse.to(work))
 
 
-def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
-    """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may share memory (stride 0
-    between heads): a slot belongs to one KV head. returned: see attention_backward_dkdv."""
+def backward_dkdv(
+    grad_out,
+    query,
+    key,
+    value,
+    lse,
+    row_sums,
+    grad_key,
+    grad_value,
+    layout,
+    scale,
+    packed=None,
+    placement=None,
+    returned=None,
+):
+    """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may
+    share memory (stride 0 between heads): a slot belongs to one KV head. returned: see attention_backward_dkdv."""
     _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=False)
     if returned is not None:
         _add_returned((dk, dv), *returned)
@@ -131,7 +163,8 @@ def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_val
 
 
 def _add_returned(grads, slots, starts, entries):
-    """To each of dK and dV [B, G, rows, D] the slots of its blocks: their first entries, then their second ones, and so on."""
+    """To each of dK and dV [B, G, rows, D] the slots of its blocks: their first entries, then their second ones, and so
+    on."""
     heads = grads[0].shape[1]
     counts = starts.diff()
     for nth in range(int(counts.max())):
@@ -142,13 +175,18 @@ def _add_returned(grads, slots, starts, entries):
             blocks[:, places % heads, places // heads] += slots[slot, :, part].movedim(2, 0).to(grad.dtype)
 
 
-def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added before the result is rounded."""
+def backward_dq(
+    grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None
+):
+    """Writes dQ. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added before the result is
+    rounded."""
     dq, _, _ = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_key=False)
     grad_query.copy_(dq if initial is None else dq + initial)
 
 
-def _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=True, of_key=True):
+def _gradients(
+    grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=True, of_key=True
+):
     """(dQ, dK, dV) in the working precision; those that are not asked for stay zero."""
     work = torch.promote_types(query.dtype, torch.float32)
     q_all, k_all, v_all, do_all = (tensor.to(work) for tensor in (query, key, value, grad_out))

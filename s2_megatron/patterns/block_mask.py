@@ -1,4 +1,5 @@
-"""Arbitrary block masks: compressed sparse rows of key blocks, for 1 head (shared by all), the KV heads or the query heads. NumPy only."""
+"""Arbitrary block masks: compressed sparse rows of key blocks, for 1 head (shared by all), the KV heads or the query
+heads. NumPy only."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from s2_megatron.patterns.ranges import Pattern, pairs_from_counts
 class BlockMaskPattern(Pattern):
     """A pattern given as lists of key blocks.
 
-    tables: one (indptr int64[num_blocks + 1], indices int32[nonzeros]) per pattern head; row q of a table is the ascending list of the key
-    blocks that query block q attends. Their number P is 1, num_kv_heads or num_heads. Memory is O(nonzeros).
+    tables: one (indptr int64[num_blocks + 1], indices int32[nonzeros]) per pattern head; row q of a table is the
+    ascending list of the key blocks that query block q attends. Their number P is 1, num_kv_heads or num_heads. Memory
+    is O(nonzeros).
     """
 
     block_size: int
@@ -33,7 +35,8 @@ class BlockMaskPattern(Pattern):
 
     @classmethod
     def from_csr(cls, block_size: int, num_heads: int, num_kv_heads: int, indptr, indices) -> BlockMaskPattern:
-        """indptr, indices: one array per pattern head. Raises ValueError on an empty row, unsorted or repeated key blocks, k > q."""
+        """indptr, indices: one array per pattern head. Raises ValueError on an empty row, unsorted or repeated key
+        blocks, k > q."""
         tables = []
         for head, (starts, keys) in enumerate(zip(indptr, indices, strict=True)):
             starts, keys = np.asarray(starts), np.asarray(keys)
@@ -75,7 +78,8 @@ class BlockMaskPattern(Pattern):
     def from_function(
         cls, block_size: int, num_heads: int, num_kv_heads: int, num_blocks: int, function
     ) -> BlockMaskPattern:
-        """function(head, query_block, key_blocks int64[q + 1]) -> bool[q + 1], called row by row for every query head."""
+        """function(head, query_block, key_blocks int64[q + 1]) -> bool[q + 1], called row by row for every query
+        head."""
         indptr, indices = [], []
         for head in range(num_heads):
             rows = []

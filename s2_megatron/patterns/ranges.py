@@ -1,9 +1,11 @@
-"""Which key block every attention head attends: the sparsity patterns of S2-Attention (arXiv 2407.17678), in NumPy only.
+"""Which key block every attention head attends: the sparsity patterns of S2-Attention (arXiv 2407.17678), in NumPy
+only.
 
-Block indices count from the start of the sequence (or of the packed document). For a query block q and a key block k <= q with distance
-d = q - k, a head's pattern is a list of ranges ((end_1, s_1), ..., (end_n, s_n)) and one offset. Range i holds end_(i-1) <= d < end_i
-(end_0 = 0, the last end may be None: no limit). Block k is attended iff d lies in a range and (k + offset) mod s_i == 0. s_1 is 1, so the
-diagonal block is always attended; inside it a token sees the tokens up to itself.
+Block indices count from the start of the sequence (or of the packed document). For a query block q and a key block k <=
+q with distance d = q - k, a head's pattern is a list of ranges ((end_1, s_1), ..., (end_n, s_n)) and one offset. Range
+i holds end_(i-1) <= d < end_i (end_0 = 0, the last end may be None: no limit). Block k is attended iff d lies in a
+range and (k + offset) mod s_i == 0. s_1 is 1, so the diagonal block is always attended; inside it a token sees the
+tokens up to itself.
 
 Heads, layers and blocks are 0-based and global, i.e. before any tensor- or context-parallel slicing.
 """
@@ -30,8 +32,8 @@ def _multiples(first, last, stride):
 class HeadPattern:
     """The pattern of one attention head.
 
-    ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1. offset: added to the key block before the modulus.
-    Raises ValueError when the ranges are not of that form.
+    ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1. offset: added to the key block
+    before the modulus. Raises ValueError when the ranges are not of that form.
     """
 
     ranges: Ranges
@@ -43,7 +45,9 @@ class HeadPattern:
             raise ValueError("ranges is empty; give at least one (end, stride), e.g. ((None, 1),) for dense attention")
         for position, (end, stride) in enumerate(self.ranges):
             if not 1 <= stride <= LARGEST_STRIDE:
-                raise ValueError(f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more, {LARGEST_STRIDE} at most")
+                raise ValueError(
+                    f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more, {LARGEST_STRIDE} at most"
+                )
             if end is None and position != len(self.ranges) - 1:
                 raise ValueError(
                     f"ranges={self.ranges}: only the last end may be None (no limit), not the one at position {position}"
@@ -114,7 +118,8 @@ def _range_pairs(head: HeadPattern, block_size: int, seq_length: int) -> int:
 
 
 def pairs_from_counts(counts, diagonal, block_size: int, seq_length: int) -> int:
-    """(query, key) token pairs of one head. counts: attended blocks of each query block; diagonal: is the diagonal block among them."""
+    """(query, key) token pairs of one head. counts: attended blocks of each query block; diagonal: is the diagonal
+    block among them."""
     rows = np.minimum(block_size, seq_length - block_size * np.arange(len(counts), dtype=np.int64))
     below = counts - np.asarray(diagonal, dtype=np.int64)
     return int((below * block_size * rows + np.where(diagonal, rows * (rows + 1) // 2, 0)).sum())
@@ -152,7 +157,8 @@ class Pattern:
         return period_coverage([self], n_blocks)
 
     def head_slice(self, rank: int, size: int) -> tuple[range, range]:
-        """Global (query heads, KV heads) of a tensor-parallel rank; with fewer KV heads than ranks several ranks share one."""
+        """Global (query heads, KV heads) of a tensor-parallel rank; with fewer KV heads than ranks several ranks share
+        one."""
         if self.num_heads % size or (self.num_kv_heads % size and size % self.num_kv_heads):
             raise ValueError(
                 f"tensor_parallel_size={size} fits neither num_heads={self.num_heads} nor num_kv_heads={self.num_kv_heads}; "
@@ -240,7 +246,8 @@ class RangePattern(Pattern):
 
 
 def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> int:
-    """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several do."""
+    """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several
+    do."""
 
     def layers_needed(step):
         seen: set[int] = set()
@@ -254,7 +261,8 @@ def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> i
 
 
 def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
-    """KV heads that are dense. dense_heads: a list of KV heads, {"last": n} (the paper's) or {"spread": n} (evenly, hence over TP ranks)."""
+    """KV heads that are dense. dense_heads: a list of KV heads, {"last": n} (the paper's) or {"spread": n} (evenly,
+    hence over TP ranks)."""
     if isinstance(dense_heads, dict):
         ((kind, count),) = dense_heads.items()
         if not 0 <= count <= num_kv_heads:
@@ -285,11 +293,13 @@ def make_range_pattern(
     layer_step: str | int = "auto",
     dense_heads=(),
 ) -> RangePattern:
-    """The pattern of one layer: offset = base_offset + p * head_step + layer_index * layer_step, the same in all ranges of a head.
+    """The pattern of one layer: offset = base_offset + p * head_step + layer_index * layer_step, the same in all ranges
+    of a head.
 
     p is the KV head (slide "kv") or the query head ("query"). head_step "paper" is max(1, s_n // num_heads), "auto"
-    max(1, s_n // pattern heads). layer_index counts the layers of one named spec. layer_step "auto" is 0 when the heads of one layer reach
-    every residue of the last stride, otherwise the step with which consecutive layers reach them soonest.
+    max(1, s_n // pattern heads). layer_index counts the layers of one named spec. layer_step "auto" is 0 when the heads
+    of one layer reach every residue of the last stride, otherwise the step with which consecutive layers reach them
+    soonest.
     Raises ValueError on settings that contradict each other.
     """
     if slide not in ("kv", "query"):
@@ -321,7 +331,8 @@ def make_range_pattern(
 
 
 def period_coverage(patterns, n_blocks: int) -> float:
-    """Share of the causal (query block, key block) pairs that at least one head of at least one of the layers' patterns attends."""
+    """Share of the causal (query block, key block) pairs that at least one head of at least one of the layers' patterns
+    attends."""
     members: dict[Ranges, list[np.ndarray]] = {}
     others = [pattern for pattern in patterns if not isinstance(pattern, RangePattern)]
     blocks = np.arange(n_blocks)

@@ -51,7 +51,8 @@ def distribution_version(names: tuple[str, ...]) -> str:
 
 
 def apex_text() -> str:
-    """NVIDIA's Apex has no distribution of a telling name: PyPI's `apex` is another project, so the modules are asked."""
+    """NVIDIA's Apex has no distribution of a telling name: PyPI's `apex` is another project, so the modules are
+    asked."""
     if importlib.util.find_spec("apex") is None:
         return "not installed"
     if importlib.util.find_spec("apex.optimizers") is None:
@@ -72,7 +73,9 @@ def torch_lines() -> dict[str, str]:
     lines["nccl (torch's)"] = ".".join(map(str, torch.cuda.nccl.version()))
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        lines[f"gpu {index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
+        lines[f"gpu {index}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
+        )
     return lines
 
 

@@ -1,6 +1,7 @@
 """Shows what a sparsity YAML means for a model: a table of its layers, and a picture of its patterns.
 
-    python -m s2_megatron.tools.inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --num-query-groups 2 \
+    python -m s2_megatron.tools.inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4
+    --num-query-groups 2 \
         --seq-length 512 --png docs/pattern.png
 
     Attention of 4 layers, 4 query / 2 KV heads, 512 tokens, blocks of 32
@@ -11,8 +12,9 @@
     attended pairs a sequence: 1,456,128 of 2,101,248 (69.3%)
     S: 2 consecutive S layers together cover 100.0% of the causal blocks
 
-The command above draws the README's picture; with --context-parallel-size 4 --exchange-png FILE it draws which blocks the ranks of
-context parallelism send each other. The flags are named as Megatron's own. No GPU and no Megatron is needed.
+The command above draws the README's picture; with --context-parallel-size 4 --exchange-png FILE it draws which blocks
+the ranks of context parallelism send each other. The flags are named as Megatron's own. No GPU and no Megatron is
+needed.
 """
 
 from __future__ import annotations
@@ -174,9 +176,11 @@ def draw(sparsity: ResolvedSparsity, file: Path, *, layers: Sequence[int] | None
 
 
 def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: int | None = None) -> None:
-    """Writes a PNG: for the first KV heads of a layer, which key blocks each context-parallel rank holds, receives, and never reads.
+    """Writes a PNG: for the first KV heads of a layer, which key blocks each context-parallel rank holds, receives, and
+    never reads.
 
-    size: ranks. layer: default the first S2 layer. Raises ValueError for a sequence that cannot be cut, and without an S2 layer.
+    size: ranks. layer: default the first S2 layer. Raises ValueError for a sequence that cannot be cut, and without an
+    S2 layer.
     """
     import matplotlib
 
@@ -188,17 +192,33 @@ def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: i
     layer = shown_layers(sparsity)[0] if layer is None else layer
     pattern = sparsity.layers[layer].pattern
     if pattern is None:
-        raise ValueError(f"--layers {layer}: layer {layer} is dense; expected an S2 layer, for there is nothing to draw")
+        raise ValueError(
+            f"--layers {layer}: layer {layer} is dense; expected an S2 layer, for there is nothing to draw"
+        )
     n_blocks = check_block_count(sparsity.seq_length, size, sparsity.block_size)
     plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
     shown = min(pattern.num_kv_heads, MAX_HEADS)
     colours, line = ListedColormap(["#e9ebef", "#2f6db3", "#e58a2e"]), {"edgecolors": "white", "linewidth": 0.4}
-    figure, axes = pyplot.subplots(shown, 1, figsize=(9.5, (0.26 * size + 0.55) * shown + 0.7), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        shown, 1, figsize=(9.5, (0.26 * size + 0.55) * shown + 0.7), squeeze=False, layout="constrained"
+    )
     for head, axis in enumerate(axes[:, 0]):
-        grid = np.stack([np.where(plan.local_slot[head] >= 0, 1, np.where(plan.remote_slot[head] >= 0, 2, 0)) for plan in plans])
-        axis.pcolormesh(np.arange(n_blocks + 1), np.arange(size + 1), grid, cmap=colours, vmin=0, vmax=2, **(line if n_blocks <= 256 else {}))
+        grid = np.stack(
+            [np.where(plan.local_slot[head] >= 0, 1, np.where(plan.remote_slot[head] >= 0, 2, 0)) for plan in plans]
+        )
+        axis.pcolormesh(
+            np.arange(n_blocks + 1),
+            np.arange(size + 1),
+            grid,
+            cmap=colours,
+            vmin=0,
+            vmax=2,
+            **(line if n_blocks <= 256 else {}),
+        )
         share = (grid == 2).sum() / (grid != 1).sum()
-        axis.set_title(f"layer {layer}, KV head {head}: {share:.0%} of the remote blocks travel", fontsize=10, loc="left")
+        axis.set_title(
+            f"layer {layer}, KV head {head}: {share:.0%} of the remote blocks travel", fontsize=10, loc="left"
+        )
         axis.set_yticks(np.arange(size) + 0.5, [f"rank {rank}" for rank in range(size)], fontsize=8)
         axis.set_xticks([])
         axis.invert_yaxis()
@@ -213,7 +233,8 @@ def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: i
 
 
 def exchange_summary(sparsity: ResolvedSparsity, size: int, tp_size: int = 1) -> list[str]:
-    """One line per S2 spec: what its first layer sends over `size` ranks, relative to gathering everything, and how evenly the work falls."""
+    """One line per S2 spec: what its first layer sends over `size` ranks, relative to gathering everything, and how
+    evenly the work falls."""
     lines = []
     for spec in dict.fromkeys(layer.spec for layer in sparsity.layers if layer.pattern is not None):
         pattern = next(layer.pattern for layer in sparsity.layers if layer.spec == spec)
@@ -250,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mtp-num-layers", type=int, default=0)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="also show the balance of its ranks")
     parser.add_argument("--context-parallel-size", type=int, default=1, help="also show what its ranks send each other")
-    parser.add_argument("--exchange-png", type=Path, help="draw which blocks the context-parallel ranks hold and receive into this file")
+    parser.add_argument(
+        "--exchange-png", type=Path, help="draw which blocks the context-parallel ranks hold and receive into this file"
+    )
     parser.add_argument(
         "--s2-allow-python-patterns", action="store_true", help="import the functions that the YAML names"
     )
@@ -283,8 +306,12 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(exchange_summary(sparsity, args.context_parallel_size, args.tensor_model_parallel_size)))
         if args.exchange_png:
             if args.context_parallel_size == 1:
-                raise ValueError("--exchange-png with --context-parallel-size 1; expected 2 or more ranks; add --context-parallel-size 4")
-            draw_exchange(sparsity, args.exchange_png, args.context_parallel_size, layer=args.layers[0] if args.layers else None)
+                raise ValueError(
+                    "--exchange-png with --context-parallel-size 1; expected 2 or more ranks; add --context-parallel-size 4"
+                )
+            draw_exchange(
+                sparsity, args.exchange_png, args.context_parallel_size, layer=args.layers[0] if args.layers else None
+            )
             print(f"wrote {args.exchange_png}")
         if args.png:
             draw(sparsity, args.png, layers=args.layers, max_blocks=args.blocks)

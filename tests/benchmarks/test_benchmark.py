@@ -1,4 +1,5 @@
-"""The benchmark's steps without a GPU: the gates, the turns, who is left out, rows, verdicts, files, plots, and the tuner's table."""
+"""The benchmark's steps without a GPU: the gates, the turns, who is left out, rows, verdicts, files, plots, and the
+tuner's table."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def small_pattern(heads=4, kv_heads=2):
 
 
 def thd_case():
-    return Case("packed", small_pattern(), 100, head_dim=32, dtype="float32", tensor_format="thd", documents=(100, 37, 5))
+    return Case(
+        "packed", small_pattern(), 100, head_dim=32, dtype="float32", tensor_format="thd", documents=(100, 37, 5)
+    )
 
 
 @pytest.fixture
@@ -90,7 +93,11 @@ def reference_runner(case, pattern=None):
 
 
 def sampled_cases():
-    return [Case("x", small_pattern(), 150, 2, 32, "float32", "sbhd"), Case("y", small_pattern(), 128, 1, 32, "float32", "bhsd"), thd_case()]
+    return [
+        Case("x", small_pattern(), 150, 2, 32, "float32", "sbhd"),
+        Case("y", small_pattern(), 128, 1, 32, "float32", "bhsd"),
+        thd_case(),
+    ]
 
 
 @pytest.mark.parametrize("case", sampled_cases(), ids=lambda case: case.tensor_format)
@@ -103,7 +110,9 @@ def test_full_check_passes_and_catches(case):
         check_full(case, "S2", runner)
     runner.forward = forward
     for index, name in ((0, "dQ"), (2, "dV")):
-        runner.backward = lambda out, index=index: [grad * (1.01 if place == index else 1) for place, grad in enumerate(backward(out))]
+        runner.backward = lambda out, index=index: [
+            grad * (1.01 if place == index else 1) for place, grad in enumerate(backward(out))
+        ]
         with pytest.raises(WrongResult, match=name):
             check_full(case, "S2", runner)
 
@@ -132,13 +141,19 @@ def test_turns_are_spread_evenly():
 def fake_row(group, case, name, forward, backward, pattern=None, extra=0):
     pattern = pattern or case.pattern
     runner = SimpleNamespace(pattern=pattern, pairs=case.pairs(pattern), note="")
-    samples = timing.Measured(1.0, extra, (forward, backward), [forward, forward * 1.1, forward], [backward, backward, backward * 1.2])
+    samples = timing.Measured(
+        1.0, extra, (forward, backward), [forward, forward * 1.1, forward], [backward, backward, backward * 1.2]
+    )
     return report.make_row(group, case, name, runner, samples, 700.0)
 
 
 def fake_rows():
     rows = []
-    for length, ours, dense in ((1024, (0.2, 0.4), (0.1, 0.2)), (4096, (0.4, 0.8), (0.8, 1.6)), (131072, (20.0, 56.0), (440.0, 1090.0))):
+    for length, ours, dense in (
+        (1024, (0.2, 0.4), (0.1, 0.2)),
+        (4096, (0.4, 0.8), (0.8, 1.6)),
+        (131072, (20.0, 56.0), (440.0, 1090.0)),
+    ):
         case = Case(f"{length // 1024}K 32/32 D128", s2_pattern(), length)
         dense_pattern = RangePattern.dense(64, 32, 32)
         rows += [fake_row(case.name, case, "S2", *ours), fake_row(case.name, case, "FA-2 dense", *dense, dense_pattern)]
@@ -179,7 +194,9 @@ def test_json_and_plots(tmp_path, capsys):
     rows = [{**row, "matmul_tflops": 700.0} for row in fake_rows()]
     content = dict(versions=report.versions(), hardware={"gpu": "NVIDIA H200"}, rows=rows)
     report.write_json(str(path), content)
-    assert json.loads(path.read_text())["rows"][0]["case"] == "1K 32/32 D128" and [file.name for file in path.parent.iterdir()] == ["x.json"]
+    assert json.loads(path.read_text())["rows"][0]["case"] == "1K 32/32 D128" and [
+        file.name for file in path.parent.iterdir()
+    ] == ["x.json"]
     plots.main([str(path), "--out", str(tmp_path / "docs")])
     assert all((tmp_path / "docs" / name).stat().st_size > 5000 for name in ("speedup.png", "rates.png"))
     assert "S2 is faster than FA-2 dense from 2048 tokens on" in capsys.readouterr().out  # halfway, by logarithms
@@ -240,9 +257,17 @@ def test_a_group_from_end_to_end(cpu_clock, monkeypatch, capsys):
     def crashing(case, tensors):
         raise RuntimeError("first line\nsecond line")
 
-    added = {"missing": missing, "unfit": unfit, "wrong": wrong, "crashing": crashing, "peer": lambda case, tensors: reference_runner(case)}
+    added = {
+        "missing": missing,
+        "unfit": unfit,
+        "wrong": wrong,
+        "crashing": crashing,
+        "peer": lambda case, tensors: reference_runner(case),
+    }
     monkeypatch.setattr(benchmark, "ENTRIES", {"S2": ENTRIES["S2"], **added})
-    rows = benchmark.measure_group(Group("tiny", ((case, ("S2", *added)),)), flags("--seconds", "0.05"), (lambda: None, 10**9))
+    rows = benchmark.measure_group(
+        Group("tiny", ((case, ("S2", *added)),)), flags("--seconds", "0.05"), (lambda: None, 10**9)
+    )
     assert [row["entry"] for row in rows] == ["S2", "peer"]
     assert rows[0]["speed_over"].keys() == {"peer"} and rows[0]["rounds"] >= 3
     printed = capsys.readouterr().out
@@ -254,7 +279,10 @@ def test_a_group_from_end_to_end(cpu_clock, monkeypatch, capsys):
 def test_every_turn_has_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(timing, "milliseconds", lambda call, calls: call() or 1.0)
     order = []
-    runners = {name: SimpleNamespace(forward=lambda name=name: order.append(name), backward=lambda out: None) for name in "abcd"}
+    runners = {
+        name: SimpleNamespace(forward=lambda name=name: order.append(name), backward=lambda out: None)
+        for name in "abcd"
+    }
     measured = {name: timing.Measured(0.0, 0, (200.0, 300.0)) for name in runners}
     timing.take_turns(runners, measured, None, 0.1, 6)
     turns = ["".join(order[start : start + 4]) for start in range(0, 24, 4)]
@@ -366,7 +394,9 @@ def test_tiles_differ_where_shared_memory_does():
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "x.json"
-    benchmark.main(["--seq-lengths", "4096", "--num-heads", "8", "--num-kv-heads", "4", "--seconds", "0.1", "--json", str(path)])
+    benchmark.main(
+        ["--seq-lengths", "4096", "--num-heads", "8", "--num-kv-heads", "4", "--seconds", "0.1", "--json", str(path)]
+    )
     content = json.loads(path.read_text())
     entries = {row["entry"]: row for row in content["rows"]}
     assert {"S2", "S2 deterministic", "FA-2 dense"} <= set(entries)
@@ -377,7 +407,10 @@ def test_on_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 def test_tuner_on_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(tune, "FAMILIES", {"forward": tune.FAMILIES["forward"]._replace(candidates=lambda key: [tiles.Tile(64, 64, 4, 3)])})
+    monkeypatch.setattr(
+        tune,
+        "FAMILIES",
+        {"forward": tune.FAMILIES["forward"]._replace(candidates=lambda key: [tiles.Tile(64, 64, 4, 3)])},
+    )
     tune.main(["--head-dims", "64", "--seq-length", "2048", "--families", "forward", "--rounds", "2"])
     assert "(64, False): (Tile(64, 64, 4, 3)" in capsys.readouterr().out
-

@@ -1,4 +1,5 @@
-"""What the benchmark measures, without a GPU: patterns from flags and configs, the same pattern at a peer's block, index tables, documents."""
+"""What the benchmark measures, without a GPU: patterns from flags and configs, the same pattern at a peer's block,
+index tables, documents."""
 
 from __future__ import annotations
 
@@ -51,18 +52,25 @@ def test_pattern_of_a_config_layer():
     expected = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, 8)), slide="query", head_step="paper",
                                   base_offset=1, layer_step=0)  # fmt: skip
     assert pattern_from_flags(args, 8192) == expected
-    groups = benchmark.chosen_groups(flags("--config", str(CONFIGS / "s2_7b_hybrid.yaml"), "--layer", "1", "--seq-lengths", "1024,3000"))
+    groups = benchmark.chosen_groups(
+        flags("--config", str(CONFIGS / "s2_7b_hybrid.yaml"), "--layer", "1", "--seq-lengths", "1024,3000")
+    )
     assert [case.name for group in groups for case, _ in group.cases] == ["1K 32/32 D128", "3000 32/32 D128"]
 
 
 def dense_blocks(pattern, length):
     n_blocks = -(-length // pattern.block_size)
-    return [{query: set(pattern.key_blocks(head, query).tolist()) for query in range(n_blocks)} for head in range(pattern.num_heads)]
+    return [
+        {query: set(pattern.key_blocks(head, query).tolist()) for query in range(n_blocks)}
+        for head in range(pattern.num_heads)
+    ]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 5])
 def test_peers_pattern_has_the_same_window_and_stride_in_tokens(offset):
-    fine = make_range_pattern(block_size=64, num_heads=4, num_kv_heads=4, ranges=((4, 1), (None, 8)), base_offset=offset)
+    fine = make_range_pattern(
+        block_size=64, num_heads=4, num_kv_heads=4, ranges=((4, 1), (None, 8)), base_offset=offset
+    )
     coarse = coarsen(fine, 128, 4096)
     assert isinstance(coarse, RangePattern) and coarse.block_size == 128
     assert {head.ranges for head in coarse.heads} == {((2, 1), (None, 4))}
@@ -89,12 +97,16 @@ def test_what_large_blocks_cannot_express_becomes_their_union(ranges):
 
 
 def test_share_of_pairs_at_block_64_and_128():
-    """A block of 128 for one of 64 is twice the pairs of a stripe; with the same stride in blocks they are about equal."""
+    """A block of 128 for one of 64 is twice the pairs of a stripe; with the same stride in blocks they are about
+    equal."""
     case = Case("x", s2_pattern(), 131072)
     same_tokens, same_pairs = coarsen(case.pattern, 128, 131072), equal_pairs(case.pattern, 128)
     shares = [case.pairs(pattern) / case.dense_pairs for pattern in (case.pattern, same_tokens, same_pairs)]
     assert shares == pytest.approx([0.0766, 0.1378, 0.0762], abs=2e-4)
-    assert [head.ranges for head in (same_tokens.heads[0], same_pairs.heads[0])] == [((8, 1), (None, 8)), ((8, 1), (None, 16))]
+    assert [head.ranges for head in (same_tokens.heads[0], same_pairs.heads[0])] == [
+        ((8, 1), (None, 8)),
+        ((8, 1), (None, 16)),
+    ]
     assert len({head.offset % 16 for head in same_pairs.heads}) == 16
     with pytest.raises(ValueError, match="equal pairs"):
         equal_pairs(s2_pattern(ranges=((15, 1), (None, 16))), 128)

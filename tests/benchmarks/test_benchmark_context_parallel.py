@@ -1,4 +1,5 @@
-"""benchmarks/context_parallel.py without GPUs: what its gate checks, a run over gloo, and the prediction for more ranks."""
+"""benchmarks/context_parallel.py without GPUs: what its gate checks, a run over gloo, and the prediction for more
+ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +45,12 @@ def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
 
     def check_case(case, comm_types, dtype, group, device, backend, deterministic, transport):
         assert transport == "collective"
-        assert case.pattern.num_heads == 32 and case.dim == 64 and case.keep_received and any(head.is_dense for head in case.pattern.heads)
+        assert (
+            case.pattern.num_heads == 32
+            and case.dim == 64
+            and case.keep_received
+            and any(head.is_dense for head in case.pattern.heads)
+        )
         checked.append((backend, dtype, deterministic))
         return dict.fromkeys(comm_types, RIGHT)
 
@@ -69,11 +75,15 @@ def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
     assert timed == [("auto", torch.bfloat16, False)] and timed[0] in checked
 
 
-@pytest.mark.parametrize("fault", [dict(dk=2.1), dict(dv=float("nan")), dict(bytes=False), dict(repeats=False), dict(waited="a copy")])
+@pytest.mark.parametrize(
+    "fault", [dict(dk=2.1), dict(dv=float("nan")), dict(bytes=False), dict(repeats=False), dict(waited="a copy")]
+)
 def test_the_gate_lets_nothing_wrong_pass(bench, monkeypatch, fault):
     assert is_right(RIGHT) and not is_right(RIGHT | fault)
     assert is_right(RIGHT | fault, bits=False) == ("repeats" in fault)
-    monkeypatch.setattr(benchmark, "check_case", lambda case, comm_types, *_, **__: dict.fromkeys(comm_types, RIGHT | fault))
+    monkeypatch.setattr(
+        benchmark, "check_case", lambda case, comm_types, *_, **__: dict.fromkeys(comm_types, RIGHT | fault)
+    )
     with pytest.raises(SystemExit, match="not timed"):
         bench.check("a2a")
 
@@ -103,35 +113,57 @@ def test_the_prediction_for_as_many_ranks_is_what_was_measured(measured):
 
 def test_the_prediction_follows_from_its_parts(measured):
     (sparse, *others), layer = measured
-    rows = [sparse | {f"{kind}_ms": sparse[f"silent_{kind}_ms"] for kind in ("forward", "step")}, *others]  # as if nothing had been exposed
+    rows = [
+        sparse | {f"{kind}_ms": sparse[f"silent_{kind}_ms"] for kind in ("forward", "step")},
+        *others,
+    ]  # as if nothing had been exposed
     costs, found = layer.costs(8), predict(rows, EACH, layer, 8, LINK)
     assert found["predicted"] and (found["ranks"], found["measured_ranks"]) == (8, 4)
     assert (found["sent_forward"], found["sent_backward"]) == (max(costs.sent_forward), max(costs.sent_backward))
     pairs = layer.pattern.attended_pairs(131072)
-    assert sum(costs.pairs) == pairs and found["work_ms"] == pytest.approx(rows[0]["one_gpu_step_ms"] * max(costs.pairs) / pairs)
-    slowest = {ranks: max(row["step_ms"] / row["one_gpu_step_ms"] for row in EACH if row["ranks"] == ranks) for ranks in (4, 8)}
-    assert found["step_ms"] == pytest.approx(rows[0]["step_ms"] * slowest[8] / slowest[4])  # every transfer is hidden ...
+    assert sum(costs.pairs) == pairs and found["work_ms"] == pytest.approx(
+        rows[0]["one_gpu_step_ms"] * max(costs.pairs) / pairs
+    )
+    slowest = {
+        ranks: max(row["step_ms"] / row["one_gpu_step_ms"] for row in EACH if row["ranks"] == ranks) for ranks in (4, 8)
+    }
+    assert found["step_ms"] == pytest.approx(
+        rows[0]["step_ms"] * slowest[8] / slowest[4]
+    )  # every transfer is hidden ...
     assert found["step_ms"] == pytest.approx(found["work_ms"] + found["overhead_ms"])
     assert all(transfer < beside for transfer, beside in zip(found["transfers_ms"], found["beside_ms"]))
     later = predict(rows, EACH, layer, 8, LINK / 10)  # ... but not over links of a tenth of the rate
     assert later["link_gb_per_s"] == pytest.approx(LINK / 10)
     waits = [transfer - beside for transfer, beside in zip(later["transfers_ms"], later["beside_ms"])]
     assert min(waits) > 0 and later["step_ms"] - found["step_ms"] == pytest.approx(sum(waits))
-    late = [rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 0.5), *rows[1:]]  # 0.5 ms that were exposed grow with the bytes
+    late = [
+        rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 0.5),
+        *rows[1:],
+    ]  # 0.5 ms that were exposed grow with the bytes
     exposed = predict(late, EACH, layer, 8, LINK)
-    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(rows[0][f"sent_{way}"] for way in ("forward", "backward"))
+    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(
+        rows[0][f"sent_{way}"] for way in ("forward", "backward")
+    )
     assert exposed["step_ms"] - exposed["silent_step_ms"] == pytest.approx(0.5 * grown)
     late = [rows[0] | dict(step_ms=rows[0]["silent_step_ms"] + 50.0), *rows[1:]]
     exposed = predict(late, EACH, layer, 8, LINK)
-    assert exposed["step_ms"] - exposed["silent_step_ms"] == pytest.approx(sum(exposed["transfers_ms"])), "no more than transfers take"
+    assert exposed["step_ms"] - exposed["silent_step_ms"] == pytest.approx(sum(exposed["transfers_ms"])), (
+        "no more than transfers take"
+    )
 
 
 def test_what_links_cost_does_not_grow_with_the_bytes(measured):
     (sparse, *others), layer = measured
     base = {kind: sparse[f"silent_{kind}_ms"] for kind in ("forward", "step")}
-    times = {f"{name}{kind}_ms": base[kind] * factor for kind in base for name, factor in (("", 1.03), ("silent_", 1), ("awake_", 1.02))}
+    times = {
+        f"{name}{kind}_ms": base[kind] * factor
+        for kind in base
+        for name, factor in (("", 1.03), ("silent_", 1), ("awake_", 1.02))
+    }
     found = predict([sparse | times, *others], EACH, layer, 8, LINK)
-    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(sparse[f"sent_{way}"] for way in ("forward", "backward"))
+    grown = sum(found[f"sent_{way}"] for way in ("forward", "backward")) / sum(
+        sparse[f"sent_{way}"] for way in ("forward", "backward")
+    )
     grown_there = found["sent_forward"] / sparse["sent_forward"]
     for kind, growth in (("step", grown), ("forward", grown_there)):
         assert found[f"awake_{kind}_ms"] == pytest.approx(found[f"silent_{kind}_ms"] * 1.02)
@@ -139,8 +171,15 @@ def test_what_links_cost_does_not_grow_with_the_bytes(measured):
     assert "links 0.20 + waiting 0.23" in explained(found) and "links alone 0.20" in benchmark.line_of(found)
     unknown = predict([sparse, *others], EACH, layer, 8, LINK)
     assert "awake_step_ms" not in unknown and "links" not in explained(unknown) + benchmark.line_of(unknown)
-    quick = predict([sparse | times | dict(step_ms=base["step"] * 0.99), *others], EACH, layer, 8, LINK)  # noise: the quickest of the three
-    assert quick["step_ms"] == quick["awake_step_ms"] == quick["silent_step_ms"] == pytest.approx(found["silent_step_ms"] * 0.99)
+    quick = predict(
+        [sparse | times | dict(step_ms=base["step"] * 0.99), *others], EACH, layer, 8, LINK
+    )  # noise: the quickest of the three
+    assert (
+        quick["step_ms"]
+        == quick["awake_step_ms"]
+        == quick["silent_step_ms"]
+        == pytest.approx(found["silent_step_ms"] * 0.99)
+    )
 
 
 def test_links_are_kept_awake_by_little():
@@ -172,7 +211,9 @@ def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
 
     monkeypatch.setattr(benchmark, "ContextParallel", Layer)
     monkeypatch.setattr(bench, "device", torch.device("cpu"))
-    monkeypatch.setattr(bench, "tensors", lambda tokens: ([torch.zeros(1, dtype=bench.dtype, requires_grad=True)], torch.ones(1)))
+    monkeypatch.setattr(
+        bench, "tensors", lambda tokens: ([torch.zeros(1, dtype=bench.dtype, requires_grad=True)], torch.ones(1))
+    )
     monkeypatch.setattr(bench, "turns", SimpleNamespace(medians=medians))
     monkeypatch.setattr(bench, "transfer", lambda *_: 1.0)
     monkeypatch.setattr(benchmark.torch.autograd, "grad", lambda *_: None)
@@ -187,7 +228,9 @@ def test_what_is_timed_in_which_silence(bench, monkeypatch, copies):
 
 
 def test_own_share_by_counting():
-    pattern = benchmark.pattern_of(argparse.Namespace(local_tokens=32, block=16, stride=4, heads=4, kv_heads=2, dense_heads=1))
+    pattern = benchmark.pattern_of(
+        argparse.Namespace(local_tokens=32, block=16, stride=4, heads=4, kv_heads=2, dense_heads=1)
+    )
     layer, n_blocks, shares = Layer(pattern, 16 * 32, 16, 2), 32, []
     for rank in range(4):
         own = set(zigzag_blocks(rank, 4, n_blocks).tolist())
@@ -205,7 +248,9 @@ def test_what_a_prediction_needs(measured):
     with pytest.raises(ValueError, match="by a collective"):
         predict([rows[0] | dict(transport="collective")], EACH, layer, 8)
     for known in (EACH[:-1], EACH[2:]):  # without the last of 8 ranks, without those of 2
-        with pytest.raises(ValueError, match=r"what each of [28] ranks computes of 131072 tokens is not known; measure it with"):
+        with pytest.raises(
+            ValueError, match=r"what each of [28] ranks computes of 131072 tokens is not known; measure it with"
+        ):
             predict([rows[0] | dict(ranks=2)], known, layer, 8, LINK)
     for wrong in (["--from", str(MEASURED)], ["--first-heads", "2", "--predict", "8"], ["--first-heads", "-1"]):
         with pytest.raises(SystemExit):
@@ -226,8 +271,12 @@ def test_rows_of_another_card_are_not_predicted_from(tmp_path):
     each = json.loads((RESULTS / "h200_each_rank.json").read_text())
     each["hardware"]["gpu"] = "none"
     (path := tmp_path / "x.json").write_text(json.dumps(each))
-    with pytest.raises(ValueError, match=r"the rows were measured on NVIDIA H200, and .*x\.json on none; measure that there"):
-        benchmark.predict_from(benchmark.parse(["--predict", "8", "--from", str(MEASURED), "--link", "260", "--each-rank", str(path)]))
+    with pytest.raises(
+        ValueError, match=r"the rows were measured on NVIDIA H200, and .*x\.json on none; measure that there"
+    ):
+        benchmark.predict_from(
+            benchmark.parse(["--predict", "8", "--from", str(MEASURED), "--link", "260", "--each-rank", str(path)])
+        )
 
 
 def test_lengths_that_are_not_predicted(tmp_path, capsys):
@@ -235,9 +284,15 @@ def test_lengths_that_are_not_predicted(tmp_path, capsys):
     path = tmp_path / "x.json"
     lacking = ["--predict", "8", "--from", str(MEASURED), "--link", "260", "--json", str(path)]
     benchmark.predict_from(benchmark.parse(lacking))
-    assert "not predicted: 32768 tokens: what each of 4 ranks computes of 32768 tokens is not known" in capsys.readouterr().out
+    assert (
+        "not predicted: 32768 tokens: what each of 4 ranks computes of 32768 tokens is not known"
+        in capsys.readouterr().out
+    )
     assert [row["tokens"] for row in json.loads(path.read_text())["rows"]] == [131072]
-    for lengths, message in (("32768", "32768 tokens: what each of"), ("65536", "no row has one of --seq-lengths 65536")):
+    for lengths, message in (
+        ("32768", "32768 tokens: what each of"),
+        ("65536", "no row has one of --seq-lengths 65536"),
+    ):
         with pytest.raises(ValueError, match=message):
             benchmark.predict_from(benchmark.parse([*lacking, "--seq-lengths", lengths]))
 
@@ -264,14 +319,28 @@ def test_the_documented_predictions(command, tmp_path, capsys, monkeypatch):
 def test_each_rank_without_a_gpu(tmp_path):
     path = tmp_path / "x.json"
     shape = "--heads 4 --kv-heads 4 --head-dim 16 --block 16 --local-tokens 32 --stride 4 --repeats 1 --warmup 0"
-    command = [sys.executable, "benchmarks/each_rank.py", *shape.split(), "--ranks", "1,3", "--seq-lengths", "192,288", "--json", str(path)]
+    command = [
+        sys.executable,
+        "benchmarks/each_rank.py",
+        *shape.split(),
+        "--ranks",
+        "1,3",
+        "--seq-lengths",
+        "192,288",
+        "--json",
+        str(path),
+    ]
     done = subprocess.run(command, cwd=RESULTS.parents[1], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
                           timeout=200)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads(path.read_text())
     rows = [(row["tokens"], row["ranks"], row["rank"]) for row in content["rows"]]
     assert rows == [(tokens, *rank) for tokens in (192, 288) for rank in ((1, 0), (3, 0), (3, 1), (3, 2))]
-    assert all(row[f"{kind}_ms"] > 0 and row[f"one_gpu_{kind}_ms"] > 0 for row in content["rows"] for kind in ("forward", "step"))
+    assert all(
+        row[f"{kind}_ms"] > 0 and row[f"one_gpu_{kind}_ms"] > 0
+        for row in content["rows"]
+        for kind in ("forward", "step")
+    )
     assert content["settings"]["stride"] == 4 and len(done.stdout.splitlines()) >= 8
 
 
@@ -284,11 +353,20 @@ def test_a_run_over_gloo(tmp_path):
                           capture_output=True, text=True, timeout=300)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads(path.read_text())
-    assert content["command"].startswith(f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 benchmarks/context_parallel.py {shape}")
-    assert content["commit"] == "abc1234" and content["versions"]["torch"] == torch.__version__ and content["dtype"] == "float32"
+    assert content["command"].startswith(
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 benchmarks/context_parallel.py {shape}"
+    )
+    assert (
+        content["commit"] == "abc1234"
+        and content["versions"]["torch"] == torch.__version__
+        and content["dtype"] == "float32"
+    )
     assert content["hardware"] == {"gpu": "none", "gpus": []} and content["settings"]["seq_lengths"] == "256"
     measured = [row for row in content["rows"] if not row.get("predicted")]
     assert [row["exchange"] for row in measured] == ["sparse", "all_gather", "a2a"]
-    assert all(row["sent_forward"] == row["planned_forward"] and row["sent_backward"] == row["planned_backward"] for row in measured)
+    assert all(
+        row["sent_forward"] == row["planned_forward"] and row["sent_backward"] == row["planned_backward"]
+        for row in measured
+    )
     assert measured[0]["transport"] == "collective" and "awake_step_ms" not in measured[0]
     assert "not predicted: the rows were measured on none, and " in done.stdout and len(content["rows"]) == 3

@@ -1,5 +1,5 @@
-"""Results: what a file of them says about where it comes from; of those that are committed, that their verdicts are those of their rows, and
-that what README and docs quote is in them."""
+"""Results: what a file of them says about where it comes from; of those that are committed, that their verdicts are
+those of their rows, and that what README and docs quote is in them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ RESULTS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "b
 @pytest.mark.parametrize("name", [name for name, content in RESULTS.items() if "verdicts" in content])
 def test_verdicts_follow_from_the_rows(name):
     content = RESULTS[name]
-    assert content["verdicts"] == [verdict._asdict() | {"met": verdict.met} for verdict in verdicts(content["rows"], content["first_call"])]
+    assert content["verdicts"] == [
+        verdict._asdict() | {"met": verdict.met} for verdict in verdicts(content["rows"], content["first_call"])
+    ]
 
 
 def test_only_what_was_timed_in_turns_is_compared():
@@ -30,7 +32,11 @@ def test_only_what_was_timed_in_turns_is_compared():
         return dict(group=group, case=case, entry=entry, **times, extra_bytes=1, memory_limit=2)
 
     case = "128K 32/32 D128"
-    rows = [row("128K", case, "S2", 50.0), row("128K", case, "S2 deterministic", 80.0), row("128K", case, "FA-2 dense", 1000.0)]
+    rows = [
+        row("128K", case, "S2", 50.0),
+        row("128K", case, "S2 deterministic", 80.0),
+        row("128K", case, "FA-2 dense", 1000.0),
+    ]
     rows += [row("patterns", case, "S2", 100.0), row("patterns", "128K 32/8 D128", "S2", 110.0)]
     for ordered in (rows, rows[::-1]):
         found = {verdict.text: verdict.value for verdict in verdicts(ordered)}
@@ -48,7 +54,9 @@ def checkout(tmp_path, monkeypatch):
 
     def git(*words):
         name = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
-        return subprocess.run(["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *name, *words], check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     git("init", "-q")
     for name in ("kernel.py", "benchmarks/results/x.json"):
@@ -92,8 +100,20 @@ def test_provenance(monkeypatch):
 
 def run_of(group: str, length: int, **milliseconds) -> list[dict]:
     """Rows of S2 ("S2") and of peers on one length, as a file has them."""
-    kind = dict(heads=32, kv_heads=32, head_dim=128, dtype="bfloat16", tensor_format="sbhd", pattern="x", documents=None, batch=1)
-    times = {"FA-2 dense" if name == "FA2" else "FA-4 dense" if name == "FA4" else name: time for name, time in milliseconds.items()}
+    kind = dict(
+        heads=32,
+        kv_heads=32,
+        head_dim=128,
+        dtype="bfloat16",
+        tensor_format="sbhd",
+        pattern="x",
+        documents=None,
+        batch=1,
+    )
+    times = {
+        "FA-2 dense" if name == "FA2" else "FA-4 dense" if name == "FA4" else name: time
+        for name, time in milliseconds.items()
+    }
     return [
         dict(**kind, group=group, case=group, entry=entry, seq_length=length, total_ms={"median": time}, attended_share=0.5, forward_tflops=1.0,
              backward_tflops=1.0, speed_over={other: times[other] / time for other in times if other != entry})
@@ -102,7 +122,8 @@ def run_of(group: str, length: int, **milliseconds) -> list[dict]:
 
 
 def test_plots_of_several_files(tmp_path, monkeypatch, capsys):
-    """Short lengths from one file, long ones from the other; one length that both have from the later one alone, all peers in one run."""
+    """Short lengths from one file, long ones from the other; one length that both have from the later one alone, all
+    peers in one run."""
     files = {
         "crossover": [
             *run_of("1K", 1024, S2=2.0, FA2=1.0), *run_of("2K", 2048, S2=2.0, FA2=3.0), *run_of("8K", 8192, S2=2.0, FA2=8.0, FA4=4.0),
@@ -113,11 +134,17 @@ def test_plots_of_several_files(tmp_path, monkeypatch, capsys):
         content = dict(versions={"torch": "2", "triton": "3"}, hardware={"gpu": name}, rows=rows)
         report.write_json(tmp_path / f"{name}.json", content)
     drawn = {}
-    monkeypatch.setattr(plots, "draw_speedup", lambda lengths, machine, path: drawn.update(lengths=lengths, machine=machine))
+    monkeypatch.setattr(
+        plots, "draw_speedup", lambda lengths, machine, path: drawn.update(lengths=lengths, machine=machine)
+    )
     monkeypatch.setattr(plots, "draw_rates", lambda *arguments: None)
     plots.main([*(str(tmp_path / f"{name}.json") for name in files), "--out", str(tmp_path)])
     assert plots.speedups(drawn["lengths"], "S2") == [(1024, 0.5), (2048, 1.5), (8192, 6.0), (131072, 20.0)]
-    assert set(drawn["lengths"][8192]) == {"S2", "FA-2 dense"} and "crossover" in drawn["machine"] and "main" in drawn["machine"]
+    assert (
+        set(drawn["lengths"][8192]) == {"S2", "FA-2 dense"}
+        and "crossover" in drawn["machine"]
+        and "main" in drawn["machine"]
+    )
     assert "S2 is faster than FA-2 dense from 1" in capsys.readouterr().out  # between 1K and 2K
 
 
@@ -129,13 +156,18 @@ def test_plots_refuse_the_file_of_another_benchmark(tmp_path):
 
 def test_quoted_commands_are_those_of_the_results():
     """Whoever links a file of results quotes the command that made it, all of it."""
-    pages = {path: path.read_text().replace(" \\\n    ", " ") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    pages = {
+        path: path.read_text().replace(" \\\n    ", " ")
+        for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    }
     linked = {(name, path) for name in RESULTS for path, text in pages.items() if f"results/{name})" in text}
     assert {name for name, _ in linked} == set(RESULTS)
     for name, path in linked:
         # Files of before `command` was written for all benchmarks have none.
         if "command" in RESULTS[name]:
-            assert f"\n{RESULTS[name]['command']}\n" in pages[path], f"{path.name} links {name}, whose command is: {RESULTS[name]['command']}"
+            assert f"\n{RESULTS[name]['command']}\n" in pages[path], (
+                f"{path.name} links {name}, whose command is: {RESULTS[name]['command']}"
+            )
 
 
 def test_pictures_are_shown():

@@ -1,4 +1,5 @@
-"""benchmarks/end_to_end.py without a GPU: tiny rows through torchrun, what it reads from a log, its names of rows and its table."""
+"""benchmarks/end_to_end.py without a GPU: tiny rows through torchrun, what it reads from a log, its names of rows and
+its table."""
 
 from __future__ import annotations
 
@@ -90,12 +91,21 @@ def test_names_of_rows():
         assert expected in flags
     assert "--save" not in flags and "--no-gradient-accumulation-fusion" in flags
     assert "--no-gradient-accumulation-fusion" not in row_flags(row, Machine(4, True, True, fused_gradients=True), 6, 1)
-    assert "--no-gradient-accumulation-fusion" in row_flags(row, Machine(4, True, False, fused_gradients=True), 6, 1)  # as launch.sh
+    assert "--no-gradient-accumulation-fusion" in row_flags(
+        row, Machine(4, True, False, fused_gradients=True), 6, 1
+    )  # as launch.sh
     dense = row_flags(parse_row("1p3b-128k-cp4-full-a2a-dense"), GPUS, 6, 1)
     assert "--cp-comm-type a2a" in " ".join(dense) and not any(flag.startswith("--s2") for flag in dense)
     assert FUSED_ROPE_ELEMENTS == refusals.FUSED_ROPE_ELEMENTS
-    for name, wide in (("7b-8layers-1m-tp2-cp2-s2", True), ("7b-1m-tp2-cp4-dense", False), ("7b-1m-tp8-s2", False), ("1p3b-8k-s2", False)):
-        assert ("--no-rope-fusion" in row_flags(parse_row(name), GPUS, 6, 1)) == wide, "more than its kernel can address"
+    for name, wide in (
+        ("7b-8layers-1m-tp2-cp2-s2", True),
+        ("7b-1m-tp2-cp4-dense", False),
+        ("7b-1m-tp8-s2", False),
+        ("1p3b-8k-s2", False),
+    ):
+        assert ("--no-rope-fusion" in row_flags(parse_row(name), GPUS, 6, 1)) == wide, (
+            "more than its kernel can address"
+        )
     assert "--global-batch-size 12 " in " ".join(row_flags(parse_row("1p3b-32k-dense"), GPUS, 6, 3))
     assert row_environment(parse_row("1p3b-32k-offload-s2"))["NVTE_CPU_OFFLOAD_V1"] == "1"
     assert [row.name for row in chosen_rows("tiny,tiny-512-none-dense")] == list(GROUPS["tiny"])
@@ -109,7 +119,8 @@ def test_names_of_rows():
 
 
 def test_rows_of_the_groups():
-    """Dense peers with every exchange that may be their best, on two and on four GPUs; memory with every choice of recompute and offload."""
+    """Dense peers with every exchange that may be their best, on two and on four GPUs; memory with every choice of
+    recompute and offload."""
     for ranks, exchanges in ((2, ["p2p", "a2a"]), (4, ["p2p", "a2a", "all_gather"])):
         rows = chosen_rows(f"1p3b-128k-cp{ranks}")
         assert {(row.cp, row.tp * row.pp, row.tokens, row.recompute) for row in rows} == {(ranks, 1, 131072, "full")}
@@ -123,7 +134,9 @@ def test_rows_of_the_groups():
 @pytest.mark.parametrize("size", ["1p3b", "7b"])
 def test_models_are_those_of_the_launchers(size):
     environment = {**os.environ, "MOCK_DATA": "1", "DRY_RUN": "1", "TRANSFORMER_IMPL": "local", "SEQ_LENGTH": "131072"}
-    done = subprocess.run(["bash", f"examples/pretrain_{size}.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", f"examples/pretrain_{size}.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
     launched = f"\n{done.stdout}".replace("\n", " ")
     row = parse_row(f"{size}-128k-s2")
     model, vocabulary = " ".join(model_flags(row)), f" --vocab-size {row.shape.vocabulary} "
@@ -131,11 +144,15 @@ def test_models_are_those_of_the_launchers(size):
 
 
 def test_megatron_and_s2_accept_every_row_of_the_groups():
-    rows = chosen_rows(",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-hybrid")
+    rows = chosen_rows(
+        ",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-hybrid"
+    )
     cases = []
     for row in rows:
         flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in row_flags(row, GPUS, 6, 1)]
-        flags.append("--no-rope-fusion")  # its kernel is Transformer Engine's, which Megatron looks for as soon as it makes a model config
+        flags.append(
+            "--no-rope-fusion"
+        )  # its kernel is Transformer Engine's, which Megatron looks for as soon as it makes a model config
         cases.append({"argv": flags, "world_size": row.tp * row.cp * row.pp, "device": "cuda"})
     for row, result in zip(rows, parse_cases(cases, **row_environment(parse_row("1p3b-32k-offload-s2")))):
         assert (result["error"], result["refused_by_megatron"]) == (None, None), (row.name, result)
@@ -157,7 +174,19 @@ def test_ratios_and_table():
     assert "over_dense" not in results[1] and results[3]["over_dense"] is None and results[4]["over_dense"] is None
     lines = table(results)
     assert lines[0].split()[:9] == ["row", "step", "ms", "tokens/s", "peak", "GiB", "MiB/token", "beside", "weights"]
-    assert lines[1].split()[1:] == ["1000.0", "3,000", "80.00", "2.500", "1.500", "400.0", "40.4%", "2.00", "x", "10.5000", "2.000"]
+    assert lines[1].split()[1:] == [
+        "1000.0",
+        "3,000",
+        "80.00",
+        "2.500",
+        "1.500",
+        "400.0",
+        "40.4%",
+        "2.00",
+        "x",
+        "10.5000",
+        "2.000",
+    ]
     assert lines[6].endswith("out of memory: CUDA (49 s; x.log)")
 
 
@@ -186,7 +215,9 @@ def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
 
 def test_tiny_rows(tmp_path, capsys, monkeypatch):
     """Two real runs, and in front of them one that fails: the others go on."""
-    refused = "tiny-512-none-keep-hybrid"  # a real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it
+    refused = (
+        "tiny-512-none-keep-hybrid"  # a real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it
+    )
 
     def run_or_fail(command, log, limit, environment):
         if log.stem != refused:
@@ -203,20 +234,37 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     end_to_end.main(arguments)
     content = json.loads(path.read_text())
     assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
-    assert content["versions"]["megatron-core"][0].isdigit() and content["versions"]["torch"][0].isdigit() and content["ranks"] == 1
+    assert (
+        content["versions"]["megatron-core"][0].isdigit()
+        and content["versions"]["torch"][0].isdigit()
+        and content["ranks"] == 1
+    )
     assert content["commit"] == "abc1234" and content["hardware"]["gpu"]
     failed, sparse, dense = content["rows"]
     assert [row["row"] for row in content["rows"]] == names
     assert failed["error"].startswith("ValueError: --s2-config: --s2-keep-attention-output") and "step_ms" not in failed
     for row in (sparse, dense):
         assert row["error"] is None and len(row["steps_ms"]) == 2, row
-        finite = ("step_ms", "tokens_per_s", "peak_gib", "gib_per_1k", "activation_gib_per_1k", "tflops", "loss", "grad_norm")
+        finite = (
+            "step_ms",
+            "tokens_per_s",
+            "peak_gib",
+            "gib_per_1k",
+            "activation_gib_per_1k",
+            "tflops",
+            "loss",
+            "grad_norm",
+        )
         assert all(math.isfinite(row[field]) for field in finite), row
         assert row["tokens_per_s"] == pytest.approx(512 / row["step_ms"] * 1e3) and row["step_ms"] > 0
     assert sparse["over_dense"] == pytest.approx(dense["step_ms"] / sparse["step_ms"])
     assert abs(sparse["loss"] - dense["loss"]) < 0.1 and sparse["kernels"] is not None and dense["kernels"] is None
     printed = capsys.readouterr().out
-    assert all(name in printed for name in names) and "beside weights" in printed and f"{sparse['over_dense']:.2f} x" in printed
+    assert (
+        all(name in printed for name in names)
+        and "beside weights" in printed
+        and f"{sparse['over_dense']:.2f} x" in printed
+    )
 
 
 def test_too_few_steps_are_refused():

@@ -1,6 +1,5 @@
 """Block masks from a file and from a Python function: what is right gives the pattern, what is wrong one ValueError."""
 
-
 import numpy as np
 import pytest
 

@@ -130,7 +130,8 @@ def test_launcher_fits_its_configs(script):
 
 
 def test_the_launcher_for_long_context():
-    """The exchange of blocks, no second attention under recompute; what is given wins, and the output is not that of shorter sequences."""
+    """The exchange of blocks, no second attention under recompute; what is given wins, and the output is not that of
+    shorter sequences."""
     script = ROOT / "examples/pretrain_7b_128k.sh"
     command = launched(script, "--global-batch-size", "8", TP="2", CP="4")
     for flag, values in (("--tensor-model-parallel-size", ["2"]), ("--context-parallel-size", ["4"]), ("--s2-cp-comm-type", ["sparse"]),
@@ -165,10 +166,20 @@ def test_launcher_says_what_is_missing():
 def test_launcher_looks_for_the_fused_gradients_of_apex(tmp_path):
     """Transformer Engine alone is not enough for Megatron's default. The extension can be imported after torch only."""
     flag, script = "--no-gradient-accumulation-fusion", str(ROOT / "examples/pretrain_1p3b.sh")
-    settings = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "MOCK_DATA": "1", "PYTHON": sys.executable, "TRANSFORMER_IMPL": "transformer_engine"}
+    settings = {
+        "PATH": "/usr/bin:/bin",
+        "DRY_RUN": "1",
+        "MOCK_DATA": "1",
+        "PYTHON": sys.executable,
+        "TRANSFORMER_IMPL": "transformer_engine",
+    }
     for is_there in (False, True):
         (tmp_path / "torch.py").touch()
-        source = "import sys\nassert 'torch' in sys.modules\n" if is_there else "raise ImportError('built for another torch')\n"
+        source = (
+            "import sys\nassert 'torch' in sys.modules\n"
+            if is_there
+            else "raise ImportError('built for another torch')\n"
+        )
         (tmp_path / "fused_weight_gradient_mlp_cuda.py").write_text(source)
         environment = {**settings, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True)

@@ -1,4 +1,5 @@
-"""The cases of context parallelism: a small covering subset of patterns, GQA ratios, batches, layer offsets and comm types."""
+"""The cases of context parallelism: a small covering subset of patterns, GQA ratios, batches, layer offsets and comm
+types."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ CASES = {
     "paper": Case(ranges(PAPER, 4, 8, 8)),
     "paper-gqa": Case(ranges(PAPER, 4, 16, 8, layer_index=3), batch=2),
     "paper-mqa": Case(ranges(PAPER, 4, 8, 1), 3),
-    "layer-offset": Case(ranges(((1, 1), (None, 8)), 4, 8, 8, layer_index=5, layer_step=3, base_offset=1), 2, keep_received=True),
+    "layer-offset": Case(
+        ranges(((1, 1), (None, 8)), 4, 8, 8, layer_index=5, layer_step=3, base_offset=1), 2, keep_received=True
+    ),
     "window": Case(ranges(((3, 1),), 4, 8, 8), 2),
     "window-of-one": Case(ranges(((1, 1),), 4, 8, 8)),
     "several": Case(ranges(((2, 1), (5, 2), (None, 4)), 4, 16, 8), 2, batch=2),
@@ -36,7 +39,10 @@ CASES = {
     "dense-heads": Case(ranges(PAPER, 4, 16, 8, dense_heads={"spread": 2}), keep_received=True),
     "dense": Case(RangePattern.dense(4, 8, 8)),
     "ranges-per-head": Case(
-        RangePattern(4, 8, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 6)), 2
+        RangePattern(
+            4, 8, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 6)
+        ),
+        2,
     ),
     "mask-shared": Case(block_mask(4, 16, 8, 1), 2),
     "mask-kv-heads": Case(block_mask(4, 16, 8, 8), 3, batch=2),

@@ -1,4 +1,5 @@
-"""Context parallelism on GPUs over NCCL: errors against fp64 beside those of one GPU, bits repeated, bytes counted, no waiting for the GPU.
+"""Context parallelism on GPUs over NCCL: errors against fp64 beside those of one GPU, bits repeated, bytes counted, no
+waiting for the GPU.
 
     CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.context_parallel.check --dtypes bf16
 
@@ -8,10 +9,12 @@
     ...
     15 combinations in 50 s: all right
 
-Where blocks are copied, `in parts` is sparse once more, with those of some KV heads before the others, as of long sequences.
+Where blocks are copied, `in parts` is sparse once more, with those of some KV heads before the others, as of long
+sequences.
 
-The numbers are the error (norm-wise, against fp64) over that of one GPU; at most 2 is right. --dtypes, --cases and --comm-types choose: most of
-the time goes into compiling. On a machine without GPUs it runs over gloo with small cases, and nothing can wait.
+The numbers are the error (norm-wise, against fp64) over that of one GPU; at most 2 is right. --dtypes, --cases and
+--comm-types choose: most of the time goes into compiling. On a machine without GPUs it runs over gloo with small cases,
+and nothing can wait.
 """
 
 from __future__ import annotations
@@ -42,9 +45,13 @@ IN_PARTS = "in parts"
 
 
 def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
-    """dim: one head dim for all, because every other one is compiled anew. Those in EXTRA compile more and run where they are named."""
+    """dim: one head dim for all, because every other one is compiled anew. Those in EXTRA compile more and run where
+    they are named."""
     if not on_gpu:
-        return {"paper": Case(ranges(((1, 1), (None, 4)), 16, 4, 2, layer_index=1), 3, 16), "mask": Case(block_mask(16, 2, 2, 2), 1, 16)}
+        return {
+            "paper": Case(ranges(((1, 1), (None, 4)), 16, 4, 2, layer_index=1), 3, 16),
+            "mask": Case(block_mask(16, 2, 2, 2), 1, 16),
+        }
     return {
         "paper": Case(ranges(((4, 1), (None, 8)), 64, 16, 8, layer_index=1, base_offset=1), 8, dim, 2),
         "uneven": Case(ranges(((2, 1), (9, 3), (None, 8)), 64, 8, 8), 4, dim, keep_received=True),
@@ -60,7 +67,12 @@ EXTRA = ("blocks-of-128",)
 
 def relative_errors(mine, truth, group, exact_rows):
     """Norm-wise error of tensors that lie on the ranks, against whole ones."""
-    sums = torch.stack([torch.stack([(a.double() - exact_rows(b)).square().sum(), exact_rows(b).square().sum()]) for a, b in zip(mine, truth)])
+    sums = torch.stack(
+        [
+            torch.stack([(a.double() - exact_rows(b)).square().sum(), exact_rows(b).square().sum()])
+            for a, b in zip(mine, truth)
+        ]
+    )
     dist.all_reduce(sums, group=group)
     return (sums[:, 0] / sums[:, 1]).sqrt().tolist()
 
@@ -82,7 +94,8 @@ def waits(function, device) -> str:
 
 @contextmanager
 def blocks_in_parts():
-    """Where blocks are copied, those of a third of the KV heads come before the others, and one head goes twice, in calls however short."""
+    """Where blocks are copied, those of a third of the KV heads come before the others, and one head goes twice, in
+    calls however short."""
 
     def heads(state, *_):
         groups = state.layout.num_kv_heads
@@ -96,9 +109,9 @@ def blocks_in_parts():
 def check_case(
     case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
 ) -> dict[str, dict]:
-    """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are the plan's, and what
-    a third run said that waited for the GPU}. comm_types: also IN_PARTS, which is sparse (see blocks_in_parts). backend, deterministic: of
-    s2_attention, on one GPU and on several. transport: of sparse."""
+    """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are
+    the plan's, and what a third run said that waited for the GPU}. comm_types: also IN_PARTS, which is sparse (see
+    blocks_in_parts). backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
     rank, size = group.rank(), group.size()
     whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
     layout = build_layout(case.pattern, device)
@@ -128,7 +141,9 @@ def check_case(
         # A result that is exact to a unit of roundoff or better has nothing to be compared with.
         roundoff = torch.finfo(dtype).eps
         result = {name: error / max(other, roundoff / 4) for name, error, other in zip(NAMES, errors, own)}
-        flags = torch.tensor([all(torch.equal(a, b) for a, b in zip(got, again)), True], dtype=torch.int32, device=device)
+        flags = torch.tensor(
+            [all(torch.equal(a, b) for a, b in zip(got, again)), True], dtype=torch.int32, device=device
+        )
         if comm_type == "sparse":
             plan = make_plan(case.pattern, rank, size, tokens_of(case, size) // case.pattern.block_size)
             expected = plan.sent_slots[rank] * (1 if case.keep_received else 2) + plan.needed_slots[rank]
@@ -140,7 +155,12 @@ def check_case(
 
 def is_right(found: dict, bits: bool = True) -> bool:
     """Of check_case's result; a NaN is wrong. bits: whether the second run must have repeated them."""
-    return all(found[name] <= FACTOR for name in NAMES) and found["bytes"] and not found["waited"] and (found["repeats"] or not bits)
+    return (
+        all(found[name] <= FACTOR for name in NAMES)
+        and found["bytes"]
+        and not found["waited"]
+        and (found["repeats"] or not bits)
+    )
 
 
 def line_of(name, dtype, comm_type, found) -> tuple[str, bool]:
@@ -148,7 +168,10 @@ def line_of(name, dtype, comm_type, found) -> tuple[str, bool]:
     right = is_right(found)
     texts = "".join(f"{found[part]:.2f}".ljust(8) + " " for part in NAMES)
     words = f"{'yes' if found['repeats'] else 'NO':<9}{'plan' if found['bytes'] else 'WRONG':<7}{'YES' if found['waited'] else 'no':<7}"
-    return f"{name:<15}{str(dtype)[6:]:<10}{comm_type:<12}{texts}{words}{'' if right else 'WRONG ' + found['waited']}".rstrip(), right
+    return (
+        f"{name:<15}{str(dtype)[6:]:<10}{comm_type:<12}{texts}{words}{'' if right else 'WRONG ' + found['waited']}".rstrip(),
+        right,
+    )
 
 
 def main() -> int:
@@ -175,14 +198,21 @@ def main() -> int:
         known = cases(on_gpu, 128 if dtype == "bf16" else 64)
         for name in args.cases or [name for name in known if name not in EXTRA]:
             case = known[name]
-            comm_types = [kind for kind in args.comm_types if kind != "a2a" or case.pattern.num_kv_heads % group.size() == 0]
+            comm_types = [
+                kind for kind in args.comm_types if kind != "a2a" or case.pattern.num_kv_heads % group.size() == 0
+            ]
             comm_types += [IN_PARTS] if on_gpu and "sparse" in comm_types and args.transport != "collective" else []
             torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-            for comm_type, found in check_case(case, comm_types, torch_dtype, group, device, backend, transport=args.transport).items():
+            for comm_type, found in check_case(
+                case, comm_types, torch_dtype, group, device, backend, transport=args.transport
+            ).items():
                 line, right = line_of(name, torch_dtype, comm_type, found)
                 wrong, lines = wrong + (not right), lines + 1
                 say(line, flush=True)
-    say(f"{lines} combinations in {time.monotonic() - start:.0f} s: {f'{wrong} WRONG' if wrong else 'all right'}", flush=True)
+    say(
+        f"{lines} combinations in {time.monotonic() - start:.0f} s: {f'{wrong} WRONG' if wrong else 'all right'}",
+        flush=True,
+    )
     dist.destroy_process_group()
     return 1 if wrong or not lines else 0
 

@@ -21,8 +21,20 @@ def found(tmp_path_factory):
     def run(ranks: int) -> list[dict]:
         if ranks not in done:
             file = tmp_path_factory.mktemp("context_parallel") / f"{ranks}.json"
-            parts = ["gradients", "copies", "wrong", "packed", *{2: ["triton"], 4: ["triton"], 8: ["volume"]}.get(ranks, [])]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+            parts = [
+                "gradients",
+                "copies",
+                "wrong",
+                "packed",
+                *{2: ["triton"], 4: ["triton"], 8: ["volume"]}.get(ranks, []),
+            ]
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "TRITON_INTERPRET": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
             command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(ranks), str(file), *parts]
             process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
             assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-6000:]}"

@@ -1,4 +1,5 @@
-"""Arenas of s2_megatron.context_parallel.copies in memory that processes on a CPU share, for tests: flags are written and waited for at once."""
+"""Arenas of s2_megatron.context_parallel.copies in memory that processes on a CPU share, for tests: flags are written
+and waited for at once."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Watched(Arena):
 
 
 class SharedArenas:
-    """make: for PeerCopies, called by all ranks of a group on one host. made: lane_bytes of every arena; broken: lanes written to too early."""
+    """make: for PeerCopies, called by all ranks of a group on one host. made: lane_bytes of every arena; broken: lanes
+    written to too early."""
 
     def __init__(self, group):
         self.group, self.made, self.broken = group, [], []

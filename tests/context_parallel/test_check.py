@@ -40,7 +40,9 @@ def test_two_processes(checked):
     assert "12 combinations in" in output and "all right" in output
 
 
-@pytest.mark.parametrize("change", [{"dk": 2.01}, {"repeats": False}, {"bytes": False}, {"waited": "called a synchronizing CUDA operation"}])
+@pytest.mark.parametrize(
+    "change", [{"dk": 2.01}, {"repeats": False}, {"bytes": False}, {"waited": "called a synchronizing CUDA operation"}]
+)
 def test_a_line_that_is_wrong(change):
     line, right = line_of("paper", torch.float32, "sparse", RIGHT)
     assert right and "WRONG" not in line
@@ -48,9 +50,13 @@ def test_a_line_that_is_wrong(change):
     assert not right and "WRONG" in line and change.get("waited", "") in line
 
 
-@pytest.mark.parametrize("groups, copied, parts", [(1, True, (0, 1)), (2, True, (1, 1)), (9, True, (3, 1)), (9, False, (0, 1))])
+@pytest.mark.parametrize(
+    "groups, copied, parts", [(1, True, (0, 1)), (2, True, (1, 1)), (9, True, (3, 1)), (9, False, (0, 1))]
+)
 def test_heads_of_blocks_in_parts(groups, copied, parts):
     """No head is both early and twice, and a collective brings all at once."""
-    state = SimpleNamespace(layout=SimpleNamespace(num_kv_heads=groups), exchange=SimpleNamespace(copies=object() if copied else None))
+    state = SimpleNamespace(
+        layout=SimpleNamespace(num_kv_heads=groups), exchange=SimpleNamespace(copies=object() if copied else None)
+    )
     with blocks_in_parts():
         assert SparseState.heads(state, 64, 2, 2) == parts

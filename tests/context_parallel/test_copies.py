@@ -1,4 +1,5 @@
-"""Which way blocks of context parallelism take, what is said of it, and the trial of copies. What copies bring: test_gradients.py."""
+"""Which way blocks of context parallelism take, what is said of it, and the trial of copies. What copies bring:
+test_gradients.py."""
 
 from __future__ import annotations
 
@@ -28,14 +29,19 @@ def test_which_transport(said, monkeypatch):
     assert cp_copies.peer_copies(group, GPU, "collective") is None
     assert cp_copies.peer_copies(group, GPU, "auto") == cp_copies.peer_copies(group, GPU, "copies") == "copies"
     assert said == ["S2: context-parallel ranks exchange blocks by copy engines, into each other's memory"] * 2
-    assert cp_copies.peer_copies(group, torch.device("cpu"), "auto") is None and len(said) == 2, "a CPU has no other choice"
+    assert cp_copies.peer_copies(group, torch.device("cpu"), "auto") is None and len(said) == 2, (
+        "a CPU has no other choice"
+    )
 
 
 def test_where_copies_are_not_possible(said, monkeypatch):
     monkeypatch.setattr(cp_copies, "one_host", lambda group: False)
     assert cp_copies.peer_copies("group", GPU, "auto") is None
     assert said == ["S2: context-parallel ranks exchange blocks by all_to_all_single (the ranks are on several hosts)"]
-    with pytest.raises(ValueError, match=r"--s2-cp-transport copies: the ranks are on several hosts; expected GPUs of one host .*; use auto"):
+    with pytest.raises(
+        ValueError,
+        match=r"--s2-cp-transport copies: the ranks are on several hosts; expected GPUs of one host .*; use auto",
+    ):
         cp_copies.peer_copies("group", GPU, "copies")
     with pytest.raises(ValueError, match="copies: there is no GPU"):
         cp_copies.peer_copies("group", torch.device("cpu"), "copies")
@@ -77,7 +83,9 @@ def test_the_trial(monkeypatch):
         raise RuntimeError("CUDA_ERROR_NOT_SUPPORTED")
 
     assert trial(arrives, Seen()).number == cp_copies.LANES
-    with pytest.raises(cp_copies.StreamsWait, match=r"rank 0: no flag of another GPU arrived in .* s; use --s2-cp-transport collective"):
+    with pytest.raises(
+        cp_copies.StreamsWait, match=r"rank 0: no flag of another GPU arrived in .* s; use --s2-cp-transport collective"
+    ):
         trial(lambda place, number: None, Seen())
     with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):
         trial(refuses, Seen())
@@ -85,7 +93,11 @@ def test_the_trial(monkeypatch):
 
 def test_what_the_ranks_tell_each_other(monkeypatch):
     monkeypatch.setattr(cp_copies.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(cp_copies.dist, "all_gather_object", lambda reasons, reason, group: reasons.__setitem__(slice(None), [reason, None]))
+    monkeypatch.setattr(
+        cp_copies.dist,
+        "all_gather_object",
+        lambda reasons, reason, group: reasons.__setitem__(slice(None), [reason, None]),
+    )
     group = SimpleNamespace(size=lambda: 2)
 
     def fails(error):
@@ -101,13 +113,19 @@ def test_what_the_ranks_tell_each_other(monkeypatch):
 
 
 def test_flags_of_an_arena_are_apart():
-    indices = [cp_copies.flag_index(kind, lane, other, 8) for kind in range(3) for lane in range(cp_copies.LANES) for other in range(8)]
+    indices = [
+        cp_copies.flag_index(kind, lane, other, 8)
+        for kind in range(3)
+        for lane in range(cp_copies.LANES)
+        for other in range(8)
+    ]
     assert len(set(indices)) == len(indices) and 4 * max(indices) < cp_copies.FLAG_BYTES
     assert len(cp_copies.free_flags(3, 8)) == 14
 
 
 def test_what_goes_first_is_there_when_its_flag_is_set():
-    """Of three ranks, rank 0 sends 3 rows to rank 1, two of them first, and 4 to rank 2, none first; and the other way round."""
+    """Of three ranks, rank 0 sends 3 rows to rank 1, two of them first, and 4 to rank 2, none first; and the other way
+    round."""
     for early in ((2, 0), (0, 4), (3, 4)):
         views = [torch.zeros(cp_copies.FLAG_BYTES + 2 * 64, dtype=torch.uint8, device="cpu") for _ in range(3)]
         lanes = [view[cp_copies.FLAG_BYTES :] for view in views]

@@ -1,4 +1,5 @@
-"""Context parallelism over 2, 4 and 8 ranks computes what one process computes: out, dq, dk, dv, for every comm type and pattern kind."""
+"""Context parallelism over 2, 4 and 8 ranks computes what one process computes: out, dq, dk, dv, for every comm type
+and pattern kind."""
 
 from __future__ import annotations
 
@@ -32,20 +33,25 @@ def test_equals_one_process(found, name, comm_type, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_bytes_are_those_of_the_plan(found, ranks):
-    """Counted at the collective: one call in the forward, two in the backward (the exchange again, and the gradients)."""
+    """Counted at the collective: one call in the forward, two in the backward (the exchange again, and the
+    gradients)."""
     for results in found(ranks):
         for name, case in CASES.items():
             sparse, gathered = (results["gradients"][f"{name}/{comm_type}"] for comm_type in ("sparse", "all_gather"))
             assert [sparse["forward bytes"], sparse["backward bytes"]] == sparse["plan"]
             assert sparse["calls"] == [1, 1 if case.keep_received else 2]
             assert sparse["forward bytes"] <= gathered["forward bytes"]
-    needed = [sum(results["gradients"][f"{name}/sparse"]["forward bytes"] for results in found(ranks)) for name in ("paper", "dense")]
+    needed = [
+        sum(results["gradients"][f"{name}/sparse"]["forward bytes"] for results in found(ranks))
+        for name in ("paper", "dense")
+    ]
     assert 0 < needed[0] < needed[1], "a sparse pattern moves less than a dense one"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_tensors_that_torch_is_given_are_as_large(found, ranks):
-    """What is counted and planned, against the tensors that torch's collectives get: nothing is padded, and no rank sends to itself."""
+    """What is counted and planned, against the tensors that torch's collectives get: nothing is padded, and no rank
+    sends to itself."""
     for results in found(ranks):
         for name, case in CASES.items():
             sparse, gathered = (results["gradients"][f"{name}/{comm_type}"] for comm_type in ("sparse", "all_gather"))
@@ -61,7 +67,8 @@ def test_the_tensors_that_torch_is_given_are_as_large(found, ranks):
 
 
 def test_volume_of_the_exchange_at_128k(found):
-    """Eight ranks really exchange the blocks of 128K tokens: the plan's bytes, at most 8 % of an all-gather's, each block in its slot."""
+    """Eight ranks really exchange the blocks of 128K tokens: the plan's bytes, at most 8 % of an all-gather's, each
+    block in its slot."""
     results = [rank["volume"] for rank in found(8)]
     for result in results:
         assert result["right"]
@@ -75,7 +82,8 @@ def test_volume_of_the_exchange_at_128k(found):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_mistake_would_show(found, ranks):
-    """Keys in other places, other tokens, or another head's or layer's offset move the results by far more than rounding does."""
+    """Keys in other places, other tokens, or another head's or layer's offset move the results by far more than
+    rounding does."""
     mistakes = found(ranks)[0]["wrong"]
     assert len(mistakes) == 4
     for name in mistakes:
@@ -109,7 +117,8 @@ def test_triton_kernels(found, ranks):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_copied_blocks_are_those_of_the_collective(found, ranks):
-    """In processes that share memory. Arenas grow from case to case; ranks are shaken apart; what was released is poisoned."""
+    """In processes that share memory. Arenas grow from case to case; ranks are shaken apart; what was released is
+    poisoned."""
     for results in found(ranks):
         copies = results["copies"]
         assert copies["watched"] > 2 * len(CASES), "every arrival is noted"
@@ -120,7 +129,9 @@ def test_copied_blocks_are_those_of_the_collective(found, ranks):
             assert [copies[name]["forward bytes"], copies[name]["backward bytes"]] == copies[name]["plan"]
             assert copies[name]["calls"] == [1, 1 if case.keep_received else 2]
             assert copies[name]["handed over"] == [[], []], "nothing goes through torch's collectives"
-            assert copies[name]["in parts"] == [True] * (2 if case.keep_received else 3), "results, and what was there early"
+            assert copies[name]["in parts"] == [True] * (2 if case.keep_received else 3), (
+                "results, and what was there early"
+            )
         arenas = copies["arenas"]
         assert arenas[0] == [0, 0] and arenas == found(ranks)[0]["copies"]["arenas"], "of one size on all ranks"
         for before, after in pairwise(arenas):

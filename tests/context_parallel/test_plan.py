@@ -58,24 +58,38 @@ def test_needed_blocks_by_definition(name, size):
 def test_pairs_of_blocks_by_definition(name):
     pattern = CASES[name].pattern
     queries, held = np.arange(3, 24, 2), np.arange(24) % 5 < 3
-    expected = [sum(held[pattern.key_blocks(head, int(query))].sum() for query in queries) for head in range(pattern.num_heads)]
+    expected = [
+        sum(held[pattern.key_blocks(head, int(query))].sum() for query in queries) for head in range(pattern.num_heads)
+    ]
     assert block_pairs(pattern, queries, held).tolist() == expected
 
 
 def test_heads_that_hide_the_exchange(monkeypatch):
-    """As many as it takes, more over a slow network, fewer where the rest of a step takes longer; never none, never more than there are."""
+    """As many as it takes, more over a slow network, fewer where the rest of a step takes longer; never none, never
+    more than there are."""
     pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=16, ranges=((16, 1), (None, 16)))
     plan = make_plan(pattern, 1, 4, 2048)
-    found = {(products, rate): heads_beside(pattern, plan, 128, 2, products, rate) for products in (2, 3) for rate in (160e9, 40e9)}
+    found = {
+        (products, rate): heads_beside(pattern, plan, 128, 2, products, rate)
+        for products in (2, 3)
+        for rate in (160e9, 40e9)
+    }
     seconds = plan.received_slots * 2 * 64 * 128 * 2 / 160e9
     held = np.isin(np.arange(2048), plan.query_blocks)
     flops = np.cumsum(block_pairs(pattern, plan.query_blocks, held)[::2] * 2) * 64 * 64 * 4 * 128
-    assert flops[found[2, 160e9] - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[found[2, 160e9] - 1] / cp_plan.ATTENTION_RATE
+    assert (
+        flops[found[2, 160e9] - 2] / cp_plan.ATTENTION_RATE
+        < seconds
+        <= flops[found[2, 160e9] - 1] / cp_plan.ATTENTION_RATE
+    )
     assert 1 < found[3, 160e9] < found[2, 160e9] < found[3, 40e9] <= found[2, 40e9] <= 16
     # Of the blocks of early heads alone, which are the last ones.
     few = heads_beside(pattern, plan, 128, 2, 2, 40e9, early=8)
     seconds = (plan.remote_slot[8:] >= 0).sum() * 2 * 64 * 128 * 2 / 40e9
-    assert flops[few - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[few - 1] / cp_plan.ATTENTION_RATE and 1 < few < found[2, 40e9]
+    assert (
+        flops[few - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[few - 1] / cp_plan.ATTENTION_RATE
+        and 1 < few < found[2, 40e9]
+    )
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
     heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 1
@@ -87,13 +101,27 @@ def test_heads_that_hide_the_exchange(monkeypatch):
 
 
 def test_heads_whose_blocks_come_first(monkeypatch):
-    """So many that their attention hides the blocks of the others; the same on all ranks; none where a step is short, nor all."""
-    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), dense_heads={"spread": 2})
+    """So many that their attention hides the blocks of the others; the same on all ranks; none where a step is short,
+    nor all."""
+    pattern = make_range_pattern(
+        block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), dense_heads={"spread": 2}
+    )
     plans = [make_plan(pattern, rank, 8, 2048) for rank in range(8)]
     (early,) = {early_heads(pattern, plan, 128, 2, 2, 260e9) for plan in plans}
-    seconds = block_pairs(pattern, plans[0].query_blocks, np.ones(2048, dtype=bool)) * 64 * 64 * 4 * 128 / cp_plan.ATTENTION_RATE
+    seconds = (
+        block_pairs(pattern, plans[0].query_blocks, np.ones(2048, dtype=bool))
+        * 64
+        * 64
+        * 4
+        * 128
+        / cp_plan.ATTENTION_RATE
+    )
     coming = (plans[0].remote_slot >= 0).sum(1) * 2 * 64 * 128 * 2 / 260e9
-    assert seconds[-early:].sum() >= coming[:-early].sum() and seconds[1 - early :].sum() < coming[: 1 - early].sum() and early > 1
+    assert (
+        seconds[-early:].sum() >= coming[:-early].sum()
+        and seconds[1 - early :].sum() < coming[: 1 - early].sum()
+        and early > 1
+    )
     assert early_heads(pattern, plans[3], 128, 2, 3, 260e9) <= early <= early_heads(pattern, plans[3], 128, 2, 2, 40e9)
     assert early_heads(pattern, plans[3], 128, 2, 2, 1.0) == 0, "all heads early is none early"
     monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", seconds.sum() * 1.01)
@@ -109,7 +137,8 @@ def test_heads_whose_blocks_come_first(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_rows_that_go_first_are_those_of_the_last_heads(name, size):
-    """The rows of every piece that a sender sends first come to the slots in which the receiver has the early heads' blocks of that sender."""
+    """The rows of every piece that a sender sends first come to the slots in which the receiver has the early heads'
+    blocks of that sender."""
     pattern = CASES[name].pattern
     n_blocks = 2 * size * (48 // (2 * size))
     plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
@@ -149,13 +178,19 @@ def test_what_one_rank_sends_the_other_expects(name):
             there, back = Route.of(sender.counts, sender.rank), Route.of(sender.counts.T, sender.rank)
             first, count = sum(there.sent[:receiver]), there.sent[receiver]
             assert count == Route.of(plan.counts, receiver).received[sender.rank] == back.received[receiver]
-            assert (receiver, first, count, slot) in there.pieces if count else receiver not in [piece[0] for piece in there.pieces]
+            assert (
+                (receiver, first, count, slot) in there.pieces
+                if count
+                else receiver not in [piece[0] for piece in there.pieces]
+            )
             for position in range(first, first + count):
                 block = int(sender.query_blocks[sender.send_blocks[position]])
                 assert owner[block] == sender.rank != receiver
                 filled[int(sender.send_heads[position]), block] = slot
                 slot += 1
-        assert {(head, block): plan.remote_slot[head, block] for head, block in zip(*np.nonzero(plan.remote_slot >= 0))} == filled
+        assert {
+            (head, block): plan.remote_slot[head, block] for head, block in zip(*np.nonzero(plan.remote_slot >= 0))
+        } == filled
         assert plan.sent_slots[receiver] == len(plan.send_heads)
         assert plan.needed_slots[receiver] == plan.received_slots == len(filled) <= there.most
     assert there.most == max(plan.needed_slots) and back.most == max(plan.sent_slots)
@@ -166,13 +201,16 @@ def test_work_of_the_ranks():
         n_blocks = 48
         pairs = rank_pairs(case.pattern, 4, n_blocks)
         assert pairs.sum() == case.pattern.attended_pairs(n_blocks * case.pattern.block_size)
-    paper = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, 16)), dense_heads={"spread": 1})
+    paper = make_range_pattern(
+        block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, 16)), dense_heads={"spread": 1}
+    )
     work = rank_pairs(paper, 8, 512)  # 32K tokens
     assert work.max() <= 1.03 * work.mean()
 
 
 def test_volume_at_128k():
-    """The README's claim: 6 % of the remote blocks, and no rank sends or receives more than 8 % of what an all-gather moves."""
+    """The README's claim: 6 % of the remote blocks, and no rank sends or receives more than 8 % of what an all-gather
+    moves."""
     pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)))
     plan = make_plan(pattern, 0, 8, 2048)
     assert plan.all_gather_slots * plan.slot_bytes(128, 2) == 1792 * 2**20
@@ -181,7 +219,9 @@ def test_volume_at_128k():
 
 
 def test_a_plan_for_a_million_tokens_takes_moments():
-    pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), layer_index=7, layer_step=1)
+    pattern = make_range_pattern(
+        block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), layer_index=7, layer_step=1
+    )
     start = time.perf_counter()
     plan = make_plan(pattern, 3, 8, 2**20 // 64)
     assert time.perf_counter() - start < 5
@@ -198,9 +238,13 @@ class Ranks:
         return 1
 
 
-@pytest.mark.parametrize("rest, early", [("", 0), ("1", 0), ("1", 1)], ids=["all heads twice", "one head once", "that one early"])
+@pytest.mark.parametrize(
+    "rest, early", [("", 0), ("1", 0), ("1", 1)], ids=["all heads twice", "one head once", "that one early"]
+)
 @pytest.mark.parametrize("dtype, made", [(torch.bfloat16, True), (torch.float32, False)])
-@pytest.mark.parametrize("comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")])
+@pytest.mark.parametrize(
+    "comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")]
+)
 def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, early, monkeypatch):
     """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
@@ -210,7 +254,9 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)
     monkeypatch.setattr(cp_sparse, "heads_beside", lambda pattern, *_: pattern.num_kv_heads - len(rest))
     monkeypatch.setattr(cp_sparse, "early_heads", lambda *_: early)
-    monkeypatch.setattr(cp_sparse, "peer_copies", lambda *_: SimpleNamespace(reserve=lambda *_: None) if early else None)
+    monkeypatch.setattr(
+        cp_sparse, "peer_copies", lambda *_: SimpleNamespace(reserve=lambda *_: None) if early else None
+    )
     pattern = CASES[pattern].pattern
     if isinstance(pattern, BlockMaskPattern):
         pattern = dataclasses.replace(pattern, block_size=64)
@@ -227,7 +273,9 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
 
     made_now = []
     for name in ("query_lists", "key_lists"):
-        monkeypatch.setattr(layout, name, partial(lambda make, *args: made_now.append(make) or make(*args), getattr(layout, name)))
+        monkeypatch.setattr(
+            layout, name, partial(lambda make, *args: made_now.append(make) or make(*args), getattr(layout, name))
+        )
     for placement in placements:
         query = torch.empty(1, pattern.num_heads, 12 * 64, 64)
         key = torch.empty(1, pattern.num_kv_heads, placement.n_slots * 64, 64)
@@ -251,7 +299,10 @@ def test_comm_types():
     assert check_comm_type("a2a", 8, 4) == "a2a"
     with pytest.raises(ValueError, match="expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"):
         check_comm_type("p2p", 8, 4)
-    with pytest.raises(ValueError, match=r"2 KV heads .*context_parallel_size=4; expected a multiple of 4; use --s2-cp-comm-type sparse"):
+    with pytest.raises(
+        ValueError,
+        match=r"2 KV heads .*context_parallel_size=4; expected a multiple of 4; use --s2-cp-comm-type sparse",
+    ):
         check_comm_type("a2a", 2, 4)
 
 

@@ -1,4 +1,5 @@
-"""An exchange by copies that does not arrive ends the process after the group's timeout, naming the ranks that did not come."""
+"""An exchange by copies that does not arrive ends the process after the group's timeout, naming the ranks that did not
+come."""
 
 from __future__ import annotations
 
@@ -38,7 +39,17 @@ def test_a_board_is_shared_and_its_ranks_are_apart():
     for rank in range(3):
         for word in (STARTED, ARRIVED, TIMEOUT):
             first.set(rank, word, 2**40 + 10 * rank + word)
-    assert [second.get(rank, word) - 2**40 for rank in range(3) for word in (STARTED, ARRIVED, TIMEOUT)] == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    assert [second.get(rank, word) - 2**40 for rank in range(3) for word in (STARTED, ARRIVED, TIMEOUT)] == [
+        0,
+        1,
+        2,
+        10,
+        11,
+        12,
+        20,
+        21,
+        22,
+    ]
     assert first.address(2, ARRIVED) - first.address() == 2 * 64 + 8
     assert first.address() % 4096 == 0, "a GPU's driver locks pages"
 
@@ -138,7 +149,9 @@ def test_who_is_missing():
 
 
 def test_the_timeout_is_the_groups(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(seconds=77))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=timedelta(seconds=77)
+    )
     try:
         cpu = torch.device("cpu")
         assert timeout_of(dist.group.WORLD, cpu) == 77
@@ -148,7 +161,8 @@ def test_the_timeout_is_the_groups(tmp_path):
         dist.destroy_process_group()
 
 
-# A host that waits for a full queue with the interpreter's lock in its hands: `sleep` of a library that is not told to let go of it.
+# A host that waits for a full queue with the interpreter's lock in its hands: `sleep` of a library that is not told to
+# let go of it.
 HANGING = """
 import ctypes, os, sys
 from s2_megatron.context_parallel import watch as cp_watch
@@ -164,7 +178,9 @@ ctypes.PyDLL(None).sleep(100)
 
 def run(script, board, **options):
     command = [sys.executable, "-c", script, str(board.descriptor)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, pass_fds=(board.descriptor,), **options)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, pass_fds=(board.descriptor,), **options
+    )
 
 
 def gone(pid: int) -> bool:
@@ -194,7 +210,9 @@ def test_it_ends_a_process_that_waits(hasty):
 
 
 def test_a_process_that_does_not_mind_is_killed(hasty):
-    done = run(hasty.replace("ctypes.PyDLL", "import signal; signal.signal(6, signal.SIG_IGN); ctypes.PyDLL"), board_of(2))
+    done = run(
+        hasty.replace("ctypes.PyDLL", "import signal; signal.signal(6, signal.SIG_IGN); ctypes.PyDLL"), board_of(2)
+    )
     assert done.returncode == -9
 
 
@@ -207,7 +225,9 @@ def test_an_exchange_that_arrives_after_all(hasty):
 
 @pytest.mark.parametrize("end", ["", "os._exit(3)", "os.kill(os.getpid(), 9)"])
 def test_it_ends_with_its_process(end):
-    script = HANGING.replace("lambda: 0.5", "lambda: 50.0").replace("ctypes.PyDLL(None).sleep(100)", f"watch.wait_until_up(30)\n{end}")
+    script = HANGING.replace("lambda: 0.5", "lambda: 50.0").replace(
+        "ctypes.PyDLL(None).sleep(100)", f"watch.wait_until_up(30)\n{end}"
+    )
     done = run(script, board_of(2))
     assert done.returncode == {"": 0, "os._exit(3)": 3}.get(end, -9)
     assert gone(int(done.stdout)) and "failed" not in done.stderr
@@ -221,7 +241,9 @@ def test_a_watch_that_is_closed_and_one_that_ends(capsys, monkeypatch):
     assert watch.arrived() == 0
     watch.close()
     assert watch._process.returncode == -9
-    assert watch.issue() == 3 and watch._process.returncode == -9, "one that ends at once is not started for every exchange"
+    assert watch.issue() == 3 and watch._process.returncode == -9, (
+        "one that ends at once is not started for every exchange"
+    )
     monkeypatch.setattr(cp_watch, "RESTART_SECONDS", 0.0)
     assert watch.issue() == 4
     assert capsys.readouterr().out == "rank 6: the process that watches exchanges ended (-9); started again\n"

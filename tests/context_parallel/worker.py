@@ -66,7 +66,8 @@ def own_rows(tensor, rank, size):
 
 @contextmanager
 def handed_over():
-    """[[bytes of the tensor sent, bytes of the tensor received]] of every collective that torch is given while the context is open."""
+    """[[bytes of the tensor sent, bytes of the tensor received]] of every collective that torch is given while the
+    context is open."""
     seen = []
 
     def watched(collective):
@@ -104,7 +105,8 @@ def truths(cases: list[Case], group, dtype=torch.float64) -> list[list[torch.Ten
 
 
 def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="reference"):
-    """Largest difference of each result over this rank's rows, whether a second run repeats every bit, bytes sent, bytes the plan says."""
+    """Largest difference of each result over this rank's rows, whether a second run repeats every bit, bytes sent,
+    bytes the plan says."""
     rank, size = group.rank(), group.size()
     n_blocks, block = tokens_of(case, size) // case.pattern.block_size, case.pattern.block_size
     whole = inputs(case.pattern, n_blocks * block, case.dim, case.batch, dtype)
@@ -154,7 +156,8 @@ def what_is_open():
 
 @contextmanager
 def in_parts():
-    """The blocks of one KV head in three, or of one, come before the others. Whether they were all there by then, of every exchange."""
+    """The blocks of one KV head in three, or of one, come before the others. Whether they were all there by then, of
+    every exchange."""
     looked, start, result = [], BlockExchange.start, cp_transport.Pending.result
 
     def started(exchange, key, value, backend, early_heads):
@@ -176,14 +179,17 @@ def in_parts():
         return max(groups // 3, 1)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(cp_sparse.SparseState, "heads", lambda state, *_: (early(state.layout.num_kv_heads), 0)))
+        stack.enter_context(
+            patch.object(cp_sparse.SparseState, "heads", lambda state, *_: (early(state.layout.num_kv_heads), 0))
+        )
         stack.enter_context(patch.object(BlockExchange, "start", started))
         stack.enter_context(patch.object(cp_transport.Pending, "result", finished))
         yield looked
 
 
 def copies(group):
-    """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective brings."""
+    """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective
+    brings."""
     results = {}
     arenas, rank, size = SharedArenas(group), group.rank(), group.size()
     board, _ = cp_copies.shared_board(group)
@@ -191,13 +197,19 @@ def copies(group):
     for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
         whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, torch.float64)
         mine, settings = [own_rows(tensor, rank, size) for tensor in whole], dict(keep_received=case.keep_received)
-        collective = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+        collective = differentiate(
+            mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
+        )
         with patch.object(cp_sparse, "peer_copies", lambda *_: shared):
             results[name] = run_case(case, "sparse", group, truth)
-            copied = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+            copied = differentiate(
+                mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
+            )
             results[name]["same"] = all(map(torch.equal, collective, copied))
             with in_parts() as looked:
-                parted = differentiate(mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference")
+                parted = differentiate(
+                    mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
+                )
             results[name]["in parts"] = [all(map(torch.equal, collective, parted)), *looked]
     results["arenas"], results["watched"] = arenas.made, shared.watch.arrived()
     results["broken promises"] = arenas.broken
@@ -287,13 +299,16 @@ def wrong(group):
         local = lambda self, rank, size: plain_slice(self, 0, size)  # noqa: E731
         both("head offsets of rank 0", "a2a", (type(case.pattern), "tensor_parallel_slice", local))
     build = context_parallel.build_layout
-    both("another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3))))
+    both(
+        "another layer's offset", "sparse", (context_parallel, "build_layout", lambda pattern: build(moved(pattern, 3)))
+    )
     return results
 
 
 def volume(group):
-    """The exchange of a layer with 32 heads at 128K tokens, window 1024, stride 16, in blocks of 64, with a head dim of 2: bytes of the tensors
-    that torch is given, beside those of an all-gather of the same K and V, and whether every block came from its place."""
+    """The exchange of a layer with 32 heads at 128K tokens, window 1024, stride 16, in blocks of 64, with a head dim of
+    2: bytes of the tensors that torch is given, beside those of an all-gather of the same K and V, and whether every
+    block came from its place."""
     rank, size, n_blocks, block, heads, dim = group.rank(), group.size(), 2048, 64, 32, 2
     plan = cp_plan.make_plan(ranges(((16, 1), (None, 16)), block, heads, heads), rank, size, n_blocks)
     # Every element of a block is its number among all blocks and heads; V's are negative.
@@ -311,7 +326,9 @@ def volume(group):
         "right": len(slots) == len(received) and torch.equal(received[slots], expected[:, None].expand_as(received)),
         "handed over": handed,
         "counted": traffic.bytes_sent,
-        "plan": [slots_of[rank] * plan.slot_bytes(dim, key.itemsize) for slots_of in (plan.sent_slots, plan.needed_slots)],
+        "plan": [
+            slots_of[rank] * plan.slot_bytes(dim, key.itemsize) for slots_of in (plan.sent_slots, plan.needed_slots)
+        ],
         "all-gather": [(size - 1) * sent for sent, _ in gathered],
     }
 
@@ -349,7 +366,9 @@ def packed(group):
             got = differentiate([tensor[rows] for tensor in whole], cp.attention, **options)
             results[f"{name}/{comm_type}"] = {key: difference(a, b[rows], b) for key, a, b in zip(NAMES, got, truth)}
     try:
-        ContextParallel(pattern, group, "sparse").attention(*[tensor[rows] for tensor in whole[:3]], packed=documents, backend="reference")
+        ContextParallel(pattern, group, "sparse").attention(
+            *[tensor[rows] for tensor in whole[:3]], packed=documents, backend="reference"
+        )
     except ValueError as error:
         results["sparse"] = str(error)
     return results

@@ -1,12 +1,13 @@
-"""Runs Gluon kernels for Hopper as plain Python on a machine without a GPU: partitions as threads, shared memory and barriers as objects. Two
-programs run at a time, the others after them.
+"""Runs Gluon kernels for Hopper as plain Python on a machine without a GPU: partitions as threads, shared memory and
+barriers as objects. Two programs run at a time, the others after them.
 
     monkeypatch.setattr(GluonJITFunction, "run", Machine(seed).run)
 
-Barriers count arrivals and bytes as the hardware does, phases by their parity. What is asynchronous happens as early or as late as it may, by
-chance: copies in between the steps of all partitions, products when they are waited for. What a partition stores in global memory others see
-once it releases it, or at its end. Where nothing can go on, or a barrier is arrived at too often, AssertionError. Layouts of registers are not
-looked at; of shared memory, the order of its chunks of 128 bytes is. fp16 only: NumPy has no bf16.
+Barriers count arrivals and bytes as the hardware does, phases by their parity. What is asynchronous happens as early or
+as late as it may, by chance: copies in between the steps of all partitions, products when they are waited for. What a
+partition stores in global memory others see once it releases it, or at its end. Where nothing can go on, or a barrier
+is arrived at too often, AssertionError. Layouts of registers are not looked at; of shared memory, the order of its
+chunks of 128 bytes is. fp16 only: NumPy has no bf16.
 """
 
 import ast
@@ -83,9 +84,13 @@ class Product:
 
     def finish(self):
         if self.value is None:
-            left, right, start = (part.value if isinstance(part, Product) else part.read() if isinstance(part, Shared) else part
-                                  for part in self.operands)
-            left, right = (torch.from_numpy(part.astype(np.float32)) for part in (left, right))  # NumPy's threads would get in the way
+            left, right, start = (
+                part.value if isinstance(part, Product) else part.read() if isinstance(part, Shared) else part
+                for part in self.operands
+            )
+            left, right = (
+                torch.from_numpy(part.astype(np.float32)) for part in (left, right)
+            )  # NumPy's threads would get in the way
             self.value = (left @ right).numpy() + (0 if start is None else start)
 
 
@@ -93,7 +98,11 @@ class Partition:
     def __init__(self, name, program):
         self.name, self.program, self.turn, self.waits = name, program, threading.Semaphore(0), None
         self.products, self.stores, self.numbers, self.unfenced, self.over = [], [], [], False, False
-        self.kept, self.together, self.polled = [], True, None  # stores that others do not see; whether a barrier followed them; a flag's value
+        self.kept, self.together, self.polled = (
+            [],
+            True,
+            None,
+        )  # stores that others do not see; whether a barrier followed them; a flag's value
 
 
 class Machine:
@@ -104,7 +113,9 @@ class Machine:
 
     def run(self, kernel, *arguments, grid, warmup=False, **options):
         """Stands for GluonJITFunction.run."""
-        bound = inspect.signature(kernel.fn).bind(*arguments, **{name: value for name, value in options.items() if name in kernel.arg_names})
+        bound = inspect.signature(kernel.fn).bind(
+            *arguments, **{name: value for name, value in options.items() if name in kernel.arg_names}
+        )
         values = {}
         for name, value in bound.arguments.items():
             if isinstance(value, torch.Tensor):
@@ -129,10 +140,21 @@ class Machine:
         """A jitted function as a Python one, with the machine's operations."""
         if function not in self.functions:
             given = function.fn.__globals__
-            namespace = {name: value.value if isinstance(value, gl.constexpr) else value for name, value in given.items()}
-            namespace.update(gl=self.language(), mbarrier=self.barriers(), tma=self.tma(), async_copy=self.async_copy(), _to=to,
-                             add_through_tma=self.add_out, warpgroup_mma=self.multiply, warpgroup_mma_wait=self.wait_products,
-                             fence_async_shared=self.fence, quotient=lambda number, divisor: number // divisor if divisor else 0)
+            namespace = {
+                name: value.value if isinstance(value, gl.constexpr) else value for name, value in given.items()
+            }
+            namespace.update(
+                gl=self.language(),
+                mbarrier=self.barriers(),
+                tma=self.tma(),
+                async_copy=self.async_copy(),
+                _to=to,
+                add_through_tma=self.add_out,
+                warpgroup_mma=self.multiply,
+                warpgroup_mma_wait=self.wait_products,
+                fence_async_shared=self.fence,
+                quotient=lambda number, divisor: number // divisor if divisor else 0,
+            )
             made = {}
             exec(compiled(function), namespace, made)
             found = made[function.fn.__name__]
@@ -145,23 +167,53 @@ class Machine:
     def language(self):
         layouts = "NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout"
         return SimpleNamespace(
-            **{name: lambda *_, **__: None for name in layouts.split()}, constexpr=None, SwizzledSharedLayout=lambda *_: None,
-            NVMMASharedLayout=lambda bytes, bits, rank: bytes * 8 // bits, float32=np.float32, int32=np.int32, int64=np.int64, where=where,
-            maximum=np.maximum, minimum=np.minimum, exp2=np.exp2, log2=np.log2, max=np.max, static_range=range,
-            sum=lambda values, axis: np.sum(values, axis=axis).item() if values.ndim == 1 else np.sum(values, axis=axis),
-            zeros=lambda shape, dtype, layout: np.zeros(shape, dtype), zeros_like=np.zeros_like, thread_barrier=self.meet,
-            full=lambda shape, value, dtype, layout: np.full(shape, value, dtype), arange=lambda low, high, layout: np.arange(low, high),
-            load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other), store=self.store,
-            convert_layout=lambda values, layout: values, program_id=lambda axis: self.partition.program,
+            **{name: lambda *_, **__: None for name in layouts.split()},
+            constexpr=None,
+            SwizzledSharedLayout=lambda *_: None,
+            NVMMASharedLayout=lambda bytes, bits, rank: bytes * 8 // bits,
+            float32=np.float32,
+            int32=np.int32,
+            int64=np.int64,
+            where=where,
+            maximum=np.maximum,
+            minimum=np.minimum,
+            exp2=np.exp2,
+            log2=np.log2,
+            max=np.max,
+            static_range=range,
+            sum=lambda values, axis: (
+                np.sum(values, axis=axis).item() if values.ndim == 1 else np.sum(values, axis=axis)
+            ),
+            zeros=lambda shape, dtype, layout: np.zeros(shape, dtype),
+            zeros_like=np.zeros_like,
+            thread_barrier=self.meet,
+            full=lambda shape, value, dtype, layout: np.full(shape, value, dtype),
+            arange=lambda low, high, layout: np.arange(low, high),
+            load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other),
+            store=self.store,
+            convert_layout=lambda values, layout: values,
+            program_id=lambda axis: self.partition.program,
             num_programs=lambda axis: self.programs,
-            atomic_add=self.atomic_add, allocate_shared_memory=self.allocate, warp_specialize=self.specialize)
+            atomic_add=self.atomic_add,
+            allocate_shared_memory=self.allocate,
+            warp_specialize=self.specialize,
+        )
 
     def barriers(self):
-        return SimpleNamespace(init=lambda barrier, count: barrier.init(count), expect=self.expect, arrive=self.arrive, wait=self.wait,
-                               MBarrierLayout=lambda: "barrier")
+        return SimpleNamespace(
+            init=lambda barrier, count: barrier.init(count),
+            expect=self.expect,
+            arrive=self.arrive,
+            wait=self.wait,
+            MBarrierLayout=lambda: "barrier",
+        )
 
     def tma(self):
-        return SimpleNamespace(async_copy_global_to_shared=self.copy_in, async_copy_shared_to_global=self.copy_out, store_wait=self.wait_stores)
+        return SimpleNamespace(
+            async_copy_global_to_shared=self.copy_in,
+            async_copy_shared_to_global=self.copy_out,
+            store_wait=self.wait_stores,
+        )
 
     def async_copy(self):
         return SimpleNamespace(async_copy_global_to_shared=self.copy_numbers, mbarrier_arrive=self.arrive_with_numbers)
@@ -172,7 +224,9 @@ class Machine:
         """What comes last in a kernel: the partitions of a program wait for their turn from here on."""
         assert len(parts) == len(warps) + 1 == len(registers) + 1
         for number, (function, arguments) in enumerate(parts):
-            part = Partition(f"{function.__name__} {number} of program {self.partition.program}", self.partition.program)
+            part = Partition(
+                f"{function.__name__} {number} of program {self.partition.program}", self.partition.program
+            )
             threading.Thread(target=self.work, args=(part, function, arguments), daemon=True).start()
             self.parts.append(part)
 
@@ -199,7 +253,8 @@ class Machine:
         self.switch()
 
     def switch(self):
-        """Another partition's turn, or the same one's again; in between copies arrive. Returns in this one's next turn."""
+        """Another partition's turn, or the same one's again; in between copies arrive. Returns in this one's next
+        turn."""
         mine = self.partition
         while self.failure is None and not all(part.over for part in self.parts):
             able = [part for part in self.parts if not part.over and (part.waits is None or part.waits())]
@@ -209,7 +264,9 @@ class Machine:
                 self.partition = self.random.choice(able)
                 break
             else:
-                where = {part.name: inspect.getclosurevars(part.waits).nonlocals for part in self.parts if not part.over}
+                where = {
+                    part.name: inspect.getclosurevars(part.waits).nonlocals for part in self.parts if not part.over
+                }
                 self.failure = AssertionError(f"nothing can go on: {where}")
         else:
             waiting = [part for part in self.parts if not part.over]
@@ -233,7 +290,9 @@ class Machine:
         """An addition of 0 reads a flag; a partition that reads a value again waits until it is another one."""
         part = self.partition
         if more:
-            assert not part.kept or (part.together and sem in ("release", "acq_rel")), "other threads' stores are not released"
+            assert not part.kept or (part.together and sem in ("release", "acq_rel")), (
+                "other threads' stores are not released"
+            )
             self.release()
             pointer.memory[pointer.at] += more
             value = pointer.load() - more

@@ -1,4 +1,5 @@
-"""The memory of gluon_in_python.py: pointers and tensor descriptors into CPU tensors, shared memory with its chunks of 128 bytes."""
+"""The memory of gluon_in_python.py: pointers and tensor descriptors into CPU tensors, shared memory with its chunks of
+128 bytes."""
 
 from copy import copy
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ class Pointer:
     def load(self, mask=True, other=None):
         if isinstance(self.at, np.ndarray):
             mask = np.broadcast_to(mask, self.at.shape)
-            return np.where(mask, self.memory[np.where(mask, self.at, 0)], 0 if other is None else other).astype(self.memory.dtype)
+            return np.where(mask, self.memory[np.where(mask, self.at, 0)], 0 if other is None else other).astype(
+                self.memory.dtype
+            )
         assert 0 <= self.at < len(self.memory)
         return self.memory[self.at].item()
 
@@ -38,7 +41,9 @@ class Box:
     """A tensor descriptor on the device."""
 
     def __init__(self, descriptor):
-        self.view = torch.as_strided(descriptor.base, descriptor.shape, descriptor.strides, descriptor.base.storage_offset()).numpy()
+        self.view = torch.as_strided(
+            descriptor.base, descriptor.shape, descriptor.strides, descriptor.base.storage_offset()
+        ).numpy()
         self.rows, self.columns = descriptor.block_shape[2:]
         self.dtype, self.layout = self.view.dtype.type, None
 

@@ -1,4 +1,5 @@
-"""The schedule functions of the Hopper kernels, and their loading warps, as plain Python: loads read one list of numbers."""
+"""The schedule functions of the Hopper kernels, and their loading warps, as plain Python: loads read one list of
+numbers."""
 
 from itertools import count
 from types import FunctionType, SimpleNamespace
@@ -9,7 +10,9 @@ import torch
 from s2_megatron.kernels.hopper import columns as hopper_columns
 from s2_megatron.kernels.hopper import schedule as hopper_schedule
 
-TABLE: list[int] = []  # what gl.load reads: the range table of the layout at hand, or all tensors of a launch one behind another
+TABLE: list[
+    int
+] = []  # what gl.load reads: the range table of the layout at hand, or all tensors of a launch one behind another
 NO_BARRIER = SimpleNamespace(index=lambda slot: None)
 BARRIERS = (NO_BARRIER,) * 8
 
@@ -23,10 +26,14 @@ STAND_IN = SimpleNamespace(load=lambda index: TABLE[index], where=where, maximum
 
 
 def plain_functions(*modules, **stand_ins):
-    """The functions of the schedule and of other modules without their decorator, but for stand-ins. Integer division stands for the kernels'
-    floating-point quotient; barriers and shared memory are not there."""
+    """The functions of the schedule and of other modules without their decorator, but for stand-ins. Integer division
+    stands for the kernels' floating-point quotient; barriers and shared memory are not there."""
     namespace = {"gl": STAND_IN, "range": range, "quotient": lambda number, divisor: number // divisor, "BLOCK": 64}
-    namespace.update(mbarrier=SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, count: None), send_plan=lambda *_: None, **stand_ins)
+    namespace.update(
+        mbarrier=SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, count: None),
+        send_plan=lambda *_: None,
+        **stand_ins,
+    )
     for module in (hopper_schedule, hopper_columns, *modules):
         for name, value in vars(module).items():
             if hasattr(value, "fn") and name not in namespace:
@@ -35,7 +42,8 @@ def plain_functions(*modules, **stand_ins):
 
 
 def on_memory(arguments):
-    """Lays the tensors of a launch into TABLE. Returns take("names of arguments"): their values, or where they begin in it."""
+    """Lays the tensors of a launch into TABLE. Returns take("names of arguments"): their values, or where they begin in
+    it."""
     TABLE.clear()
     found = {}
     for name, value in arguments.items():
@@ -47,7 +55,8 @@ def on_memory(arguments):
 
 
 def joined(tiles, arguments):
-    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the same size, but for the last."""
+    """Columns with the words of all of their parts. A part comes behind the one before it, and is of the same size, but
+    for the last."""
     columns, places = {}, {}
     for tile in tiles:
         last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12

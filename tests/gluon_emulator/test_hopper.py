@@ -1,5 +1,5 @@
-"""The Hopper kernels as plain Python (gluon_in_python.py), launched as on a GPU: what they compute, and how loading and computing partitions
-wait for each other, in an order of events that chance decides."""
+"""The Hopper kernels as plain Python (gluon_in_python.py), launched as on a GPU: what they compute, and how loading and
+computing partitions wait for each other, in an order of events that chance decides."""
 
 import pytest
 import torch
@@ -30,25 +30,41 @@ from tests.ops.test_attention import packed_case, pattern_of, random_mask
 from tests.oracle import check_against_eager, make_inputs, token_mask
 
 F16 = torch.float16
-pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch", "in_python"),
-              pytest.mark.skipif(HAS_GPU, reason="where there is a GPU the kernels run on it")]
+pytestmark = [
+    pytest.mark.op,
+    pytest.mark.usefixtures("nan_scratch", "in_python"),
+    pytest.mark.skipif(HAS_GPU, reason="where there is a GPU the kernels run on it"),
+]
 SEVERAL = ((2, 1), (4, 2), (None, 4))
 
 
 @pytest.fixture(params=[0])
 def in_python(request, monkeypatch):
     machine = Machine(request.param)
-    monkeypatch.setattr(GluonJITFunction, "run", lambda kernel, *arguments, **options: machine.run(kernel, *arguments, **options))
+    monkeypatch.setattr(
+        GluonJITFunction, "run", lambda kernel, *arguments, **options: machine.run(kernel, *arguments, **options)
+    )
     monkeypatch.setattr(attention, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(launch, "GLUON", triton.__version__)  # other versions compile other code, and nothing is compiled here
+    monkeypatch.setattr(
+        launch, "GLUON", triton.__version__
+    )  # other versions compile other code, and nothing is compiled here
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
 
 def check(pattern, dim, length, deterministic=True, batch=1, **options):
     inputs, grad_lse = make_inputs(pattern, length, dim, F16, "cpu", batch, form="sbhd")
-    check_against_eager(inputs, grad_lse, pattern, "sbhd", token_mask(pattern, length), 2 * dim**-0.5, backend="gluon",
-                        deterministic=deterministic, **options)
+    check_against_eager(
+        inputs,
+        grad_lse,
+        pattern,
+        "sbhd",
+        token_mask(pattern, length),
+        2 * dim**-0.5,
+        backend="gluon",
+        deterministic=deterministic,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -69,7 +85,9 @@ def test_two_query_blocks_in_a_tile(length, dim, monkeypatch):
 @pytest.mark.parametrize("in_python", [1, 2], indirect=True)
 def test_long_columns_in_pairs():
     """With query heads that share their keys, dQ in the same pass, and an odd number of blocks."""
-    pattern = RangePattern(64, 2, tuple(HeadPattern(((2, 1), (None, 2)), offset) for offset in (0, 1) for _ in range(3)))
+    pattern = RangePattern(
+        64, 2, tuple(HeadPattern(((2, 1), (None, 2)), offset) for offset in (0, 1) for _ in range(3))
+    )
     check(pattern, 64, 1153, deterministic=False)
 
 
@@ -126,8 +144,15 @@ def test_columns_in_parts_with_wide_gradients_and_few_sums(monkeypatch):
 @gluon.jit
 def last_part_first(index, n_split, n_programs, n_long, n_rest, units, head_group):
     further = n_programs - (n_long + n_rest) * units
-    index, part = part_of_program(gl.where(index < n_long * units + further, n_long * units + further - 1 - index, index), n_split, n_programs,
-                                  n_long, n_rest, units, head_group)
+    index, part = part_of_program(
+        gl.where(index < n_long * units + further, n_long * units + further - 1 - index, index),
+        n_split,
+        n_programs,
+        n_long,
+        n_rest,
+        units,
+        head_group,
+    )
     return index, part
 
 
@@ -154,7 +179,9 @@ def test_block_masks(heads, diagonal, dim):
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_packed(ratio, dim):
     pattern = pattern_of(((2, 1), (None, 2)), 64, 2, 2 // ratio)
-    inputs, grad_lse, packed, mask = packed_case(pattern, [200, 1, 64, 150], [256, 64, 64, 192], dim, F16, "cpu", extra=7)
+    inputs, grad_lse, packed, mask = packed_case(
+        pattern, [200, 1, 64, 150], [256, 64, 64, 192], dim, F16, "cpu", extra=7
+    )
     check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=True)
 
 

@@ -4,10 +4,11 @@
     TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --list
     TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --write
 
-The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name: {"shared": bytes a block,
-"registers": a thread, "spills": bytes stored, "serialised": [codes], "late": exponentials under no product, of Gluon kernels}}}, all but the
-first for sm_90. --write takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
-Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder.
+The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name:
+{"shared": bytes a block, "registers": a thread, "spills": bytes stored, "serialised": [codes], "late": exponentials
+under no product, of Gluon kernels}}}, all but the first for sm_90. --write takes those down for the installed Triton in
+ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder
+triton==X.Y.Z`, and the same with PYTHONPATH=folder.
 """
 
 import contextlib
@@ -42,8 +43,9 @@ INT32 += ("run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 @dataclass(frozen=True)
 class Entry:
-    """One kernel as it is compiled. signature: the Triton type of each argument, "constexpr" for constants (a Gluon kernel's descriptors as
-    "tensordesc<bf16[64, 128],layout>"). attributes: {(position,): [["tt.divisibility", 16]]}. options: num_warps, num_stages, ..."""
+    """One kernel as it is compiled. signature: the Triton type of each argument, "constexpr" for constants (a Gluon
+    kernel's descriptors as "tensordesc<bf16[64, 128],layout>"). attributes: {(position,): [["tt.divisibility", 16]]}.
+    options: num_warps, num_stages, ..."""
 
     kernel: object
     capability: int
@@ -84,7 +86,8 @@ def measured(name: str) -> dict:
 
 
 def late_exponentials(cubin: bytes) -> int:
-    """Exponentials in the machine code while no product is in flight: every one of a masked step, and those that ptxas moved behind a wait."""
+    """Exponentials in the machine code while no product is in flight: every one of a masked step, and those that ptxas
+    moved behind a wait."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -164,9 +167,10 @@ def portable_entries() -> dict[str, Entry]:
 
 
 def hopper_entries() -> dict[str, Entry]:
-    """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for a block mask; and what
-    context parallelism launches for its own keys, for those in slots, and for both at once. All of it without and with columns of dK and dV in
-    parts. Up to head dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a tile."""
+    """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for
+    a block mask; and what context parallelism launches for its own keys, for those in slots, and for both at once. All
+    of it without and with columns of dK and dV in parts. Up to head dim 128 also with a KV head for each query head
+    ("alone"), i.e. two query blocks in a tile."""
     from benchmarks.cases import as_table
     from s2_megatron.context_parallel.exchange import slot_views
     from s2_megatron.kernels.hopper import launch as hopper

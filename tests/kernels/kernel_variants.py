@@ -1,9 +1,11 @@
-"""How many variants of each kernel a run compiles while its batches change: lengths, documents, placements; also of a block mask, "mask".
+"""How many variants of each kernel a run compiles while its batches change: lengths, documents, placements; also of a
+block mask, "mask".
 
     TRITON_INTERPRET=0 python tests/kernels/kernel_variants.py triton    (or gluon, or gluon 192: a head dim)
 
-prints JSON: {kind of batch: {kernel: [variants after the first batch, after all]}}. Without a GPU nothing is compiled or run: what Triton would
-choose a variant by is taken down at every launch. With one the kernels run, and their caches are counted.
+prints JSON: {kind of batch: {kernel: [variants after the first batch, after all]}}. Without a GPU nothing is compiled
+or run: what Triton would choose a variant by is taken down at every launch. With one the kernels run, and their caches
+are counted.
 """
 
 import json
@@ -103,8 +105,8 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
 
 
 def run_parts(query, key, value, own: AttentionCall, remote: AttentionCall, joined: AttentionCall):
-    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; both at once; gradients of own keys with
-    returned ones. Every block of every KV head has one that was returned."""
+    """The calls of context parallelism: own keys, then keys in slots that continue the softmax and dQ; both at once;
+    gradients of own keys with returned ones. Every block of every KV head has one that was returned."""
     buffer = torch.randn(GROUPS, BLOCK, 2, 1, DIM, dtype=query.dtype, device=DEVICE)
     slots, slot_grads = slot_views(buffer, GROUPS), slot_views(torch.empty_like(buffer), GROUPS)
     early = torch.empty(query.shape, device=query.device), empty_lse(query, "sbhd")

@@ -11,7 +11,8 @@ _BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 
 @dataclass
 class Launch:
-    """kernel: the JITFunction. specialization: (type, key) of each argument. arguments: its values by name. options: num_warps, ..."""
+    """kernel: the JITFunction. specialization: (type, key) of each argument. arguments: its values by name. options:
+    num_warps, ..."""
 
     kernel: JITFunction
     specialization: list

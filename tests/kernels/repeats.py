@@ -1,4 +1,5 @@
-"""Equal calls give equal bits while other work disturbs their timing: forward, dK and dV, and with --deterministic dQ too.
+"""Equal calls give equal bits while other work disturbs their timing: forward, dK and dV, and with --deterministic dQ
+too.
 
     python tests/kernels/repeats.py --count 1000
 
@@ -39,7 +40,8 @@ class Load:
 
 
 def count_differences(step, count: int, disturb) -> dict[str, int]:
-    """step() -> {name: tensor}, `count` times after the first, each after disturb(); how many of them differ from the first, by name.
+    """step() -> {name: tensor}, `count` times after the first, each after disturb(); how many of them differ from the
+    first, by name.
 
     Compared bit by bit and without waiting for the device until the end.
     """

@@ -2,7 +2,8 @@
 
     python tests/kernels/sanitizer_cases.py --backend triton [--device cpu] [--only REGEX]
 
-Prints "cases done: N" at the end. Results are looked at only for NaN; what they should be is the business of test_attention.py.
+Prints "cases done: N" at the end. Results are looked at only for NaN; what they should be is the business of
+test_attention.py.
 """
 
 import argparse
@@ -35,7 +36,8 @@ from tests.ops.test_attention import PAPER, pattern_of
 from tests.oracle import make_inputs, random_mask
 
 BF16, F32 = torch.bfloat16, torch.float32
-# name: (kind, length, block, head dim, dtype). Lengths end in the middle of tiles, so that a mask that is missing touches foreign memory.
+# name: (kind, length, block, head dim, dtype). Lengths end in the middle of tiles, so that a mask that is missing
+# touches foreign memory.
 CASES = {f"{kind}-64": (kind, 200, 64, 64, BF16) for kind in KINDS}
 CASES |= {f"sbhd-{dim}": ("sbhd", 333, 64, dim, BF16) for dim in (96, 128, 256)}
 CASES |= {f"padded-{dim}": ("padded", 199, 64, dim, BF16) for dim in (96, 128)}
@@ -59,8 +61,9 @@ PARTS = {"parts-64": (False, 64, BF16), "parts-128": (False, 128, BF16), "parts-
 
 
 def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
-    """All kernels of context parallelism as it calls them, in one process: blocks packed for the other rank, the attention of the own keys
-    continued over slots, or of both at once, the backward in parts, returned gradients added."""
+    """All kernels of context parallelism as it calls them, in one process: blocks packed for the other rank, the
+    attention of the own keys continued over slots, or of both at once, the backward in parts, returned gradients
+    added."""
     pattern = random_mask(block, 4, 2, 2, n_blocks) if masked else pattern_of(PAPER, block, 4, 2)
     layout, plan = build_layout(pattern, device), make_plan(pattern, 1, 2, n_blocks)
     own, remote, both = (AttentionCall(layout, 0.1, "sbhd", None, placed, backend, False) for placed in place(plan, pattern, device))
@@ -87,7 +90,8 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     grads, wide = ([torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32))
     attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent)))
     attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)  # as with `all_gather`
-    # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small head dims.
+    # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small
+    # head dims.
     more = attention_backward(grad_out, torch.ones_like(lse), query, key, value, out.to(dtype), lse, own)
     assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *wide, *more))
 

@@ -2,8 +2,8 @@
 
     python tests/kernels/sanitizer_reports.py TOOL BACKEND LOG
 
-Fails (exit code 1) on a report that sanitizer_explained.json does not explain for this tool and backend, and when the log does not end as a
-complete run does: with the tool's summary and after "cases done".
+Fails (exit code 1) on a report that sanitizer_explained.json does not explain for this tool and backend, and when the
+log does not end as a complete run does: with the tool's summary and after "cases done".
 """
 
 import json
@@ -32,7 +32,8 @@ def reports(log: str) -> list[str]:
 
 
 def unexplained(log: str, tool: str, backend: str, explained: list[dict]) -> list[str]:
-    """Reports that no entry explains. An entry has tool, backend, report (a regular expression for the whole report) and why."""
+    """Reports that no entry explains. An entry has tool, backend, report (a regular expression for the whole report)
+    and why."""
     known = [re.compile(entry["report"], re.DOTALL) for entry in explained if (entry["tool"], entry["backend"]) == (tool, backend)]
     return [report for report in reports(log) if not any(pattern.search(report) for pattern in known)]
 

@@ -1,5 +1,5 @@
-"""The kernels compile for every kind of GPU, their tiles fit into its shared memory, and on sm_90 they keep to a list of registers, spills and
-serialised tensor-core instructions. Compiled, not run."""
+"""The kernels compile for every kind of GPU, their tiles fit into its shared memory, and on sm_90 they keep to a list
+of registers, spills and serialised tensor-core instructions. Compiled, not run."""
 
 import json
 import os
@@ -17,7 +17,8 @@ LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227
 
 
 def measure(*arguments, **environment):
-    """(version of Triton, what was measured, by name): compiled in a process of its own, for this one may have Triton's interpreter."""
+    """(version of Triton, what was measured, by name): compiled in a process of its own, for this one may have Triton's
+    interpreter."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
     done = subprocess.run([sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=500)
@@ -33,7 +34,8 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def gluon(compiled):
-    """The same of the Gluon kernels, by the Triton that they are written for: the installed one, or one that lies beside it."""
+    """The same of the Gluon kernels, by the Triton that they are written for: the installed one, or one that lies
+    beside it."""
     release, found = compiled
     if GLUON.startswith(release):
         return release, {name: needs for name, needs in found.items() if is_gluon(name)}
@@ -59,8 +61,9 @@ def test_tiles_fit(capability, compiled):
 
 
 def keeps_to_the_list(release, found, of_list):
-    """No more registers, spills, serialised instructions or exponentials under no product than committed for this Triton. A change that means
-    it takes the list down anew: `TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --write`."""
+    """No more registers, spills, serialised instructions or exponentials under no product than committed for this
+    Triton. A change that means it takes the list down anew: `TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py
+    --write`."""
     committed = json.loads(COMMITTED.read_text())
     if release not in committed:
         pytest.skip(f"{COMMITTED.name} has no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write")
@@ -91,7 +94,8 @@ def test_the_list_has_the_same_kernels_for_every_triton(compiled):
 
 
 def test_gluon_kernels_compile(gluon):
-    """Forward, dK/dV, dQ: also for packed documents, block masks, own and received keys of context parallelism; within shared memory."""
+    """Forward, dK/dV, dQ: also for packed documents, block masks, own and received keys of context parallelism; within
+    shared memory."""
     _, found = gluon
     for kernel in ("forward", "backward", "grad-query"):
         for variant in ("", "-packed", "-mask", "-own", "-slots"):

@@ -1,4 +1,5 @@
-"""The Hopper kernels against fp64, by the same bound as the others: error at most twice that of eager attention in the same dtype."""
+"""The Hopper kernels against fp64, by the same bound as the others: error at most twice that of eager attention in the
+same dtype."""
 
 from itertools import product
 
@@ -46,8 +47,8 @@ MIX = RangePattern(64, 3, (HeadPattern(((3, 1),)), HeadPattern(PAPER, 1), HeadPa
 
 @pytest.fixture(params=["heads", "sequence"])
 def tiles(request, monkeypatch):
-    """Both ways to fill a query tile: two heads where they can share one, two query blocks; the second also without persistent programs, and
-    with the kernel of dK and dV for many KV heads."""
+    """Both ways to fill a query tile: two heads where they can share one, two query blocks; the second also without
+    persistent programs, and with the kernel of dK and dV for many KV heads."""
     from s2_megatron.kernels import tiles
     from s2_megatron.kernels.hopper import launch as hopper
 
@@ -180,7 +181,8 @@ def test_more_ranges_than_a_plan_holds(dim):
 
 
 class Handed:
-    """A BlockExchange, and what is pending. blocks: of other ranks, NaN until they are there. returned_gradients: what goes back."""
+    """A BlockExchange, and what is pending. blocks: of other ranks, NaN until they are there. returned_gradients: what
+    goes back."""
 
     def __init__(self, plan, blocks):
         self.plan, self.blocks, self.received, self.returned_gradients = plan, blocks, None, []
@@ -216,8 +218,8 @@ class Chosen(SparseState):
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):
-    """One rank of context parallelism: its own keys, and the others' in slots of one KV head each. Returns what it adds: (rows, out, LSE, dQ),
-    and dK, dV of all blocks."""
+    """One rank of context parallelism: its own keys, and the others' in slots of one KV head each. Returns what it
+    adds: (rows, out, LSE, dQ), and dK, dV of all blocks."""
     query, key, value, grad = inputs
     device = query.device
     plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, device), 0.2
@@ -250,7 +252,8 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
 
 
 def check_returned(plan, own, tensors, call):
-    """dK and dV of a rank's own keys with what other ranks send back: the fp32 sums `own` plus that in the order of ranks, rounded once."""
+    """dK and dV of a rank's own keys with what other ranks send back: the fp32 sums `own` plus that in the order of
+    ranks, rounded once."""
     key, exchange = tensors[2], BlockExchange(plan, None, own[0].device)
     slots = torch.randn(len(plan.send_heads), 64, 2, *key.shape[1:2], key.shape[3], device=key.device).to(key.dtype)
     grads = [torch.full_like(key, float("nan")) for _ in own]
@@ -270,7 +273,8 @@ def test_placed_blocks_and_continued_softmax(dim, kind, size, n_blocks):
 
 
 def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
-    """Halves of a tile that lie apart (odd chunks), absent keys, slots, a softmax that goes on: no worse than twice the error of one call."""
+    """Halves of a tile that lie apart (odd chunks), absent keys, slots, a softmax that goes on: no worse than twice the
+    error of one call."""
     if kind == "mask":
         pattern = random_mask(64, 4, 2, 2, n_blocks)
     elif kind == "dense heads":
@@ -387,7 +391,8 @@ def test_deterministic_repeats_are_equal_bit_for_bit(dim):
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("dim", [64, 128, 192])
 def test_calls_that_leave_triton_out_are_equal_bit_for_bit(dim, dtype):
-    """With one layout, the calls after the first are started without Triton's look at the arguments (hopper_launch.py)."""
+    """With one layout, the calls after the first are started without Triton's look at the arguments
+    (hopper_launch.py)."""
     pattern = pattern_of(((8, 1), (None, 8)), 64, 8, 2)
     kept = build_layout(pattern, "cuda")
     for form, length, seed in product(("sbhd", "bshd"), (1000, 1024), range(3)):

@@ -1,4 +1,5 @@
-"""Launches that leave Triton's look at their arguments out: the same machine code, grid and arguments as with it. Without a GPU."""
+"""Launches that leave Triton's look at their arguments out: the same machine code, grid and arguments as with it.
+Without a GPU."""
 
 import copy
 from collections import defaultdict
@@ -41,7 +42,8 @@ class Compiled(NamedTuple):
 
 
 class Triton:
-    """Stands for it. made: every launch of a Gluon kernel as Triton would see it, (launch, grid, whether Triton was left out), in order."""
+    """Stands for it. made: every launch of a Gluon kernel as Triton would see it, (launch, grid, whether Triton was
+    left out), in order."""
 
     def __init__(self):
         self.made = []
@@ -73,7 +75,8 @@ def same(one, two) -> bool:
 
 @pytest.fixture
 def started(monkeypatch):
-    """[whether Triton was left out] of all launches, each of which was compared with what it would be through Triton."""
+    """[whether Triton was left out] of all launches, each of which was compared with what it would be through
+    Triton."""
     triton_, real, found = Triton(), hopper_launch.Launches.start, []
 
     def start(launches, *args, **constants):
@@ -126,7 +129,8 @@ class Case:
         attention_backward(grad(out), None, query, key, value, out, lse, call)
 
     def go_on(self, query, key, value, shift=0, wider=0):
-        """The forward from an earlier out, `wider` elements between its rows, and an LSE that begins `shift` elements behind 16 bytes; fp32."""
+        """The forward from an earlier out, `wider` elements between its rows, and an LSE that begins `shift` elements
+        behind 16 bytes; fp32."""
         rows, batch, heads, dim = query.shape
         out = torch.zeros(rows, batch, heads, dim + wider)[..., :dim]
         lse = torch.zeros(batch * heads * rows + shift)[shift:].view(batch, heads, rows)

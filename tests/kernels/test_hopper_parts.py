@@ -1,4 +1,5 @@
-"""Which columns of dK and dV are divided into parts, and how: chosen without a GPU. What the parts visit: test_hopper_schedule.py."""
+"""Which columns of dK and dV are divided into parts, and how: chosen without a GPU. What the parts visit:
+test_hopper_schedule.py."""
 
 import torch
 
@@ -19,7 +20,8 @@ def parts_of(pattern, rows, batch=1, dim=128):
 
 
 def test_few_long_columns_are_divided(monkeypatch):
-    """Where one would keep a program at work longer than all others: parts of a quarter of what a multiprocessor has to do."""
+    """Where one would keep a program at work longer than all others: parts of a quarter of what a multiprocessor has to
+    do."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     divided = [
         (4, 1, 32, 1, 128, (16, 64, 32)),  # Llama-8B with TP 8

@@ -1,4 +1,5 @@
-"""Which blocks the Hopper kernels visit: their own schedule functions, run as plain Python on a machine without a GPU, against the pattern."""
+"""Which blocks the Hopper kernels visit: their own schedule functions, run as plain Python on a machine without a GPU,
+against the pattern."""
 
 from collections import Counter
 from itertools import product
@@ -82,9 +83,10 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 
 @pytest.fixture
 def key_walk(monkeypatch):
-    """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp goes through them, with
-    the arguments that they are launched with. A tile: batch, KV head, first slot, second slot, words of its steps, where parts are joined. Also
-    goes through them in passes of one block, for head dims above 128, and compares these with the tiles."""
+    """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp
+    goes through them, with the arguments that they are launched with. A tile: batch, KV head, first slot, second slot,
+    words of its steps, where parts are joined. Also goes through them in passes of one block, for head dims above 128,
+    and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -146,7 +148,8 @@ def check_passes(passes, tiles):
 
 
 def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
-    """Every present key block of every KV head lies in one tile, whose words name every attended pair once. slot_of_block: [G, blocks]."""
+    """Every present key block of every KV head lies in one tile, whose words name every attended pair once.
+    slot_of_block: [G, blocks]."""
     ratio, seen, blocks = pattern.num_heads // pattern.num_kv_heads, Counter(), Counter()
     block_in = [{slot: block for block, slot in enumerate(row) if slot >= 0} for row in slot_of_block]
     for tile in tiles:
@@ -199,7 +202,8 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
 @pytest.mark.parametrize("ratio", [1, 3])
 @pytest.mark.parametrize("n_blocks", [64, 67, 80])
 def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_walk, monkeypatch):
-    """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others at every step."""
+    """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others
+    at every step."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio)))
     tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
@@ -254,8 +258,9 @@ def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monk
 
 @pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
 def query_walk(request, monkeypatch):
-    """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as its loading warp goes
-    through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot, second slot, word)."""
+    """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as
+    its loading warp goes through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot,
+    second slot, word)."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     grad, single = request.param
 
@@ -304,7 +309,8 @@ def query_walk(request, monkeypatch):
 
 
 def check_order(loads, lengths, grad, single):
-    """Values come in the order of their keys; in the forward a stage later than those, and at a tile's end with nothing."""
+    """Values come in the order of their keys; in the forward a stage later than those, and at a tile's end with
+    nothing."""
     keys, values = ([blocks for name, blocks in loads if name == kind] for kind in "KV")
     assert values == keys
     if grad:
@@ -381,7 +387,8 @@ def test_keys_and_values_share_their_rows_together():
 
 
 def test_the_quotient_is_exact():
-    """Two units in the last place to either side, as far as the GPU's division may be off, change no result below 2**21."""
+    """Two units in the last place to either side, as far as the GPU's division may be off, change no result below
+    2**21."""
     random = np.random.default_rng(0)
     number = np.concatenate([random.integers(0, 2**21, 300000), np.arange(2**21 - 1000, 2**21)])
     wide = random.integers(1, 2**19, len(number))

@@ -1,4 +1,5 @@
-"""What surrounds compute-sanitizer: the cases run, a missing tool fails, reports are read and compared. The tool: scripts/sanitize.sh."""
+"""What surrounds compute-sanitizer: the cases run, a missing tool fails, reports are read and compared. The tool:
+scripts/sanitize.sh."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""The op under CUDA's tools on a GPU: no waiting for the device, capture in a graph, memory, repeats under load, the first call."""
+"""The op under CUDA's tools on a GPU: no waiting for the device, capture in a graph, memory, repeats under load, the
+first call."""
 
 import json
 import os
@@ -53,7 +54,8 @@ def test_the_check_for_waiting_sees_it():
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, backend", CALLS)
 def test_captured_in_a_graph(kind, backend, monkeypatch):
-    """Replays with other inputs, and other documents of the same number, are the eager results bit for bit. Also of columns in parts."""
+    """Replays with other inputs, and other documents of the same number, are the eager results bit for bit. Also of
+    columns in parts."""
     if backend == "gluon":
         monkeypatch.setattr("s2_megatron.kernels.hopper.launch.PART_STEPS", 4)
     leaves, options = make_call(kind, "cuda", 520, 64, 64, torch.bfloat16)

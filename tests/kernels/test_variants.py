@@ -1,4 +1,5 @@
-"""No kernel is compiled in the middle of a run: other lengths, documents and placements find the variants of the first batch."""
+"""No kernel is compiled in the middle of a run: other lengths, documents and placements find the variants of the first
+batch."""
 
 import json
 import os

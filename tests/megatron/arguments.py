@@ -1,4 +1,5 @@
-"""Argument lists through Megatron's real parser, many in one process: `parse_cases` for tests, this file as a script for the process.
+"""Argument lists through Megatron's real parser, many in one process: `parse_cases` for tests, this file as a script
+for the process.
 
 The process has `torch.cuda` patched to the CPU, which no other test must see, hence a subprocess.
 """
@@ -64,7 +65,9 @@ def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -
             "TRITON_INTERPRET": "0",
             **environment,
         }
-        done = subprocess.run([sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return json.loads((Path(folder) / "results.json").read_text())
 
@@ -75,8 +78,8 @@ _base: list = []  # BASE parsed, and parsed and validated
 def parse(argv: list[str], attributes: dict | None = None):
     """(Megatron's namespace, the message of Megatron's own refusal or None) for a command line.
 
-    Where Megatron itself refuses the arguments on this machine (for the lack of Transformer Engine, say), the namespace is that of BASE with
-    what `argv` changes, so that S2's own answer can be seen.
+    Where Megatron itself refuses the arguments on this machine (for the lack of Transformer Engine, say), the namespace
+    is that of BASE with what `argv` changes, so that S2's own answer can be seen.
     """
     from megatron.training.arguments import parse_args, validate_args
 
@@ -105,11 +108,12 @@ def parse(argv: list[str], attributes: dict | None = None):
 
 
 def run_case(case: dict) -> dict:
-    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended; device: pretended type
-    of device; missing: a package that is pretended to be missing.
+    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended;
+    device: pretended type of device; missing: a package that is pretended to be missing.
 
-    Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a sparsity, the softmax scale
-    of the model config that Megatron derives, and the attributes of args that start with "s2_".
+    Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a
+    sparsity, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
+    "s2_".
     """
     import megatron.core.package_info as package_info
     from megatron.training.argument_utils import core_transformer_config_from_args

@@ -1,8 +1,11 @@
-"""Real training runs of Megatron's loop, in processes of their own (gloo on a CPU, NCCL on a GPU), on a tiny GPT and a tiny corpus.
+"""Real training runs of Megatron's loop, in processes of their own (gloo on a CPU, NCCL on a GPU), on a tiny GPT and a
+tiny corpus.
 
-On a machine without a GPU they are forked from a process that has imported Megatron (forks.py), except those that torchrun starts.
-Every run appends its exact losses to a file (`--s2-loss-log`), so that comparisons do not depend on printed digits.
+On a machine without a GPU they are forked from a process that has imported Megatron (forks.py), except those that
+torchrun starts. Every run appends its exact losses to a file (`--s2-loss-log`), so that comparisons do not depend on
+printed digits.
 """
+
 from __future__ import annotations
 
 import json
@@ -28,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt_s2.py"
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
-# 4 query heads in 2 groups, stride 4: two offsets a layer, other ones in the next layer, so a wrong head or layer number shows.
+# 4 query heads in 2 groups, stride 4: two offsets a layer, other ones in the next layer, so a wrong head or layer
+# number shows.
 SPARSITY = "block_size: 16\nlayers: DSSS\nspecs:\n  S: {local_blocks: 2, stride: 4}\n"
 SEQ_LENGTH, VOCABULARY = 128, 127
 
@@ -47,7 +51,8 @@ LOCAL_SPEC = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion 
 
 @dataclass
 class Run:
-    """What a run left. losses and grad_norms: by iteration. evaluations: losses by name. output: everything that its ranks printed."""
+    """What a run left. losses and grad_norms: by iteration. evaluations: losses by name. output: everything that its
+    ranks printed."""
 
     losses: dict[int, float]
     grad_norms: dict[int, float]
@@ -56,9 +61,15 @@ class Run:
 
 
 def run_processes(
-    command: list[str], processes: int, timeout: float, environment: dict | None = None, python_path: Path | None = None, forked: bool = False
+    command: list[str],
+    processes: int,
+    timeout: float,
+    environment: dict | None = None,
+    python_path: Path | None = None,
+    forked: bool = False,
 ) -> tuple[int, str]:
-    """Run `command` as ranks 0 .. processes-1 of one job; (the worst exit code, all output). Stragglers are killed after `timeout` s.
+    """Run `command` as ranks 0 .. processes-1 of one job; (the worst exit code, all output). Stragglers are killed
+    after `timeout` s.
 
     forked: by forks.py; the command is then a Python script and its arguments.
     """
@@ -111,7 +122,8 @@ def end_all(jobs: list[subprocess.Popen | forks.Forked]) -> None:
 
 @dataclass
 class Lab:
-    """Folders and defaults of a test session's runs. device_flags: what this machine's processes need. forked: as in run_processes."""
+    """Folders and defaults of a test session's runs. device_flags: what this machine's processes need. forked: as in
+    run_processes."""
 
     folder: Path
     device_flags: str
@@ -124,8 +136,10 @@ class Lab:
 
     @property
     def data(self) -> str:
-        return f"--data-path {self.folder / 'corpus'} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} " \
-               f"--data-cache-path {self.folder / 'cache'}"
+        return (
+            f"--data-path {self.folder / 'corpus'} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
+            f"--data-cache-path {self.folder / 'cache'}"
+        )
 
     def flags(self, *extra: str, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True) -> list[str]:
         """The command line of a run; later flags win."""
@@ -139,10 +153,11 @@ class Lab:
         script: Path = ENTRY, fails: bool = False, environment: dict | None = None, python_path: Path | None = None, log_flag: bool = True,
         torchrun: bool = False,
     ) -> Run:  # fmt: skip
-        """Train with the given flags on top of the defaults, and check that it went through (or, with fails, that it did not).
+        """Train with the given flags on top of the defaults, and check that it went through (or, with fails, that it
+        did not).
 
-        python_path: a folder of modules to put first. log_flag: False for a script without --s2-loss-log, which reads LOSS_LOG.
-        torchrun: start the ranks with torchrun, as a user does; the default is quicker.
+        python_path: a folder of modules to put first. log_flag: False for a script without --s2-loss-log, which reads
+        LOSS_LOG. torchrun: start the ranks with torchrun, as a user does; the default is quicker.
         """
         log, forked = self.folder / f"{name}.jsonl", self.forked and not torchrun
         launcher = [] if forked else [sys.executable]
@@ -172,7 +187,8 @@ class Lab:
 
 
 def write_corpus(prefix: Path, documents: int = 400) -> None:
-    """An indexed dataset of short documents: random tokens whose second half repeats the first, so that distant tokens matter."""
+    """An indexed dataset of short documents: random tokens whose second half repeats the first, so that distant tokens
+    matter."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     rng = np.random.default_rng(0)
@@ -184,7 +200,8 @@ def write_corpus(prefix: Path, documents: int = 400) -> None:
 
 
 def _same_training(run: Run, baseline: Run, steps: int = 10) -> None:
-    """Losses of `run` within 1e-5 of the baseline's over `steps` iterations or more, and grad norms equal to 3 decimals."""
+    """Losses of `run` within 1e-5 of the baseline's over `steps` iterations or more, and grad norms equal to 3
+    decimals."""
     assert len(run.losses) >= steps, f"{len(run.losses)} iterations, expected {steps}\n{run.output[-3000:]}"
     losses = {step: abs(loss - baseline.losses[step]) for step, loss in run.losses.items()}
     norms = {step: abs(norm - baseline.grad_norms[step]) for step, norm in run.grad_norms.items()}
@@ -237,7 +254,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }} {{ message['
 
 @pytest.fixture
 def conversations(lab):
-    """(JSON lines of two conversations each, folder of a word tokenizer with a chat template, folder of modules to put first)."""
+    """(JSON lines of two conversations each, folder of a word tokenizer with a chat template, folder of modules to put
+    first)."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -249,12 +267,18 @@ def conversations(lab):
     fast.save_pretrained(lab.folder / "tokenizer")
 
     def conversation(seed):
-        said = [" ".join(f"w{(seed * 7 + turn * 11 + word * 3) % 100}" for word in range(12 + seed % 9)) for turn in range(3)]
+        said = [
+            " ".join(f"w{(seed * 7 + turn * 11 + word * 3) % 100}" for word in range(12 + seed % 9))
+            for turn in range(3)
+        ]
         return [{"role": role, "content": text} for role, text in zip(("system", "user", "assistant"), said)]
 
     path = lab.folder / "conversations.jsonl"
-    path.write_text("".join(json.dumps({"messages": conversation(line) + conversation(line + 50)}) + "\n" for line in range(40)))
-    # The Hugging Face package `datasets`, which Megatron reads JSON lines with, is not needed for anything else here: a stand-in does.
+    path.write_text(
+        "".join(json.dumps({"messages": conversation(line) + conversation(line + 50)}) + "\n" for line in range(40))
+    )
+    # The Hugging Face package `datasets`, which Megatron reads JSON lines with, is not needed for anything else here: a
+    # stand-in does.
     package = lab.folder / "stand_in"
     package.mkdir(exist_ok=True)
     (package / "datasets.py").write_text(

@@ -1,4 +1,5 @@
-"""FLOP counts of Megatron's patched functions, as JSON: a script for test_flops.py, because it patches `torch.cuda` and Megatron.
+"""FLOP counts of Megatron's patched functions, as JSON: a script for test_flops.py, because it patches `torch.cuda` and
+Megatron.
 
 argv: a JSON list of objects with `task` and the task's own keys. Prints `result: <JSON list>` on rank 0.
 """
@@ -31,13 +32,21 @@ sys.modules["a_users_script"] = USERS_SCRIPT
 
 
 def recording_training_log(
-    loss_dict, total_loss_dict, iteration, is_first_iteration=False, seqlen_squared_sum_in_batch=None, total_real_tokens_in_batch=None
+    loss_dict,
+    total_loss_dict,
+    iteration,
+    is_first_iteration=False,
+    seqlen_squared_sum_in_batch=None,
+    total_real_tokens_in_batch=None,
 ):
     """What Megatron's training_log does with the FLOPs, without the rest."""
     args = global_vars.get_args()
     if iteration % args.log_interval == 0 or is_first_iteration:
         count = training.num_floating_point_operations(
-            args, 4, seqlen_squared_sum_in_batch=seqlen_squared_sum_in_batch, total_real_tokens_in_batch=total_real_tokens_in_batch
+            args,
+            4,
+            seqlen_squared_sum_in_batch=seqlen_squared_sum_in_batch,
+            total_real_tokens_in_batch=total_real_tokens_in_batch,
         )
         LOGGED.append({"iteration": iteration, "flops": float(count), "throughput": count / 2.0})
 
@@ -85,12 +94,15 @@ def formula(argvs: list[list[str]]) -> list[dict]:
         before = float(stock(args, 3))
         flops.install_flop_accounting(args, sparsity)
         counted = training.num_floating_point_operations(args, 3)
-        result.append({"stock": before, "counted": float(counted), "dense": counted.dense, "kv_channels": args.kv_channels})
+        result.append(
+            {"stock": before, "counted": float(counted), "dense": counted.dense, "kv_channels": args.kv_channels}
+        )
     return result
 
 
 def packed(argv: list[str], iterations: list[list[list[list[int]]]], settings: dict) -> dict:
-    """A training loop over packed batches. iterations: [iteration][data-parallel rank][micro-batch] -> lengths of its documents."""
+    """A training loop over packed batches. iterations: [iteration][data-parallel rank][micro-batch] -> lengths of its
+    documents."""
     LOGGED.clear()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     args, sparsity = prepared(argv, **settings)
@@ -119,10 +131,17 @@ def packed(argv: list[str], iterations: list[list[list[list[int]]]], settings: d
                     USERS_SCRIPT.update_seqlen_stats_from_cu_seqlens(borders)
             tokens, squares = training.consume_seqlen_stats_in_iteration()
             count = training.num_floating_point_operations(args, 4, squares, tokens)
-            per_iteration.append([None if tokens is None else float(tokens), None if squares is None else float(squares), float(count)])
+            per_iteration.append(
+                [None if tokens is None else float(tokens), None if squares is None else float(squares), float(count)]
+            )
             so_far += count
             training.training_log(
-                {}, {}, iteration + 1, is_first_iteration=iteration == 0, seqlen_squared_sum_in_batch=squares, total_real_tokens_in_batch=tokens
+                {},
+                {},
+                iteration + 1,
+                is_first_iteration=iteration == 0,
+                seqlen_squared_sum_in_batch=squares,
+                total_real_tokens_in_batch=tokens,
             )
             with torch.no_grad():  # an evaluation is not counted
                 USERS_SCRIPT.update_seqlen_stats_from_cu_seqlens(torch.tensor([0, 100], dtype=torch.int32))

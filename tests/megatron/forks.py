@@ -1,8 +1,9 @@
 """Ranks that are forked from a process that has imported Megatron: of a run's 12 seconds the imports are 8.
 
-Like processes of their own they have an environment, arguments, a session and an output of their own. Unlike them they find the imports done,
-in the right order; all ranks share Python's hash seed, so that sets are in the same order; what has been printed once by the imports is not
-printed again; and nothing that waits for the interpreter's end is run. So some runs are still started by torchrun.
+Like processes of their own they have an environment, arguments, a session and an output of their own. Unlike them they
+find the imports done, in the right order; all ranks share Python's hash seed, so that sets are in the same order; what
+has been printed once by the imports is not printed again; and nothing that waits for the interpreter's end is run. So
+some runs are still started by torchrun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How far every mix of TP, SP, PP, VPP, CP, DP and EP is from one process, in the loss, over 10 iterations from one checkpoint.
+"""How far every mix of TP, SP, PP, VPP, CP, DP and EP is from one process, in the loss, over 10 iterations from one
+checkpoint.
 
     python tests/megatron/parallel_table.py --processes 2 --precisions fp32 --json table.json   # two GPUs; then bf16; --processes 4, 8
     python tests/megatron/parallel_table.py --processes 2 --only cp2 tp2_sp     # without a GPU: gloo, fp32, a smaller model
@@ -9,10 +10,11 @@
     | cp2 | 2 | nccl | bf16 | 1.3e-03 | 2.7e-04 | 1.1e-03 | 2.2e-03 | yes |
     ...
 
-fp32, without TF32 and with Megatron's local layers: at most 1e-5. bf16: at most twice the difference that Megatron's own dense model shows
-between the same two layouts. Where that one cannot run (CP and SP take Transformer Engine, and CP no packed rows) the bound is twice the
-largest of the layouts' above it in the table, in brackets; without any the row is not judged, which is no success. With --seeds N all
-differences are the largest of N orders of the data: a single one can be small by chance.
+fp32, without TF32 and with Megatron's local layers: at most 1e-5. bf16: at most twice the difference that Megatron's
+own dense model shows between the same two layouts. Where that one cannot run (CP and SP take Transformer Engine, and CP
+no packed rows) the bound is twice the largest of the layouts' above it in the table, in brackets; without any the row
+is not judged, which is no success. With --seeds N all differences are the largest of N orders of the data: a single one
+can be small by chance.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import report
 from tests.megatron.conftest import LOCAL_SPEC, SPARSITY, Lab, write_corpus
 
-# 8 query heads in 4 groups, so that a2a and TP mix; two virtual stages; blocks of 16 are the smallest of the kernels; CP 8 cuts 256 tokens.
+# 8 query heads in 4 groups, so that a2a and TP mix; two virtual stages; blocks of 16 are the smallest of the kernels;
+# CP 8 cuts 256 tokens.
 MODEL = """
     --num-attention-heads 8 --group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu
     --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
@@ -46,10 +49,23 @@ SIZES = {
     "small": "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --seq-length 512 --max-position-embeddings 512",
     "tiny": "--num-layers 4 --hidden-size 128 --ffn-hidden-size 128 --seq-length 256 --max-position-embeddings 256",
 }
-TP, SP, PP, CP = "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size", "--context-parallel-size"
+TP, SP, PP, CP = (
+    "--tensor-model-parallel-size",
+    "--sequence-parallel",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
 # Experts whole (ETP 1): cut ones make Megatron gather rows of different lengths, which gloo refuses.
-VPP, EP, ETP = "--num-virtual-stages-per-pipeline-rank 2", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-A2A, GATHER, TYPES = "--s2-cp-comm-type a2a", "--s2-cp-comm-type all_gather", "--s2-cp-comm-type all_gather sparse a2a sparse"
+VPP, EP, ETP = (
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+A2A, GATHER, TYPES = (
+    "--s2-cp-comm-type a2a",
+    "--s2-cp-comm-type all_gather",
+    "--s2-cp-comm-type all_gather sparse a2a sparse",
+)
 COLLECTIVE = "--s2-cp-transport collective"  # without it blocks are copied between GPUs of one host
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KEEP = f"{RECOMPUTE} --s2-keep-attention-output"
@@ -105,11 +121,22 @@ LAYOUTS = {
     "tp2_sp_cp2_dp2_ep2": Layout(8, f"{TP} 2 {SP} {CP} 2 {EP} 2 {ETP} 1", MOE),
 }
 ALONE = {common: Layout(1, "", common) for common in ("", MOE, PACKED)}
-COLUMNS = ("layout", "processes", "backend", "precision", "largest difference", "relative", "stock dense", "bound", "verdict")
+COLUMNS = (
+    "layout",
+    "processes",
+    "backend",
+    "precision",
+    "largest difference",
+    "relative",
+    "stock dense",
+    "bound",
+    "verdict",
+)
 
 
 class Table:
-    """Runs from one checkpoint of each kind of model, every one once, `jobs` at a time; the checkpoints' own runs beside them."""
+    """Runs from one checkpoint of each kind of model, every one once, `jobs` at a time; the checkpoints' own runs
+    beside them."""
 
     def __init__(self, lab: Lab, model: str, engine: bool, jobs: int, seeds: int = 1):
         self.lab, self.model, self.engine, self.seeds = lab, model, engine, range(FIRST_SEED, FIRST_SEED + seeds)
@@ -118,21 +145,31 @@ class Table:
         self.starts: dict[Path, Future] = {}
 
     def _spec(self, precision: str) -> str:
-        return ENGINE_SPEC if self.engine and precision == "bf16" else LOCAL_SPEC  # Transformer Engine has no fp32 attention under CP
+        return (
+            ENGINE_SPEC if self.engine and precision == "bf16" else LOCAL_SPEC
+        )  # Transformer Engine has no fp32 attention under CP
 
     def start(self, moe: bool, precision: str) -> Path:
-        """Where the checkpoint will be that the others go on from: two iterations in fp32, one for each kind of layers."""
-        folder = self.lab.folder / f"start_{'moe' if moe else 'dense'}_{'engine' if self._spec(precision) == ENGINE_SPEC else 'local'}"
+        """Where the checkpoint will be that the others go on from: two iterations in fp32, one for each kind of
+        layers."""
+        folder = (
+            self.lab.folder
+            / f"start_{'moe' if moe else 'dense'}_{'engine' if self._spec(precision) == ENGINE_SPEC else 'local'}"
+        )
         if folder not in self.starts:
             flags = f"{MOE if moe else ''} --train-iters 2 --save {folder} --save-interval 2"
-            self.starts[folder] = self.start_pool.submit(self._train, folder.name, 1, flags, True, self._spec(precision))
+            self.starts[folder] = self.start_pool.submit(
+                self._train, folder.name, 1, flags, True, self._spec(precision)
+            )
         return folder
 
     def _train(self, name, processes, flags, sparse, spec) -> dict[int, float]:
         # Runs at the same time must not build one index cache.
         flags = f"{flags} --data-cache-path {self.lab.folder / 'caches' / name}"
         environment = {"NVIDIA_TF32_OVERRIDE": "0"}  # whatever a library would choose
-        run = self.lab.run(name, flags, processes=processes, model=self.model, spec=spec, sparsity=sparse, environment=environment)
+        run = self.lab.run(
+            name, flags, processes=processes, model=self.model, spec=spec, sparsity=sparse, environment=environment
+        )
         return run.losses
 
     def _train_from(self, start: Future, *job) -> dict[int, float]:
@@ -156,7 +193,9 @@ class Table:
         """Whether the dense model is asked for, and can train in that layout."""
         if self.engine:
             return precision == "bf16" and (CP not in layout.flags or layout.common != PACKED)
-        return precision == "bf16" and CP not in layout.flags and SP not in layout.flags  # Megatron's own norms refuse the latter
+        return (
+            precision == "bf16" and CP not in layout.flags and SP not in layout.flags
+        )  # Megatron's own norms refuse the latter
 
     def plan(self, layout: Layout, precision: str) -> None:
         """Asks for everything that a row needs."""
@@ -166,10 +205,13 @@ class Table:
                 self.request(ALONE[layout.common], precision, sparse, seed)
 
     def differences(self, layout: Layout, precision: str, sparse: bool = True) -> tuple[float, float]:
-        """The largest difference from one process, and the largest relative one. AssertionError: a run failed or stopped early."""
+        """The largest difference from one process, and the largest relative one. AssertionError: a run failed or
+        stopped early."""
         absolute, relative = [], []
         for seed in self.seeds:
-            mine, one = (self.request(which, precision, sparse, seed).result() for which in (layout, ALONE[layout.common]))
+            mine, one = (
+                self.request(which, precision, sparse, seed).result() for which in (layout, ALONE[layout.common])
+            )
             assert len(mine) == len(one) == 10, f"{len(mine)} and {len(one)} iterations, expected 10"
             absolute += [abs(mine[step] - loss) for step, loss in one.items()]
             relative += [abs(mine[step] / loss - 1) for step, loss in one.items()]
@@ -184,7 +226,12 @@ def without_s2(flags: str) -> str:
 def make_row(table: Table, name: str, precision: str, backend: str, stock_seen: list[float]) -> dict:
     """One row of the table. stock_seen: the stock model's differences so far, to which this row's is added."""
     layout = LAYOUTS[name]
-    row = dict.fromkeys(COLUMNS) | {"layout": name, "processes": layout.processes, "backend": backend, "precision": precision}
+    row = dict.fromkeys(COLUMNS) | {
+        "layout": name,
+        "processes": layout.processes,
+        "backend": backend,
+        "precision": precision,
+    }
     try:
         row["largest difference"], row["relative"] = table.differences(layout, precision)
         row["bound"] = FP32_BOUND if precision == "fp32" else None
@@ -198,13 +245,18 @@ def make_row(table: Table, name: str, precision: str, backend: str, stock_seen: 
     except AssertionError as problem:
         print(f"{name}, {precision}: {problem}", file=sys.stderr)
         return row | {"verdict": "FAILED"}
-    row["verdict"] = "not judged" if row["bound"] is None else "yes" if row["largest difference"] <= row["bound"] else "NO"
+    row["verdict"] = (
+        "not judged" if row["bound"] is None else "yes" if row["largest difference"] <= row["bound"] else "NO"
+    )
     return row
 
 
 def line_of(row: dict) -> str:
     """A row in Markdown."""
-    texts = ["" if row[name] is None else f"{row[name]:.1e}" if isinstance(row[name], float) else str(row[name]) for name in COLUMNS]
+    texts = [
+        "" if row[name] is None else f"{row[name]:.1e}" if isinstance(row[name], float) else str(row[name])
+        for name in COLUMNS
+    ]
     if row.get("bound from other layouts"):
         texts[COLUMNS.index("bound")] = f"({texts[COLUMNS.index('bound')]})"
     return f"| {' | '.join(texts)} |"
@@ -240,10 +292,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a file for the rows")
     args = parser.parse_args()
     gpus = listed_gpus()
-    engine = bool(gpus) and subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True).returncode == 0
+    engine = (
+        bool(gpus)
+        and subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True).returncode
+        == 0
+    )
     backend, size = "nccl" if gpus else "gloo", args.size or ("small" if gpus else "tiny")
     precisions = args.precisions or (["fp32", "bf16"] if gpus else ["fp32"])
-    possible = [name for name, layout in LAYOUTS.items() if layout.processes <= args.processes and (gpus or COLLECTIVE not in layout.flags)]
+    possible = [
+        name
+        for name, layout in LAYOUTS.items()
+        if layout.processes <= args.processes and (gpus or COLLECTIVE not in layout.flags)
+    ]
     names = args.only or possible
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -262,10 +322,20 @@ def main() -> int:
             if args.json:
                 where = dict(device=gpus[0] if gpus else "CPU", gpus=len(gpus), versions=versions())
                 about = dict(command=" ".join(["python", *sys.argv]), commit=report.commit(), **where)
-                model = dict(model=" ".join(table.model.split()), transformer_engine=engine, sparsity=SPARSITY, iterations=10, seeds=args.seeds)
+                model = dict(
+                    model=" ".join(table.model.split()),
+                    transformer_engine=engine,
+                    sparsity=SPARSITY,
+                    iterations=10,
+                    seeds=args.seeds,
+                )
                 args.json.write_text(json.dumps({**about, **model, "rows": rows}, indent=1) + "\n")
     wrong = sum(row["verdict"] != "yes" for row in rows)
-    print(f"\n{wrong} of {len(rows)} are not within their bounds" if wrong else f"\nall {len(rows)} are within their bounds")
+    print(
+        f"\n{wrong} of {len(rows)} are not within their bounds"
+        if wrong
+        else f"\nall {len(rows)} are within their bounds"
+    )
     return 1 if wrong else 0
 
 

@@ -5,5 +5,9 @@ import importlib
 from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
 install_if_no_gpu()  # as in pretrain_gpt_s2.py, in front of Megatron
-for name in ("megatron.training.training", "megatron.training.checkpointing", "megatron.core.tokenizers.text.text_tokenizer"):
+for name in (
+    "megatron.training.training",
+    "megatron.training.checkpointing",
+    "megatron.core.tokenizers.text.text_tokenizer",
+):
     importlib.import_module(name)

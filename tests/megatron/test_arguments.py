@@ -29,7 +29,9 @@ def results(folder) -> dict[str, dict]:
         "plain": dict(argv=arguments({"--s2-config": plain})),
         "mha": dict(argv=arguments({"--s2-config": plain}, ("--group-query-attention",))),
         "mtp": dict(argv=arguments({"--s2-config": plain, "--mtp-num-layers": "2"})),
-        "mtp_repeated": dict(argv=arguments({"--s2-config": plain, "--mtp-num-layers": "2", "--mtp-use-repeated-layer": None})),
+        "mtp_repeated": dict(
+            argv=arguments({"--s2-config": plain, "--mtp-num-layers": "2", "--mtp-use-repeated-layer": None})
+        ),
         "scaled": dict(argv=arguments({"--s2-config": scaled})),
         "scaled_twice": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.0078125}),
         "scaled_otherwise": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.5}),
@@ -86,18 +88,33 @@ def test_without_a_config_nothing_happens(cases):
 
 
 def test_ignored_flags_are_said(cases):
-    assert "--s2-backend reference, --s2-dense-core s2 without --s2-config: ignored" in accepted(cases["ignored"])["printed"]
+    assert (
+        "--s2-backend reference, --s2-dense-core s2 without --s2-config: ignored"
+        in accepted(cases["ignored"])["printed"]
+    )
 
 
 @pytest.mark.parametrize(
     "size, types, keep, transport, said",
     [
-        (1, ["a2a"], True, "copies", "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect"),
+        (
+            1,
+            ["a2a"],
+            True,
+            "copies",
+            "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect",
+        ),
         (
             *(2, ["a2a", "all_gather"], False, "copies"),
             "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect",
         ),
-        (2, ["a2a"], False, "collective", "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a: no effect"),
+        (
+            2,
+            ["a2a"],
+            False,
+            "collective",
+            "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a: no effect",
+        ),
         (2, ["a2a", "sparse"], True, "copies", None),
         (2, ["a2a"], True, "auto", None),
         (1, ["sparse"], False, "auto", None),
@@ -107,7 +124,9 @@ def test_flags_without_effect_are_said(size, types, keep, transport, said, monke
     lines = []
     monkeypatch.setattr("s2_megatron.megatron.arguments.print_once", lines.append)
     _report_no_effect(
-        argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport)
+        argparse.Namespace(
+            context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport
+        )
     )
     assert lines == ([f"S2: {said}"] if said else [])
 
@@ -117,7 +136,9 @@ def test_sparsity_and_density_are_on_args(cases, tmp_path, name, kv_heads, mtp):
     result = accepted(cases[name])
     path = tmp_path / "renamed.yaml"
     path.write_text(CONFIG)
-    expected = load_config(path).resolve(num_layers=4, num_heads=4, num_kv_heads=kv_heads, seq_length=1024, mtp_num_layers=mtp)
+    expected = load_config(path).resolve(
+        num_layers=4, num_heads=4, num_kv_heads=kv_heads, seq_length=1024, mtp_num_layers=mtp
+    )
     assert result["args"]["s2_sparsity"] == expected.canonical_json()
     assert result["args"]["s2_density"] == expected.density()
     assert result["is_s2"]
@@ -154,7 +175,9 @@ def test_python_patterns_need_their_flag(cases):
     assert "--s2-allow-python-patterns" in cases["python_forbidden"]["message"]
 
 
-@pytest.mark.parametrize("name, words", [("wrong", "layers"), ("missing", "no such file"), ("heads", "--num-query-groups 3")])
+@pytest.mark.parametrize(
+    "name, words", [("wrong", "layers"), ("missing", "no such file"), ("heads", "--num-query-groups 3")]
+)
 def test_a_config_that_does_not_fit(cases, name, words):
     assert cases[name]["error"] in ("ValueError", "ConfigError")
     assert words in cases[name]["message"]

@@ -48,7 +48,9 @@ for name, (changes, iteration) in json.loads(sys.argv[2]).items():
 
 def run(command, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
-    done = subprocess.run([sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -69,8 +71,14 @@ def results(folder) -> dict[str, dict]:
     trained, empty = folder / "trained", folder / "empty"
     empty.mkdir()
     flags = {**SMALL, "--s2-config": yaml["config"], "--save": str(trained), "--save-interval": "2"}
-    run(["pretrain_gpt_s2.py", *arguments(flags)], RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(free_port()))
+    run(
+        ["pretrain_gpt_s2.py", *arguments(flags)],
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
     legacy = {
         "legacy": ({}, "iter_0000002"),
         "was_dense": ({"s2_sparsity": None}, "iter_0000002"),

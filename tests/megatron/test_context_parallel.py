@@ -1,4 +1,6 @@
-"""Context parallelism end to end: every layout trains as one process does, from one checkpoint, alone and mixed with TP, SP, PP, DP and EP."""
+"""Context parallelism end to end: every layout trains as one process does, from one checkpoint, alone and mixed with
+TP, SP, PP, DP and EP."""
+
 from __future__ import annotations
 
 import re
@@ -9,7 +11,10 @@ import pytest
 CP2 = "--context-parallel-size 2"
 LAYOUTS = {
     "types": (2, f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received"),
-    "recompute": (2, f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 2"),
+    "recompute": (
+        2,
+        f"{CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --micro-batch-size 2",
+    ),
     "cp4": (4, "--context-parallel-size 4"),
     "tp2_sp": (4, f"{CP2} --tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2_vpp2": (4, f"{CP2} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
@@ -22,7 +27,9 @@ PACKED = "--dataloader-inter-document-masking --s2-cp-comm-type"
 @pytest.fixture(scope="session")
 def resumed(lab, start, baseline):
     def run(name, processes, flags, **options):
-        return lab.run(f"context_{name}", f"--train-iters 20 --load {start} --ckpt-step 10 {flags}", processes=processes, **options)
+        return lab.run(
+            f"context_{name}", f"--train-iters 20 --load {start} --ckpt-step 10 {flags}", processes=processes, **options
+        )
 
     return run
 
@@ -55,10 +62,13 @@ def test_a_mistake_would_show(resumed, baseline, same_training, scripts):
 
 
 def test_deterministic_mode_repeats_every_bit(resumed):
-    """Two runs over all three exchanges with Megatron's flag, under which torch refuses what it knows to be unrepeatable."""
+    """Two runs over all three exchanges with Megatron's flag, under which torch refuses what it knows to be
+    unrepeatable."""
     flags = f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --deterministic-mode"
     first, second = (resumed(f"deterministic_{number}", 2, flags) for number in range(2))
-    assert sorted(first.losses) == list(range(11, 21))  # a difference of a bit in one gradient shows after some steps only
+    assert sorted(first.losses) == list(
+        range(11, 21)
+    )  # a difference of a bit in one gradient shows after some steps only
     assert first.losses == second.losses
     assert first.grad_norms == second.grad_norms
 
@@ -71,8 +81,11 @@ def test_copies_without_gpus_are_refused_before_the_first_step(lab):
 
 
 def run_with_a_bad_rank(lab, scripts, name, flags, environment):
-    """The output of a job of two ranks under torchrun that must fail, and be over long before Megatron's ten minutes."""
-    options = dict(processes=2, script=scripts / "dying_pretrain.py", environment=environment, fails=True, torchrun=True)
+    """The output of a job of two ranks under torchrun that must fail, and be over long before Megatron's ten
+    minutes."""
+    options = dict(
+        processes=2, script=scripts / "dying_pretrain.py", environment=environment, fails=True, torchrun=True
+    )
     start = time.monotonic()
     output = lab.run(f"context_{name}", f"--train-iters 20 {CP2} {flags}", **options).output
     seconds = time.monotonic() - start
@@ -87,7 +100,8 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(lab, scripts):
 
 
 def test_a_rank_that_hangs_ends_the_run_and_is_named(lab, scripts):
-    """After the time that the user allows, which Megatron applies from the second iteration on (an iteration has 48 exchanges)."""
+    """After the time that the user allows, which Megatron applies from the second iteration on (an iteration has 48
+    exchanges)."""
     flags = "--distributed-timeout-seconds-after-init 8"
     output = run_with_a_bad_rank(lab, scripts, "hanging", flags, {"AT_EXCHANGE": "80", "HANGS": "1"})
     assert "rank 0: context-parallel exchange failed; did not come: rank 1" in output
@@ -101,30 +115,39 @@ def packed_in_one_process(resumed):
 
 @pytest.mark.parametrize("flags", ["all_gather", "a2a --micro-batch-size 2"])
 def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same_training, flags):
-    """Inter-document masking: documents of any length lie across the ranks; RoPE, loss and attention are those of one process."""
+    """Inter-document masking: documents of any length lie across the ranks; RoPE, loss and attention are those of one
+    process."""
     run = resumed(f"packed_{flags.split()[0]}", 2, f"{CP2} {PACKED} {flags}")
     same_training(run, packed_in_one_process)
     assert abs(packed_in_one_process.losses[11] - baseline.losses[11]) > 1e-3, "packing must change the attention"
 
 
 def test_documents_cut_by_themselves(lab, scripts, conversations, same_training):
-    """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process gets the same pads)."""
+    """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process
+    gets the same pads)."""
     path, tokenizer, stand_in = conversations
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
         --split 100,0,0 --train-iters 4 --calculate-per-token-loss --seq-length 256 --max-position-embeddings 256"""
     options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
     one_process = lab.run("context_sft", flags, **options)
     for comm_type in ("a2a", "all_gather"):
-        run = lab.run(f"context_sft_{comm_type}", f"{flags} {CP2} --s2-cp-comm-type {comm_type}", processes=2, **options)
+        run = lab.run(
+            f"context_sft_{comm_type}", f"{flags} {CP2} --s2-cp-comm-type {comm_type}", processes=2, **options
+        )
         same_training(run, one_process, steps=4)
 
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-# name: (processes, flags, launches of the attention in one forward pass of the layers that a rank holds, how many of them are `sparse`, which
-# launches twice, for the own keys and for the received ones)
+# name: (processes, flags, launches of the attention in one forward pass of the layers that a rank holds, how many of
+# them are `sparse`, which launches twice, for the own keys and for the received ones)
 KEPT = {
     "selective": (1, "--recompute-granularity selective --recompute-modules core_attn", 4, 0),
-    "types": (2, f"{CP2} {RECOMPUTE} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received", 1 + 2 + 1 + 2, 2),
+    "types": (
+        2,
+        f"{CP2} {RECOMPUTE} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received",
+        1 + 2 + 1 + 2,
+        2,
+    ),
     "pp2_vpp2": (4, f"{LAYOUTS['pp2_vpp2'][1]} {RECOMPUTE}", 2 * 2, 2),
 }
 
@@ -132,7 +155,8 @@ KEPT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_a_kept_result_saves_the_second_forward(resumed, scripts, name):
-    """Every rank launches one forward an attention where plain recomputation launches two; every bit of the losses; nothing left over."""
+    """Every rank launches one forward an attention where plain recomputation launches two; every bit of the losses;
+    nothing left over."""
     processes, flags, launches, sparse = KEPT[name]
     flags += " --exit-interval 13 --eval-iters 1 --eval-interval 12 --s2-dense-core s2"
     runs = [
@@ -144,7 +168,8 @@ def test_a_kept_result_saves_the_second_forward(resumed, scripts, name):
     assert runs[0].grad_norms == runs[1].grad_norms
     # Passes of a rank: three steps and one evaluation of four micro-batches each.
     steps, evaluation = 3 * 4, 4
-    # A backward needs the received blocks: those of the second forward, where --s2-cp-keep-received kept them, or an exchange of its own.
+    # A backward needs the received blocks: those of the second forward, where --s2-cp-keep-received kept them, or an
+    # exchange of its own.
     plain_backward = 0 if "keep-received" in flags else 1
     for run, forwards, exchanges in zip(runs, (2, 1), (2 + plain_backward, 2)):
         expected = (launches * (steps * forwards + evaluation), sparse * (steps * exchanges + evaluation), 0)

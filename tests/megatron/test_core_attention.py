@@ -1,4 +1,5 @@
 """S2CoreAttention by itself: what it computes, what it refuses, and how Megatron may rerun, offload and reload it."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -32,12 +33,16 @@ class Group:
 
 
 def make_config(**settings):
-    defaults = dict(num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS, attention_dropout=0.0)
+    defaults = dict(
+        num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS, attention_dropout=0.0
+    )
     return TransformerConfig(**{**defaults, **settings})
 
 
 def make_pattern(num_heads=HEADS, num_kv_heads=GROUPS, **settings):
-    return make_range_pattern(block_size=BLOCK, num_heads=num_heads, num_kv_heads=num_kv_heads, ranges=((2, 1), (None, 4)), **settings)
+    return make_range_pattern(
+        block_size=BLOCK, num_heads=num_heads, num_kv_heads=num_kv_heads, ranges=((2, 1), (None, 4)), **settings
+    )
 
 
 def make_core(config=None, rank=0, size=1, **settings):
@@ -57,14 +62,17 @@ def make_qkv(seq=96, batch=2, heads=HEADS, groups=GROUPS, keys=None, seed=0):
 def test_computes_s2_attention():
     query, key, value = make_qkv()
     expected = s2_attention(query, key, value, build_layout(make_pattern()))
-    got = make_core()(query, key, value, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None)
+    got = make_core()(
+        query, key, value, None, attn_mask_type=AttnMaskType.causal, attention_bias=None, packed_seq_params=None
+    )
     assert got.shape == (96, 2, HEADS * DIM)
     assert torch.equal(got, expected.flatten(2))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_tensor_parallel_ranks_together_are_the_whole(size):
-    """Also with fewer KV groups than ranks, where Megatron hands one group to several ranks and counts one group a rank."""
+    """Also with fewer KV groups than ranks, where Megatron hands one group to several ranks and counts one group a
+    rank."""
     query, key, value = make_qkv()
     whole = make_core()(query, key, value).view(96, 2, HEADS, DIM)
     local, ratio = HEADS // size, HEADS // GROUPS
@@ -104,7 +112,10 @@ def test_packed_sequences(padded):
     assert torch.equal(make_core()(query, key, value, None, packed_seq_params=params), got)
 
 
-@pytest.mark.parametrize(("new", "mask_type"), [(1, AttnMaskType.no_mask), (20, AttnMaskType.no_mask), (20, AttnMaskType.causal_bottom_right)])
+@pytest.mark.parametrize(
+    ("new", "mask_type"),
+    [(1, AttnMaskType.no_mask), (20, AttnMaskType.no_mask), (20, AttnMaskType.causal_bottom_right)],
+)
 def test_static_inference_is_the_end_of_the_full_forward(new, mask_type):
     query, key, value = make_qkv()
     full = make_core()(query, key, value)
@@ -218,10 +229,19 @@ def test_refuses_calls_it_cannot_honour():
     with pytest.raises(ValueError, match="attn_mask_type"):
         core(query, key, value, attn_mask_type=AttnMaskType.padding)
     with pytest.raises(ValueError, match="'sbhd'; expected 'thd'"):
-        core(query, key, value, packed_seq_params=PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=borders, cu_seqlens_kv=borders))
+        core(
+            query,
+            key,
+            value,
+            packed_seq_params=PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=borders, cu_seqlens_kv=borders),
+        )
     with pytest.raises(ValueError, match="same documents"):
-        core(*(tensor[:, 0] for tensor in (query, key, value)),
-             packed_seq_params=PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=others, max_seqlen_q=96))
+        core(
+            *(tensor[:, 0] for tensor in (query, key, value)),
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=others, max_seqlen_q=96
+            ),
+        )
     core.config.flash_decode = True
     with pytest.raises(ValueError, match="--flash-decode"):
         core(query, key, value)
@@ -241,19 +261,26 @@ def test_packed_sequence_of_another_dtype_is_cast():
     """Megatron's own int32 is passed through, a user's int64 is cast rather than misread."""
     query, key, value = (tensor[:, 0] for tensor in make_qkv(batch=1))
     borders = torch.tensor([0, 40, 96])
-    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56)
-    expected = s2_attention(query, key, value, build_layout(make_pattern()), tensor_format="thd", packed=PackedSequence(borders.int(), 56))
+    params = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56
+    )
+    expected = s2_attention(
+        query, key, value, build_layout(make_pattern()), tensor_format="thd", packed=PackedSequence(borders.int(), 56)
+    )
     assert torch.equal(make_core()(query, key, value, packed_seq_params=params), expected.flatten(1))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_inside_a_compiled_module(packed):
-    """Two layers with other patterns and their projections in one graph, eager's numbers bit for bit, forward and backward."""
+    """Two layers with other patterns and their projections in one graph, eager's numbers bit for bit, forward and
+    backward."""
 
     class Layers(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.cores = torch.nn.ModuleList([make_core(), make_core(pattern=make_pattern(base_offset=1), layer_number=2)])
+            self.cores = torch.nn.ModuleList(
+                [make_core(), make_core(pattern=make_pattern(base_offset=1), layer_number=2)]
+            )
 
         def forward(self, query, key, value, params):
             for core in self.cores:
@@ -265,12 +292,16 @@ def test_inside_a_compiled_module(packed):
     if packed:
         tensors = [tensor.detach()[:, 0].requires_grad_() for tensor in tensors]
         borders = torch.tensor([0, 40, 96], dtype=torch.int32)
-        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=56, max_seqlen_kv=56
+        )
     layers = Layers()
     compiled = torch.compile(layers, backend="aot_eager", fullgraph=True)
     expected, got = layers(*tensors, params), compiled(*tensors, params)
     assert torch.equal(got, expected)
-    for one, two in zip(torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(expected.sin().sum(), tensors)):
+    for one, two in zip(
+        torch.autograd.grad(got.sin().sum(), tensors), torch.autograd.grad(expected.sin().sum(), tensors)
+    ):
         assert torch.equal(one, two)
 
 
@@ -298,7 +329,10 @@ def test_refuses_a_context_parallelism_that_does_not_fit(settings, words):
 
 def test_equal_layers_share_their_plan():
     first, second = make_parallel_core(), make_parallel_core(layer_number=2)
-    gathered, moved = make_parallel_core(s2_cp_comm_type="all_gather"), make_parallel_core(pattern=make_pattern(base_offset=1))
+    gathered, moved = (
+        make_parallel_core(s2_cp_comm_type="all_gather"),
+        make_parallel_core(pattern=make_pattern(base_offset=1)),
+    )
     assert first.context_parallel is second.context_parallel
     assert len({id(core.context_parallel) for core in (first, gathered, moved)}) == 3
 

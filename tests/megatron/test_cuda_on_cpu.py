@@ -34,5 +34,7 @@ def test_calls_that_name_a_gpu_get_the_cpu(name):
 def test_other_calls_are_as_they_were():
     tensor = torch.ones(2)
     with _CudaMeansCpu():
-        assert torch.equal(tensor.to(torch.float64), torch.ones(2, dtype=torch.float64)) and torch.equal(torch.add(tensor, tensor), tensor + 1)
+        assert torch.equal(tensor.to(torch.float64), torch.ones(2, dtype=torch.float64)) and torch.equal(
+            torch.add(tensor, tensor), tensor + 1
+        )
         assert tensor.type() == "torch.cuda.FloatTensor" and tensor.type(torch.float64).dtype is torch.float64

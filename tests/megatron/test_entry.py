@@ -1,4 +1,5 @@
 """pretrain_gpt_s2.py without S2, S2 in a user's own script, and static inference of a model that the script builds."""
+
 from __future__ import annotations
 
 import difflib
@@ -62,7 +63,9 @@ def test_settings_that_a_cpu_lacks(lab):
 def test_static_inference_equals_the_full_forward(lab):
     config = lab.folder / "blocks_of_64.yaml"
     config.write_text(lab.sparsity.read_text().replace("block_size: 16", "block_size: 64"))
-    flags = lab.flags("--train-iters 1 --seq-length 1024 --max-position-embeddings 1024 --s2-dense-core s2", f"--s2-config {config}")
+    flags = lab.flags(
+        "--train-iters 1 --seq-length 1024 --max-position-embeddings 1024 --s2-dense-core s2", f"--s2-config {config}"
+    )
     printed = lab.python("static_inference.py", *flags)
     found = dict(re.findall(r"prefix (\d+): max difference (\S+)", printed))
     assert [int(prefix) for prefix in found] == [1, 63, 64, 65, 1000]

@@ -51,14 +51,18 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("names", [["range"], ["range_dense_head"], ["dense"], ["mask"], ["range", "range", "mask", "range_dense_head"]])
+@pytest.mark.parametrize(
+    "names", [["range"], ["range_dense_head"], ["dense"], ["mask"], ["range", "range", "mask", "range_dense_head"]]
+)
 def test_pair_table_equals_the_masks(names):
     patterns = [PATTERNS[name] for name in names]
     table = PairTable(patterns, BLOCK, 200)
     lengths = [0, 1, 15, 16, 17, 31, 32, 100, 191, 200]
     counted = table.pairs(torch.tensor(lengths, dtype=torch.int32))
     assert counted.tolist() == [sum(mask_pairs(pattern, length) for pattern in patterns) for length in lengths]
-    assert counted.tolist() == [sum(pattern.attended_pairs(length) for pattern in patterns) if length else 0 for length in lengths]
+    assert counted.tolist() == [
+        sum(pattern.attended_pairs(length) for pattern in patterns) if length else 0 for length in lengths
+    ]
 
 
 def test_pair_table_refuses_longer_documents_than_it_knows():
@@ -91,7 +95,9 @@ def megatron(requests: list[dict], ranks: int = 1) -> list:
             )
         )
     outputs = [process.communicate(timeout=250) for process in processes]
-    assert all(process.returncode == 0 for process in processes), "\n".join(f"{out[-2000:]}\n{err[-3000:]}" for out, err in outputs)
+    assert all(process.returncode == 0 for process in processes), "\n".join(
+        f"{out[-2000:]}\n{err[-3000:]}" for out, err in outputs
+    )
     return json.loads(outputs[0][0].split("result:")[-1])
 
 
@@ -143,7 +149,9 @@ def on_one_rank(config) -> dict:
         "models": dict(task="formula", argvs=[line(changes) for changes, _, _ in MODELS.values()]),
         "packed": loop(**packed),
         "virtual": loop(settings={"virtual_pipeline_model_parallel_size": 2}, **packed),
-        "saved": loop(**{**packed, "--log-interval": "100", "--train-iters": "5", "--save": "run", "--save-interval": "3"}),
+        "saved": loop(
+            **{**packed, "--log-interval": "100", "--train-iters": "5", "--save": "run", "--save-interval": "3"}
+        ),
         "unpacked": loop([[[]]] * 4, **{"--log-interval": "1"}),
         "seconds": dict(task="timing", argv=line({"--seq-length": str(2**20)})),
     }
@@ -153,7 +161,12 @@ def on_one_rank(config) -> dict:
 @pytest.fixture(scope="session")
 def on_two_ranks(config) -> dict:
     """{tensor-parallel size: result} of the packed training loop."""
-    flags = {"--seq-length": str(LENGTH), "--s2-config": config, "--dataloader-inter-document-masking": None, "--log-interval": "2"}
+    flags = {
+        "--seq-length": str(LENGTH),
+        "--s2-config": config,
+        "--dataloader-inter-document-masking": None,
+        "--log-interval": "2",
+    }
     requests = {
         size: dict(
             task="packed",
@@ -167,12 +180,15 @@ def on_two_ranks(config) -> dict:
 
 
 def sparsity(config, length, kv_heads=2, mtp=0):
-    return load_config(config).resolve(num_layers=4, num_heads=4, num_kv_heads=kv_heads, seq_length=length, mtp_num_layers=mtp)
+    return load_config(config).resolve(
+        num_layers=4, num_heads=4, num_kv_heads=kv_heads, seq_length=length, mtp_num_layers=mtp
+    )
 
 
 @pytest.mark.parametrize("index, name", [*enumerate(MODELS)])
 def test_unpacked_models(on_one_rank, config, index, name):
-    """stock - counted = what the S2 layers do not compute of dense causal attention: 12 D FLOPs a pair, L^2/2 pairs a dense head."""
+    """stock - counted = what the S2 layers do not compute of dense causal attention: 12 D FLOPs a pair, L^2/2 pairs a
+    dense head."""
     result = on_one_rank["models"][index]
     changes, kv_heads, mtp = MODELS[name]
     length = int(changes.get("--seq-length", LENGTH))
@@ -180,7 +196,9 @@ def test_unpacked_models(on_one_rank, config, index, name):
     layers = resolved.layers + resolved.mtp_layers * (2 if name == "mtp_repeated" else 1)
     attended = [mask_pairs(layer.pattern, length) for layer in layers if layer.pattern is not None]
     not_computed = sum(4 * length**2 / 2 - pairs for pairs in attended)
-    assert result["counted"] == pytest.approx(result["stock"] - 3 * 12 * result["kv_channels"] * not_computed, rel=1e-12)
+    assert result["counted"] == pytest.approx(
+        result["stock"] - 3 * 12 * result["kv_channels"] * not_computed, rel=1e-12
+    )
     assert result["dense"] == result["stock"]
     assert result["counted"] < 0.99 * result["stock"]
 
@@ -188,11 +206,16 @@ def test_unpacked_models(on_one_rank, config, index, name):
 def matrix_flops(tokens: int) -> float:
     """6 FLOPs a weight and token for the matrices of the "gqa" model."""
     hidden, heads, kv_heads, dim, ffn, vocabulary = 128, 4, 2, 32, 512, 512
-    return 6 * tokens * (4 * (hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 2 * hidden * ffn) + hidden * vocabulary)
+    return (
+        6
+        * tokens
+        * (4 * (hidden * (heads + 2 * kv_heads) * dim + heads * dim * hidden + 2 * hidden * ffn) + hidden * vocabulary)
+    )
 
 
 def expected_flops(config, documents: list[int]) -> float:
-    """Of a batch of these documents: the matrices, dense L^2/2 pairs in layer 0, and the masks in the others; 12 D a pair."""
+    """Of a batch of these documents: the matrices, dense L^2/2 pairs in layer 0, and the masks in the others; 12 D a
+    pair."""
     layers = sparsity(config, LENGTH).layers[1:]
     pairs = sum(mask_pairs(layer.pattern, length) for layer in layers for length in documents)
     return matrix_flops(sum(documents)) + 12 * 32 * (4 * sum(length**2 for length in documents) / 2 + pairs)
@@ -233,7 +256,9 @@ def test_packed_counts_are_read_before_a_checkpoint_and_at_the_end(on_one_rank, 
     result = on_one_rank["saved"]
     expected = [expected_flops(config, documents_of(iteration, 1)) for iteration in ITERATIONS]
     counted = [count for _, _, count in result["per_iteration"]]
-    assert counted == pytest.approx([expected[0], 0, expected[1] + expected[2], 0, expected[3] + expected[4]], rel=1e-12)
+    assert counted == pytest.approx(
+        [expected[0], 0, expected[1] + expected[2], 0, expected[3] + expected[4]], rel=1e-12
+    )
     assert result["so_far"] == pytest.approx(sum(expected), rel=1e-12)
 
 
@@ -241,7 +266,9 @@ def test_unpacked_loop_never_waits(on_one_rank, config):
     result = on_one_rank["unpacked"]
     assert result["syncs"] == 0
     assert all(tokens is None and squares is None for tokens, squares, _ in result["per_iteration"])
-    assert [count for _, _, count in result["per_iteration"]] == pytest.approx([expected_flops(config, [LENGTH] * 4)] * 4, rel=1e-12)
+    assert [count for _, _, count in result["per_iteration"]] == pytest.approx(
+        [expected_flops(config, [LENGTH] * 4)] * 4, rel=1e-12
+    )
 
 
 def test_a_million_tokens_are_counted_in_a_moment(on_one_rank):

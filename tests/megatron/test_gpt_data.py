@@ -1,4 +1,5 @@
 """The loss, the dataset settings and the small decisions of gpt_data, and the helpers that a run starts with."""
+
 from __future__ import annotations
 
 import logging
@@ -86,7 +87,9 @@ def test_which_dataset():
     from megatron.training.datasets.sft_dataset import SFTDataset
 
     def chosen(**settings):
-        return gpt_data._dataset_class(SimpleNamespace(**{**dict(sft=False, mock_data=False, fim_data=False), **settings}))
+        return gpt_data._dataset_class(
+            SimpleNamespace(**{**dict(sft=False, mock_data=False, fim_data=False), **settings})
+        )
 
     assert chosen() is GPTDataset
     assert chosen(mock_data=True) is MockGPTDataset
@@ -96,7 +99,9 @@ def test_which_dataset():
 
 def test_a_middle_stage_reads_nothing_unless_packed(monkeypatch):
     monkeypatch.setattr(gpt_data, "_stage_has_tokens", lambda config, vp_stage: False)
-    monkeypatch.setattr(gpt_data, "get_args", lambda: SimpleNamespace(sft=False, dataloader_inter_document_masking=False))
+    monkeypatch.setattr(
+        gpt_data, "get_args", lambda: SimpleNamespace(sft=False, dataloader_inter_document_masking=False)
+    )
     assert gpt_data.next_batch(None, config=None) == gpt_data.GPTBatch()
 
 

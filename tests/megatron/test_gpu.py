@@ -1,5 +1,6 @@
-"""Training on a GPU: the Triton kernels in bf16 are as good as the PyTorch reference in bf16, with the local spec and with Transformer
-Engine's, and two GPUs compute what one does. Run by `make test-gpu`."""
+"""Training on a GPU: the Triton kernels in bf16 are as good as the PyTorch reference in bf16, with the local spec and
+with Transformer Engine's, and two GPUs compute what one does. Run by `make test-gpu`."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,7 +23,7 @@ MODEL = """
 """
 SPECS = {
     "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
-             "--no-masked-softmax-fusion",
+    "--no-masked-softmax-fusion",
     "transformer_engine": "--transformer-impl transformer_engine --no-rope-fusion --no-gradient-accumulation-fusion",
 }
 
@@ -55,11 +56,18 @@ def spec(request) -> str:
 def trained(gpu_lab, spec):
     """(function that trains 10 iterations from one fp32 checkpoint of this spec, that of the reference in fp32)."""
     folder = gpu_lab.folder / f"gpu_{spec}"
-    gpu_lab.run(f"gpu_{spec}_start", f"--train-iters 2 --s2-backend reference --save {folder} --save-interval 2", model=MODEL, spec=SPECS[spec])
+    gpu_lab.run(
+        f"gpu_{spec}_start",
+        f"--train-iters 2 --s2-backend reference --save {folder} --save-interval 2",
+        model=MODEL,
+        spec=SPECS[spec],
+    )
 
     def run(name, flags, processes=1, **options):
         load = f"--train-iters 10 --load {folder} --finetune --no-load-rng"
-        return gpu_lab.run(f"gpu_{spec}_{name}", load, flags, processes=processes, model=MODEL, spec=SPECS[spec], **options)
+        return gpu_lab.run(
+            f"gpu_{spec}_{name}", load, flags, processes=processes, model=MODEL, spec=SPECS[spec], **options
+        )
 
     return run, run("fp32", "--s2-backend reference")
 
@@ -86,14 +94,22 @@ def test_fp32_kernels(trained):
 
 def test_deterministic_mode_repeats_every_bit(trained, monkeypatch):
     run, _ = trained
-    for name, value in (("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("NCCL_ALGO", "Ring"), ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")):
+    for name, value in (
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"),
+        ("NCCL_ALGO", "Ring"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    ):
         monkeypatch.setenv(name, value)
-    first, second = (run(f"deterministic_{number}", "--bf16 --s2-backend triton --deterministic-mode") for number in range(2))
+    first, second = (
+        run(f"deterministic_{number}", "--bf16 --s2-backend triton --deterministic-mode") for number in range(2)
+    )
     assert first.losses == second.losses
     assert first.grad_norms == second.grad_norms
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"])
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"]
+)
 def test_two_gpus_compute_what_one_does(gpus, trained, layout):
     if gpus < 2:
         pytest.skip("needs two GPUs")
@@ -102,7 +118,9 @@ def test_two_gpus_compute_what_one_does(gpus, trained, layout):
     assert distance(run(name, f"--s2-backend triton {layout}", processes=2), exact) <= 1e-4
 
 
-@pytest.mark.parametrize("flags", ["--dataloader-inter-document-masking", "--dataloader-inter-document-masking --micro-batch-size 2"])
+@pytest.mark.parametrize(
+    "flags", ["--dataloader-inter-document-masking", "--dataloader-inter-document-masking --micro-batch-size 2"]
+)
 def test_packed_documents(trained, flags):
     run, _ = trained
     name = "packed2" if "micro" in flags else "packed"
@@ -111,16 +129,28 @@ def test_packed_documents(trained, flags):
 
 
 def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, scripts, tmp_path):
-    """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool says who is missing."""
+    """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool
+    says who is missing."""
     if gpus < 2:
         pytest.skip("needs two GPUs")
     flags = "--train-iters 20 --context-parallel-size 2 --s2-cp-transport collective --distributed-timeout-seconds-after-init 20"
     flags += f" --flight-recorder-dump-path {tmp_path}"
-    options = dict(model=MODEL, spec=SPECS["local"], script=scripts / "dying_pretrain.py", environment={"AT_EXCHANGE": "80", "HANGS": "1"})
+    options = dict(
+        model=MODEL,
+        spec=SPECS["local"],
+        script=scripts / "dying_pretrain.py",
+        environment={"AT_EXCHANGE": "80", "HANGS": "1"},
+    )
     start = time.monotonic()
     gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
     assert time.monotonic() - start < 200
-    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks", str(tmp_path)]
+    tool = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        "--allow-incomplete-ranks",
+        str(tmp_path),
+    ]
     done = subprocess.run(tool, capture_output=True, text=True)
     assert re.search(r"missing ranks: {1}", done.stdout + done.stderr), f"{done.stdout}\n{done.stderr}"
 
@@ -130,7 +160,12 @@ def test_a_rank_that_hangs_in_an_exchange_by_copies_is_named(gpus, gpu_lab, scri
     if gpus < 2:
         pytest.skip("needs two GPUs")
     flags = "--train-iters 20 --context-parallel-size 2 --s2-cp-transport copies --distributed-timeout-seconds-after-init 20"
-    options = dict(model=MODEL, spec=SPECS["local"], script=scripts / "dying_pretrain.py", environment={"AT_EXCHANGE": "80", "HANGS": "1"})
+    options = dict(
+        model=MODEL,
+        spec=SPECS["local"],
+        script=scripts / "dying_pretrain.py",
+        environment={"AT_EXCHANGE": "80", "HANGS": "1"},
+    )
     start = time.monotonic()
     run = gpu_lab.run("gpu_hanging_copies", flags, processes=2, fails=True, torchrun=True, **options)
     assert time.monotonic() - start < 200
@@ -143,25 +178,32 @@ def engine_only(spec):
         pytest.skip("Megatron has this with Transformer Engine only")
 
 
-# Megatron records its own graphs in the first iteration and replays them from the second on; Transformer Engine's are captured after
-# --cuda-graph-warmup-steps iterations, 3 by default.
+# Megatron records its own graphs in the first iteration and replays them from the second on; Transformer Engine's are
+# captured after --cuda-graph-warmup-steps iterations, 3 by default.
 @pytest.mark.parametrize("implementation, eager_iterations", [("local", 1), ("transformer_engine", 3)])
 def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementation, eager_iterations):
-    """Every layer, S2 and dense, captured with its attention and replayed: each loss is that of the run without graphs, but for the backward of
-    head dim 64, which adds in whatever order its parts come."""
+    """Every layer, S2 and dense, captured with its attention and replayed: each loss is that of the run without graphs,
+    but for the backward of head dim 64, which adds in whatever order its parts come."""
     run, _ = trained
     flags = "--bf16 --train-iters 6"
     plain = run(f"without_{implementation}_graphs", flags)
-    graphed = run(f"{implementation}_graphs", f"{flags} --cuda-graph-impl {implementation}", script=scripts / "counted_graphs.py")
+    graphed = run(
+        f"{implementation}_graphs", f"{flags} --cuda-graph-impl {implementation}", script=scripts / "counted_graphs.py"
+    )
     replays = int(re.search(r"graph replays: (\d+)", graphed.output)[1])
-    assert replays >= (6 - eager_iterations) * 4 * 4 * 2, "4 microbatches and 4 layers an iteration, forward and backward"
+    assert replays >= (6 - eager_iterations) * 4 * 4 * 2, (
+        "4 microbatches and 4 layers an iteration, forward and backward"
+    )
     assert len(plain.losses) == len(graphed.losses) == 6
     assert max(abs(graphed.losses[step] - loss) for step, loss in plain.losses.items()) <= 5e-4
 
 
 def test_fp8_linears(engine_only, trained):
     run, exact = trained
-    plain, eighth = run("bf16", "--bf16 --s2-backend triton"), run("fp8", "--bf16 --s2-backend triton --fp8-format hybrid")
+    plain, eighth = (
+        run("bf16", "--bf16 --s2-backend triton"),
+        run("fp8", "--bf16 --s2-backend triton --fp8-format hybrid"),
+    )
     assert distance(eighth, plain) > 0, "the linear layers must have run in fp8"
     assert distance(eighth, exact) <= 0.02 * exact.losses[max(exact.losses)]
 

@@ -1,4 +1,5 @@
 """Which core attention the layer specs give to which layer, under every way to cut the layers into pipeline stages."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -45,6 +46,7 @@ def make_config(**settings):
 
 def make_sparsity(plan="DSSSDSSS", mtp_plan="", softmax_scale=None):
     """Every S layer has another offset, so that each pattern tells which layer it was made for."""
+
     def layer(name, index):
         if name == "D":
             return LayerSparsity("D", None)
@@ -95,14 +97,21 @@ PIPELINES = {
     "two": dict(pipeline_model_parallel_size=2),
     "four": dict(pipeline_model_parallel_size=4),
     "virtual": dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
-    "first and last": dict(pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2),
+    "first and last": dict(
+        pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2
+    ),
     "last": dict(pipeline_model_parallel_size=2, num_layers_in_last_pipeline_stage=3),
     "embedding and loss count": dict(
-        pipeline_model_parallel_size=2, num_layers=6, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+        pipeline_model_parallel_size=2,
+        num_layers=6,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
     ),
     "layout": dict(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*3|t*5L"),
     "virtual layout": dict(
-        pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|t|t*3L", virtual_pipeline_model_parallel_size=2
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et|t*3|t|t*3L",
+        virtual_pipeline_model_parallel_size=2,
     ),
 }
 
@@ -201,7 +210,9 @@ def test_multi_token_prediction_layers(last_stage):
     assert core_of(second.submodules.mtp_model_layer).params["pattern"] is sparsity.mtp_layers[1].pattern
     assert core_of(second.submodules.mtp_model_layer).params["layer_index"] == 1
     for layer in (first, second):
-        assert all(getattr(layer.submodules, name) is sequence_parallel_norm for name in ("enorm", "hnorm", "layer_norm"))
+        assert all(
+            getattr(layer.submodules, name) is sequence_parallel_norm for name in ("enorm", "hnorm", "layer_norm")
+        )
 
 
 def test_multi_token_prediction_must_fit(last_stage):

@@ -60,7 +60,12 @@ def run(request, tmp_path_factory):
         "TRITON_INTERPRET": "0",
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments(flags)], env=environment, cwd=folder, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", SCRIPT, *arguments(flags)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return request.param, json.loads(done.stdout.split("result:")[1].splitlines()[0]), folder

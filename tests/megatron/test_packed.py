@@ -1,4 +1,5 @@
 """Packed documents end to end (`--dataloader-inter-document-masking`, `--sft`)."""
+
 from __future__ import annotations
 
 import pytest
@@ -21,7 +22,9 @@ def packed_baseline(lab, start, baseline):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_process(lab, start, packed_baseline, same_training, name):
     processes, flags = LAYOUTS[name]
-    run = lab.run(f"packed_{name}", f"--train-iters 20 --load {start} --ckpt-step 10 {PACKED} {flags}", processes=processes)
+    run = lab.run(
+        f"packed_{name}", f"--train-iters 20 --load {start} --ckpt-step 10 {PACKED} {flags}", processes=processes
+    )
     same_training(run, packed_baseline)
 
 
@@ -34,7 +37,9 @@ def test_packing_changes_the_attention(packed_baseline, baseline):
 @pytest.mark.parametrize("micro_batch_size", [1, 2])
 def test_a_document_does_not_see_its_neighbours(lab, micro_batch_size):
     """Documents shuffled within their sample, moved to the other one, or alone: the same loss for each token."""
-    printed = lab.python("packed_documents.py", *lab.flags(PACKED, "--train-iters 1", f"--micro-batch-size {micro_batch_size}"))
+    printed = lab.python(
+        "packed_documents.py", *lab.flags(PACKED, "--train-iters 1", f"--micro-batch-size {micro_batch_size}")
+    )
     found = {line.split(":")[0]: float(line.split()[-1]) for line in printed.splitlines() if ": max difference" in line}
     assert found.pop("control") > 0.1, "as one document the losses must differ"
     assert set(found) == {"shuffled", "alone"} | ({"moved"} if micro_batch_size == 2 else set())

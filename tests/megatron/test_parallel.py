@@ -1,7 +1,9 @@
 """Every way to spread or rerun the model computes what one process computes: same losses, same gradient norms.
 
-All runs resume one checkpoint of one process after 10 iterations, with its optimizer unless said otherwise, and train to 20.
+All runs resume one checkpoint of one process after 10 iterations, with its optimizer unless said otherwise, and train
+to 20.
 """
+
 from __future__ import annotations
 
 import pytest
@@ -37,7 +39,9 @@ def layout_run(lab, start, baseline):
         if name not in done:
             processes, flags = LAYOUTS[name]
             saving = f"--save {lab.folder / name} {SAVED[name]}" if name in SAVED else ""
-            done[name] = lab.run(name, f"--train-iters 20 --load {start} --ckpt-step 10 {flags} {saving}", processes=processes)
+            done[name] = lab.run(
+                name, f"--train-iters 20 --load {start} --ckpt-step 10 {flags} {saving}", processes=processes
+            )
         return done[name]
 
     return run
@@ -80,7 +84,8 @@ MUTATIONS = {"head_offset": "tp2", "layer_number": "pp2", "norm_gradient": "tp2_
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, mutation):
-    """The comparisons above fail when a rank takes another rank's heads, counts its layers from 0, or keeps a norm's gradient to itself."""
+    """The comparisons above fail when a rank takes another rank's heads, counts its layers from 0, or keeps a norm's
+    gradient to itself."""
     processes, flags = LAYOUTS[MUTATIONS[mutation]]
     run = lab.run(
         f"mutated_{mutation}", f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
@@ -94,7 +99,9 @@ def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, muta
 def test_resume_is_bit_equal(lab, layout_run):
     uninterrupted = layout_run("tp2")
     processes, flags = LAYOUTS["tp2"]
-    resumed = lab.run("tp2_resumed", f"--train-iters 20 --load {lab.folder / 'tp2'} --ckpt-step 15 {flags}", processes=processes)
+    resumed = lab.run(
+        "tp2_resumed", f"--train-iters 20 --load {lab.folder / 'tp2'} --ckpt-step 15 {flags}", processes=processes
+    )
     assert sorted(resumed.losses) == [16, 17, 18, 19, 20]
     for step, loss in resumed.losses.items():
         assert loss == uninterrupted.losses[step]
@@ -108,7 +115,11 @@ def test_resharding_keeps_every_bit(lab, layout_run):
     load = f"--load {lab.folder / 'tp2'} --ckpt-step 15 {flags}"
     resharded = lab.folder / "resharded"
     # No iteration is left at 15, and 15 is no multiple of 10: Megatron saves what it loaded.
-    lab.run("reshard", f"--train-iters 15 --override-opt-param-scheduler {load} --save {resharded} --save-interval 10", processes=processes)
+    lab.run(
+        "reshard",
+        f"--train-iters 15 --override-opt-param-scheduler {load} --save {resharded} --save-interval 10",
+        processes=processes,
+    )
     compared = lab.python("compare_checkpoints.py", lab.folder / "tp2" / "iter_0000015", resharded / "iter_0000015")
     assert "optimizer moments" in compared
     assert "moments: 0" not in compared

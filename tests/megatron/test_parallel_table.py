@@ -1,4 +1,5 @@
 """The judgement of parallel_table.py, whose runs take longer than CI has."""
+
 from __future__ import annotations
 
 import pytest
@@ -7,8 +8,8 @@ from tests.megatron.parallel_table import ALONE, CP, LAYOUTS, SP, Table, line_of
 
 
 class Known(Table):
-    """Losses that are given: S2's are `ours` beside one process, the dense model's `stock`, and other layouts' start at 5. With more seeds the
-    differences are those of the last one, and half of them before."""
+    """Losses that are given: S2's are `ours` beside one process, the dense model's `stock`, and other layouts' start at
+    5. With more seeds the differences are those of the last one, and half of them before."""
 
     def __init__(self, ours, stock, engine, iterations=10, seeds=1):
         self.ours, self.stock, self.engine, self.iterations, self.seeds = ours, stock, engine, iterations, range(seeds)
@@ -38,7 +39,9 @@ def test_verdict(name, precision, engine, ours, verdict):
     row = make_row(Known(ours, 1e-3, engine), name, precision, "gloo", [])
     assert row["verdict"] == verdict
     assert make_row(Known(ours, 1e-3, engine, seeds=3), name, precision, "gloo", []) == pytest.approx(row, nan_ok=True)
-    assert line_of(row).startswith(f"| {name} | 2 | gloo | {precision} | {ours:.1e} |") and line_of(row).endswith(f" {verdict} |")
+    assert line_of(row).startswith(f"| {name} | 2 | gloo | {precision} | {ours:.1e} |") and line_of(row).endswith(
+        f" {verdict} |"
+    )
 
 
 def test_bounds_of_other_layouts_and_runs_that_stop():
@@ -48,7 +51,11 @@ def test_bounds_of_other_layouts_and_runs_that_stop():
 
 
 def test_layouts():
-    assert without_s2("--a 2 --s2-cp-comm-type all_gather sparse --b --s2-keep-attention-output").split() == ["--a", "2", "--b"]
+    assert without_s2("--a 2 --s2-cp-comm-type all_gather sparse --b --s2-keep-attention-output").split() == [
+        "--a",
+        "2",
+        "--b",
+    ]
     for name, layout in LAYOUTS.items():
         assert layout.common in ALONE
         assert (CP in layout.flags) == ("cp" in name) and (SP in layout.flags) == ("sp_" in f"{name}_"), name

@@ -1,4 +1,5 @@
-"""When refusals apply that depend on several settings, without Megatron's parser; test_refusals.py has every refusal through it."""
+"""When refusals apply that depend on several settings, without Megatron's parser; test_refusals.py has every refusal
+through it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_a_gate_widens_the_rows_and_norms_leave_them():
     refusal = named("apply_rope_fusion")
     rows_of_96_heads = fused_rope_args(2**19, (1, 4), 32, 1)
     assert not refusal.refused(rows_of_96_heads)
-    assert not refusal.refused(Namespace(**{**vars(rows_of_96_heads), "attention_output_gate": True})), "128 heads: 2**31 just fit"
+    assert not refusal.refused(Namespace(**{**vars(rows_of_96_heads), "attention_output_gate": True})), (
+        "128 heads: 2**31 just fit"
+    )
     longer = fused_rope_args(2**19 + 512, (1, 4), 32, 1)
     assert refusal.refused(Namespace(**{**vars(longer), "attention_output_gate": True})) and not refusal.refused(longer)
     assert not refusal.refused(Namespace(**{**vars(fused_rope_args(2**20, (2, 2), 32, 1)), "qk_layernorm": True}))
@@ -70,5 +73,7 @@ def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
     ],
 )
 def test_which_restarts_are_refused(restart, size, types, transport, refused):
-    args = Namespace(inprocess_restart=restart, context_parallel_size=size, s2_cp_comm_type=types, s2_cp_transport=transport)
+    args = Namespace(
+        inprocess_restart=restart, context_parallel_size=size, s2_cp_comm_type=types, s2_cp_transport=transport
+    )
     assert named("inprocess_restart").refused(args) == refused

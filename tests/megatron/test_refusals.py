@@ -28,21 +28,31 @@ CASES = {
         dict(flags={"--seq-length": "16384"}, without=["--no-create-attention-mask-in-dataloader"]),
         "--no-create-attention-mask-in-dataloader",
     ),
-    "position_embedding_type": (dict(flags={"--position-embedding-type": "relative"}), "--position-embedding-type rope"),
+    "position_embedding_type": (
+        dict(flags={"--position-embedding-type": "relative"}),
+        "--position-embedding-type rope",
+    ),
     # 4 + 2 * 2 heads of 32; with 8388608 tokens it is just what can be addressed.
     "apply_rope_fusion": (
-        dict(flags={**ENGINE, "--seq-length": "8388672", "--max-position-embeddings": "8388672"}, without=["--no-rope-fusion"]),
+        dict(
+            flags={**ENGINE, "--seq-length": "8388672", "--max-position-embeddings": "8388672"},
+            without=["--no-rope-fusion"],
+        ),
         "fused RoPE of 2147500032 elements",
     ),
     "inprocess_restart": (
-        dict(flags={"--context-parallel-size": "2"}, attributes={"inprocess_restart": True}, world_size=2), "use --s2-cp-transport collective"
+        dict(flags={"--context-parallel-size": "2"}, attributes={"inprocess_restart": True}, world_size=2),
+        "use --s2-cp-transport collective",
     ),
     "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
     "multi_latent_attention": (
         dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
         "remove --multi-latent-attention",
     ),
-    "experimental_attention_variant": (dict(flags={"--experimental-attention-variant": "dsa"}), "remove --experimental-attention-variant"),
+    "experimental_attention_variant": (
+        dict(flags={"--experimental-attention-variant": "dsa"}),
+        "remove --experimental-attention-variant",
+    ),
     "linear_attention_freq": (dict(flags={"--linear-attention-freq": "4"}), "remove --linear-attention-freq"),
     "decoder_num_layers": (dict(flags={"--decoder-num-layers": "4"}), "remove --decoder-num-layers"),
     "vision_pretraining": (dict(flags={"--vision-pretraining": None}), "remove --vision-pretraining"),
@@ -54,17 +64,26 @@ CASES = {
         dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}),
         "remove --heterogeneous-layers-config-path",
     ),
-    "transformer_impl": (dict(flags={"--transformer-impl": "inference_optimized"}), "--transformer-impl transformer_engine, or local"),
+    "transformer_impl": (
+        dict(flags={"--transformer-impl": "inference_optimized"}),
+        "--transformer-impl transformer_engine, or local",
+    ),
     "use_kitchen_attention": (dict(flags={"--use-kitchen-attention": None}), "remove --use-kitchen-attention"),
     "yaml_cfg": (dict(attributes={"yaml_cfg": "model.yaml"}), "remove --yaml-cfg"),
-    "fp8_dot_product_attention": (dict(attributes={"fp8_dot_product_attention": True}), "fp8_dot_product_attention=False"),
+    "fp8_dot_product_attention": (
+        dict(attributes={"fp8_dot_product_attention": True}),
+        "fp8_dot_product_attention=False",
+    ),
     "fp8_multi_head_attention": (dict(attributes={"fp8_multi_head_attention": True}), "fp8_multi_head_attention=False"),
     "qk_clip": (dict(flags={"--qk-clip": None}), "remove --qk-clip"),
     "log_max_attention_logit": (dict(flags={"--log-max-attention-logit": None}), "remove --log-max-attention-logit"),
     "masked_softmax_fusion": (dict(flags={"--bf16": None}), "--no-masked-softmax-fusion"),
     "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
     "s2_cp_comm_type": (
-        dict(flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "p2p", "sparse", "sparse"]}, world_size=2),
+        dict(
+            flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "p2p", "sparse", "sparse"]},
+            world_size=2,
+        ),
         "expected sparse, all_gather, a2a, one for all layers or one for each of the 4 layers; use --s2-cp-comm-type sparse",
     ),
     "s2_cp_mtp": (
@@ -88,7 +107,10 @@ CASES = {
         dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}),
         "remove --hybrid-context-parallel",
     ),
-    "dynamic_context_parallel": (dict(attributes={"dynamic_context_parallel": True}), "remove --dynamic-context-parallel"),
+    "dynamic_context_parallel": (
+        dict(attributes={"dynamic_context_parallel": True}),
+        "remove --dynamic-context-parallel",
+    ),
     "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
     "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
     "cuda_graph_impl": (
@@ -112,7 +134,10 @@ CASES = {
         dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
         "use --cuda-graph-impl local",
     ),
-    "overlap_moe_expert_parallel_comm": (dict(flags={"--overlap-moe-expert-parallel-comm": None}), "remove --overlap-moe-expert-parallel-comm"),
+    "overlap_moe_expert_parallel_comm": (
+        dict(flags={"--overlap-moe-expert-parallel-comm": None}),
+        "remove --overlap-moe-expert-parallel-comm",
+    ),
     "overlap_dispatch_backward_with_experts_wgrad": (
         dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}),
         "remove --overlap-dispatch-backward-with-experts-wgrad",
@@ -120,8 +145,14 @@ CASES = {
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
-    "s2_dense_core": (dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}), "--s2-dense-core auto"),
-    "non_persistent_ckpt_type": (dict(flags={"--non-persistent-ckpt-type": "local"}), "--non-persistent-ckpt-type global"),
+    "s2_dense_core": (
+        dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}),
+        "--s2-dense-core auto",
+    ),
+    "non_persistent_ckpt_type": (
+        dict(flags={"--non-persistent-ckpt-type": "local"}),
+        "--non-persistent-ckpt-type global",
+    ),
     "use_distributed_optimizer": (
         dict(flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5"}),
         "install Transformer Engine or Apex, or remove --use-distributed-optimizer",
@@ -140,22 +171,36 @@ ACCEPTED = {
     ),
     "context_parallel": dict(flags={"--context-parallel-size": "4"}, world_size=4),
     "context_parallel_types": dict(
-        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "all_gather", "allgather"]}, world_size=2
+        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "all_gather", "allgather"]},
+        world_size=2,
     ),
     "context_parallel_packed": dict(
-        flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None, "--s2-cp-comm-type": "all_gather"}, world_size=2
+        flags={
+            "--context-parallel-size": "2",
+            "--dataloader-inter-document-masking": None,
+            "--s2-cp-comm-type": "all_gather",
+        },
+        world_size=2,
     ),
     # The first layer is dense; it follows the flag only where S2's op computes it.
     "context_parallel_dense_a2a": dict(
         flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["a2a", "sparse", "sparse", "sparse"]}, world_size=4
     ),
     "context_parallel_dense_packed": dict(
-        flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None,
-               "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"]},
+        flags={
+            "--context-parallel-size": "2",
+            "--dataloader-inter-document-masking": None,
+            "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"],
+        },
         world_size=2,
     ),
     "context_parallel_dense_length": dict(
-        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "a2a", "a2a"], "--seq-length": "1088"}, world_size=2
+        flags={
+            "--context-parallel-size": "2",
+            "--s2-cp-comm-type": ["sparse", "a2a", "a2a", "a2a"],
+            "--seq-length": "1088",
+        },
+        world_size=2,
     ),
     "any_length": dict(flags={"--seq-length": "1000"}),
     "long": dict(flags={"--seq-length": "1048576"}),
@@ -165,15 +210,27 @@ ACCEPTED = {
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
     "cuda_graphs": dict(flags={**ENGINE, "--cuda-graph-impl": "local"}),
     "cuda_graphs_long": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--seq-length": "131072"}),
-    "cuda_graphs_of_transformer_engine": dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}),
+    "cuda_graphs_of_transformer_engine": dict(
+        flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}
+    ),
     "cuda_graphs_of_mlps": dict(
-        flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": "mlp", "--dataloader-inter-document-masking": None}
+        flags={
+            "--cuda-graph-impl": "transformer_engine",
+            "--cuda-graph-modules": "mlp",
+            "--dataloader-inter-document-masking": None,
+        }
     ),
     "deterministic": dict(flags={"--deterministic-mode": None}),
     "recompute_kept": dict(
-        flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn", "--s2-keep-attention-output": None}
+        flags={
+            "--recompute-granularity": "selective",
+            "--recompute-modules": "core_attn",
+            "--s2-keep-attention-output": None,
+        }
     ),
-    "recompute_kept_default_modules": dict(flags={"--recompute-granularity": "selective", "--s2-keep-attention-output": None}),
+    "recompute_kept_default_modules": dict(
+        flags={"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
+    ),
     "recompute": dict(flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}),
     "megatron_prerelease": dict(version="0.20.0rc1"),
     "megatron_next": dict(version="0.20.4+abc"),
@@ -224,12 +281,19 @@ EXCHANGES = {
         "4 context-parallel ranks, and 2 cannot be dealt out evenly; use --s2-cp-comm-type sparse",
     ),
     "a2a_one_layer": (
-        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["sparse", "sparse", "a2a", "sparse"]}, world_size=4),
+        dict(
+            flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["sparse", "sparse", "a2a", "sparse"]},
+            world_size=4,
+        ),
         "use --s2-cp-comm-type sparse",
     ),
     "a2a_mtp": (  # follows the last of the types
         dict(
-            flags={"--context-parallel-size": "4", "--mtp-num-layers": "1", "--s2-cp-comm-type": ["sparse", "sparse", "sparse", "a2a"]},
+            flags={
+                "--context-parallel-size": "4",
+                "--mtp-num-layers": "1",
+                "--s2-cp-comm-type": ["sparse", "sparse", "sparse", "a2a"],
+            },
             world_size=4,
         ),
         "use --s2-cp-comm-type sparse",
@@ -249,7 +313,9 @@ EXCHANGES = {
 @cache
 def results(config: str) -> dict[str, dict]:
     named = {**{name: case for name, (case, _) in CASES.items()}, **ACCEPTED, "future": dict(version="0.21.0rc0")}
-    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()} | {f"exchange_{name}": case for name, (case, _) in EXCHANGES.items()}
+    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()} | {
+        f"exchange_{name}": case for name, (case, _) in EXCHANGES.items()
+    }
     cases = []
     for case in named.values():
         flags = {**case.get("flags", {}), "--s2-config": config}
@@ -302,21 +368,29 @@ def test_accepted(name, config_file):
 
 def test_version_bounds(config_file):
     assert "0.18.3" in results(config_file)["megatron_version"]["message"]
-    assert "megatron-core 0.21.0rc0 is installed; supported are >=0.19.2,<0.21" in results(config_file)["future"]["message"]
+    assert (
+        "megatron-core 0.21.0rc0 is installed; supported are >=0.19.2,<0.21"
+        in results(config_file)["future"]["message"]
+    )
 
 
 def test_all_problems_are_named_at_once(config_file):
     flags = {"--s2-config": config_file, "--flash-decode": None, "--softmax-type": "off-by-one"}
     (result,) = parse_cases([{"argv": arguments(flags, ("--attention-dropout",))}])
     assert "3 settings cannot be honoured" in result["message"]
-    assert all(flag in result["message"] for flag in ("--attention-dropout 0", "--softmax-type vanilla", "--flash-decode"))
+    assert all(
+        flag in result["message"] for flag in ("--attention-dropout 0", "--softmax-type vanilla", "--flash-decode")
+    )
 
 
 @pytest.mark.parametrize("seq_length, nearest", [("1088", "1024 or 1536"), ("128", "512")])
 def test_a_length_that_context_parallel_ranks_cannot_cut_names_the_nearest(config_file, seq_length, nearest):
     flags = {"--s2-config": config_file, "--context-parallel-size": "4", "--seq-length": seq_length}
     refused, accepted = parse_cases(
-        [{"argv": arguments({**flags, **more}), "world_size": 4} for more in ({}, {"--s2-cp-comm-type": "all_gather", "--seq-length": "1024"})]
+        [
+            {"argv": arguments({**flags, **more}), "world_size": 4}
+            for more in ({}, {"--s2-cp-comm-type": "all_gather", "--seq-length": "1024"})
+        ]
     )
     assert f"use --seq-length {nearest}, or a smaller block_size" in refused["message"]
     assert accepted["error"] is None

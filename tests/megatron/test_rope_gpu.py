@@ -1,4 +1,6 @@
-"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals.py): Transformer Engine's kernel on a GPU."""
+"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals.py): Transformer Engine's kernel
+on a GPU."""
+
 from __future__ import annotations
 
 import pytest
@@ -14,12 +16,15 @@ TOKENS = 2**18
 
 
 def test_fused_rope_beyond_2_31_elements_reads_other_memory():
-    """When this fails because all rows are right, Transformer Engine counts in 64 bits now, and the refusal can name that version."""
+    """When this fails because all rows are right, Transformer Engine counts in 64 bits now, and the refusal can name
+    that version."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     if torch.cuda.mem_get_info()[0] < 30 * 2**30:
         pytest.skip("less than 30 GiB of GPU memory are free")
-    rope = pytest.importorskip("transformer_engine.pytorch.attention.rope", reason="Transformer Engine is not installed", exc_type=ImportError)
+    rope = pytest.importorskip(
+        "transformer_engine.pytorch.attention.rope", reason="Transformer Engine is not installed", exc_type=ImportError
+    )
     # What a count that wraps around reads lies in front of the rows: NaN.
     memory = torch.full((FUSED_ROPE_ELEMENTS + TOKENS * WIDTH,), float("nan"), device="cuda", dtype=torch.bfloat16)
     rows = memory[FUSED_ROPE_ELEMENTS:].view(TOKENS, 1, HEADS, 3 * HEAD_DIM)

@@ -1,7 +1,8 @@
-"""The op against fp64: error at most twice that of eager attention in the same dtype, for out, LSE, dq, dk, dv, per tensor and per 64 rows.
+"""The op against fp64: error at most twice that of eager attention in the same dtype, for out, LSE, dq, dk, dv, per
+tensor and per 64 rows.
 
-On a machine without a GPU the kernels run through Triton's interpreter (fp32 and fp16: its dot reads bf16 as integers). The full matrix of
-head dims, dtypes, blocks and patterns is in test_attention_gpu.py.
+On a machine without a GPU the kernels run through Triton's interpreter (fp32 and fp16: its dot reads bf16 as integers).
+The full matrix of head dims, dtypes, blocks and patterns is in test_attention_gpu.py.
 """
 
 from itertools import combinations
@@ -54,7 +55,9 @@ CASES = {
     "length-1": (pattern_of(PAPER, 64, 2, 1), 32, F32, 1, "bshd", 2),
     "length-15": (pattern_of(PAPER, 16, 2, 2), 128, F16, 15, "sbhd", 1),
     "ranges-per-head": (
-        RangePattern(16, 2, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)),
+        RangePattern(
+            16, 2, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)
+        ),
         32,
         F32,
         150,
@@ -82,7 +85,8 @@ SETTINGS = dict(
 
 
 def all_pairs(settings):
-    """Rows of settings in which every pair of values of two settings occurs: greedy, the first best of 60 seeded random rows at a time."""
+    """Rows of settings in which every pair of values of two settings occurs: greedy, the first best of 60 seeded random
+    rows at a time."""
     names, random = list(settings), Random(0)
     missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in settings[a] for y in settings[b]}
     rows = []
@@ -102,14 +106,28 @@ PAIRWISE = all_pairs(SETTINGS)
 def test_gradients_pairwise(row, device):
     block, (heads, groups) = row["block"], row["heads"]
     n_blocks = {16: 8, 32: 6, 64: 4, 128: 3}[block]
-    ranges = {"paper": ((1, 1), (None, 2)), "several": SEVERAL, "uneven": UNEVEN, "window": ((2, 1),), "dense": ((None, 1),)}
+    ranges = {
+        "paper": ((1, 1), (None, 2)),
+        "several": SEVERAL,
+        "uneven": UNEVEN,
+        "window": ((2, 1),),
+        "dense": ((None, 1),),
+    }
     if row["kind"] == "mask":
         pattern = random_mask(block, heads, groups, groups if row["slide"] == "kv" else heads, n_blocks)
     else:
         pattern = pattern_of(ranges[row["kind"]], block, heads, groups, row["slide"])
     length = block * n_blocks - row["tail"]
     inputs, grad_lse = make_inputs(pattern, length, row["dim"], row["dtype"], device, form=row["form"])
-    check_against_eager(inputs, grad_lse, pattern, row["form"], token_mask(pattern, length, device), 2 * row["dim"] ** -0.5, backend="triton")
+    check_against_eager(
+        inputs,
+        grad_lse,
+        pattern,
+        row["form"],
+        token_mask(pattern, length, device),
+        2 * row["dim"] ** -0.5,
+        backend="triton",
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,12 +182,16 @@ def test_packed_gradients(case, kind, backend, device):
 def test_packed_backward_in_parts_is_the_whole_one(backend, device):
     """Also in the rows between documents: they are zero, not what lay in memory."""
     pattern = pattern_of(PAPER, 16, 4, 2)
-    (query, key, value, grad_out), _, packed, _ = packed_case(pattern, [50, 20, 33], [64, 32, 48], 32, F32, device, extra=9)
+    (query, key, value, grad_out), _, packed, _ = packed_case(
+        pattern, [50, 20, 33], [64, 32, 48], 32, F32, device, extra=9
+    )
     call = AttentionCall(build_layout(pattern, device), 0.2, "thd", packed, None, backend, False)
     out, lse = attention_forward(query, key, value, call)
     whole = attention_backward(grad_out, None, query, key, value, out, lse, call)
     sums = attention_delta(grad_out, out, lse, call)
-    grads = [torch.zeros_like(tensor) if backend == "reference" else torch.empty_like(tensor) for tensor in (key, value)]
+    grads = [
+        torch.zeros_like(tensor) if backend == "reference" else torch.empty_like(tensor) for tensor in (key, value)
+    ]
     attention_backward_dkdv(grad_out, query, key, value, lse, sums, *grads, call)
     parts = (attention_backward_dq(grad_out, query, key, value, lse, sums, call), *grads)
     for one, two in zip(whole, parts):
@@ -314,7 +336,9 @@ def test_a_gradient_with_such_strides_is_copied(monkeypatch):
     lines, taken = [], []
     monkeypatch.setattr(attention, "print_once", lines.append)
     names = "backward", "delta", "backward_dkdv", "backward_dq"
-    record = SimpleNamespace(**{name: lambda grad_out, *rest, **settings: taken.append(grad_out.stride()) for name in names})
+    record = SimpleNamespace(
+        **{name: lambda grad_out, *rest, **settings: taken.append(grad_out.stride()) for name in names}
+    )
     monkeypatch.setattr(attention, "_implementation", lambda backend: record)
     shape = (4, 1, 2, 8)
     out, lse = torch.empty(shape, device="meta"), torch.empty(1, 2, 4, device="meta")
@@ -331,7 +355,8 @@ def test_a_gradient_with_such_strides_is_copied(monkeypatch):
 
 
 def test_a_second_derivative_raises():
-    """A kernel's gradient is no differentiable function of its inputs: a gradient penalty must not lose its term in silence."""
+    """A kernel's gradient is no differentiable function of its inputs: a gradient penalty must not lose its term in
+    silence."""
     query, key, value = (torch.randn(GOOD[name], requires_grad=True) for name in GOOD)
     out = s2_attention(query, key, value, build_layout(pattern_of(PAPER, 16, 4, 2)), backend="reference")
     (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)

@@ -1,4 +1,5 @@
-"""The op's full matrix on a GPU: every head dim x dtype, block size, grouping, format, length and pattern kind, against fp64 and eager."""
+"""The op's full matrix on a GPU: every head dim x dtype, block size, grouping, format, length and pattern kind, against
+fp64 and eager."""
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def test_packed(kind, padded):
 
 
 def test_agrees_with_the_reference_backend_at_length():
-    """The two backends are independent ways to the same function; 20K tokens reach lengths that an [S, S] mask cannot."""
+    """The two backends are independent ways to the same function; 20K tokens reach lengths that an [S, S] mask
+    cannot."""
     pattern = pattern_of(((16, 1), (None, 16)), 64, 4, 4)
     inputs, grad_lse = make_inputs(pattern, 20000, 128, torch.bfloat16, "cuda", form="sbhd")
     mine, theirs = (

@@ -1,4 +1,5 @@
-"""The step lists against brute force: every list is read entry by entry and compared with Pattern.key_blocks, and so is its order."""
+"""The step lists against brute force: every list is read entry by entry and compared with Pattern.key_blocks, and so is
+its order."""
 
 import time
 from itertools import zip_longest
@@ -15,12 +16,19 @@ from s2_megatron.ops.layout import DeviceSteps, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import DENSE, HeadPattern, RangePattern, make_range_pattern
 
-PAPER, SEVERAL, UNEVEN, WINDOW = ((4, 1), (None, 8)), ((2, 1), (5, 2), (None, 4)), ((2, 1), (5, 3), (None, 4)), ((3, 1),)
+PAPER, SEVERAL, UNEVEN, WINDOW = (
+    ((4, 1), (None, 8)),
+    ((2, 1), (5, 2), (None, 4)),
+    ((2, 1), (5, 3), (None, 4)),
+    ((3, 1),),
+)
 N = 32  # blocks of a sequence; a multiple of 2 * CP
 
 
 def ranges_of(ranges, heads, groups, slide="kv", **options):
-    return make_range_pattern(block_size=64, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options)
+    return make_range_pattern(
+        block_size=64, num_heads=heads, num_kv_heads=groups, ranges=ranges, slide=slide, **options
+    )
 
 
 def mask_of(heads, groups, tables, n_blocks=N, seed=0, density=0.4, diagonal=True):
@@ -40,7 +48,9 @@ PATTERNS = {
     "window": ranges_of(WINDOW, 4, 1),
     "dense": RangePattern.dense(64, 2, 1),
     "dense-kv-head": ranges_of(PAPER, 8, 4, dense_heads=[1]),
-    "uneven-heads": RangePattern(64, 2, (HeadPattern(WINDOW), HeadPattern(DENSE), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)),
+    "uneven-heads": RangePattern(
+        64, 2, (HeadPattern(WINDOW), HeadPattern(DENSE), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)
+    ),
     "mask-shared": mask_of(4, 2, 1),
     "mask-kv-heads": mask_of(4, 2, 2),
     "mask-heads": mask_of(4, 2, 4),
@@ -61,8 +71,18 @@ def placements(pattern, n_blocks=N):
     for size in (2, 4):
         for rank in range(size):
             plan = make_plan(pattern, rank, size, n_blocks)
-            chosen[f"local-{rank}of{size}"] = (plan.query_blocks, plan.local_slot, n_blocks, int(plan.local_slot.max()) + 1)
-            chosen[f"remote-{rank}of{size}"] = (plan.query_blocks, plan.remote_slot, n_blocks, int(plan.remote_slot.max()) + 1)
+            chosen[f"local-{rank}of{size}"] = (
+                plan.query_blocks,
+                plan.local_slot,
+                n_blocks,
+                int(plan.local_slot.max()) + 1,
+            )
+            chosen[f"remote-{rank}of{size}"] = (
+                plan.query_blocks,
+                plan.remote_slot,
+                n_blocks,
+                int(plan.remote_slot.max()) + 1,
+            )
     odd = make_plan(pattern, 1, 2, 20)  # five row blocks in a chunk: the third tile has a half in each
     chosen["odd-chunks"] = (odd.query_blocks, odd.local_slot, 20, 10)
     return chosen
@@ -83,7 +103,10 @@ def tile_halves(query_blocks, unit, tile, pack):
     """[(head, query block or None)] of the two halves."""
     if pack:
         return [(2 * unit, query_blocks[tile]), (2 * unit + 1, query_blocks[tile])]
-    return [(unit, row) for row in (query_blocks[2 * tile], query_blocks[2 * tile + 1] if 2 * tile + 1 < len(query_blocks) else None)]
+    return [
+        (unit, row)
+        for row in (query_blocks[2 * tile], query_blocks[2 * tile + 1] if 2 * tile + 1 < len(query_blocks) else None)
+    ]
 
 
 def in_twos(entries):
@@ -115,15 +138,22 @@ def expected_tile(halves):
 def check_query(pattern, query_blocks, key_slot, lists, pack):
     heads = pattern.num_heads
     assert [array.dtype for array in lists] == [np.int32] * 3
-    assert lists.rows.shape == (heads // 2 if pack else heads,) and lists.tiles.shape[1] == -(-len(query_blocks) // (1 if pack else 2))
+    assert lists.rows.shape == (heads // 2 if pack else heads,) and lists.tiles.shape[1] == -(
+        -len(query_blocks) // (1 if pack else 2)
+    )
     assert lists.tiles[:, :, 1:].sum() == len(lists.steps) or not lists.tiles[:, :, 1:].any()
     for unit, number in enumerate(lists.rows):
         for tile, (first, masked, free) in enumerate(lists.tiles[number].tolist()):
-            steps = [[(word & 0xFFFFFF, word >> 24) for word in step] for step in lists.steps[first : first + masked + free].tolist()]
+            steps = [
+                [(word & 0xFFFFFF, word >> 24) for word in step]
+                for step in lists.steps[first : first + masked + free].tolist()
+            ]
             halves = []
             for half, (head, query_block) in enumerate(tile_halves(query_blocks, unit, tile, pack)):
                 halves.append({} if query_block is None else attended(pattern, head, query_block, key_slot))
-                seen = [(slot, bool(flags >> 2 + half & 1)) for step in steps for slot, flags in step if flags >> half & 1]
+                seen = [
+                    (slot, bool(flags >> 2 + half & 1)) for step in steps for slot, flags in step if flags >> half & 1
+                ]
                 # Every attended block of a half once, and its own one marked.
                 assert sorted(seen) == sorted((slot, own) for (_, slot), own in halves[-1].items())
                 assert all(flags >> half & 1 or not flags >> 2 + half & 1 for step in steps for _, flags in step)
@@ -147,7 +177,9 @@ def check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, lists):
                 for (_, slot), own in attended(pattern, group * ratio + member, query_block, key_slot).items():
                     expected[slot][member, row] = own
         rows = {slot: [row for _, row in queries] for slot, queries in expected.items()}
-        order = sorted(slots, key=lambda slot: (-max(rows[slot], default=-1), min(rows[slot], default=len(query_blocks)), slot))
+        order = sorted(
+            slots, key=lambda slot: (-max(rows[slot], default=-1), min(rows[slot], default=len(query_blocks)), slot)
+        )
         pairs = [(*order[i : i + 2], n_slots)[:2] for i in range(0, len(order), 2)]
         columns = lists.columns[number].tolist()
         while columns and columns[-1] == [n_slots, n_slots, 0]:
@@ -170,22 +202,34 @@ def check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, lists):
                         assert not bits >> 2 + half & 1
             assert seen == [expected[first], expected.get(second, {})]
             assert all(bits for *_, bits in queries) or words == [16]
-            assert queries == sorted(queries, key=lambda query: (query[0], -query[1])) and len({query[:2] for query in queries}) == len(queries)
-        assert sorted(words_of) == sorted(pairs) and len(columns) == len(pairs), "every slot in one column, neighbours of the order"
+            assert queries == sorted(queries, key=lambda query: (query[0], -query[1])) and len(
+                {query[:2] for query in queries}
+            ) == len(queries)
+        assert sorted(words_of) == sorted(pairs) and len(columns) == len(pairs), (
+            "every slot in one column, neighbours of the order"
+        )
         lengths[number] = [len(words_of[first, second]) for first, second, _ in columns]
         # Longest first, and equally long ones as they were.
         assert [tuple(column[:2]) for column in columns] == sorted(pairs, key=lambda pair: -len(words_of[pair]))
     assert read == set(range(len(lists.words))) or not read
     every = [count for counts in lengths.values() for count in counts]
-    long = [count for count in every if count > 1.5 * sum(every) / len(every)] or [count for count in every if 2 * count >= max(every)]
-    assert lists.n_long == max(1, *(sum(count >= min(long, default=0) for count in counts) for counts in lengths.values()))
+    long = [count for count in every if count > 1.5 * sum(every) / len(every)] or [
+        count for count in every if 2 * count >= max(every)
+    ]
+    assert lists.n_long == max(
+        1, *(sum(count >= min(long, default=0) for count in counts) for counts in lengths.values())
+    )
     assert lists.columns.shape[:2] == (len(lengths), max(1, *map(len, lengths.values())))
 
 
 def check(pattern, query_blocks, key_slot, n_blocks, n_slots):
     place = pattern, query_blocks, key_slot, n_blocks
     check_query(pattern, query_blocks, key_slot, query_lists(*place, False), False)
-    heads = pattern.heads if isinstance(pattern, RangePattern) else [pattern.table_of(head) for head in range(pattern.num_heads)]
+    heads = (
+        pattern.heads
+        if isinstance(pattern, RangePattern)
+        else [pattern.table_of(head) for head in range(pattern.num_heads)]
+    )
     if pattern.num_heads // pattern.num_kv_heads % 2 == 0 and heads[::2] == heads[1::2]:
         check_query(pattern, query_blocks, key_slot, query_lists(*place, True), True)
     check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, key_lists(*place, n_slots))
@@ -203,7 +247,9 @@ def test_random_masks(data):
     groups, ratio = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
     n_blocks = data.draw(st.integers(1, 12))
     tables = data.draw(st.sampled_from([1, groups, groups * ratio]))
-    seed, density, diagonal = data.draw(st.tuples(st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 0.9]), st.booleans()))
+    seed, density, diagonal = data.draw(
+        st.tuples(st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 0.9]), st.booleans())
+    )
     pattern = mask_of(groups * ratio, groups, tables, n_blocks, seed, density, diagonal)
     query_blocks = np.array(sorted(data.draw(st.sets(st.integers(0, n_blocks - 1), min_size=1))))
     key_slot, n_slots = None, n_blocks
@@ -222,7 +268,8 @@ def test_the_order_of_a_tile():
     indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     lists = query_lists(BlockMaskPattern.from_csr(64, 1, 1, [indptr], [np.concatenate(rows)]), [8, 9], None, 10, False)
     masked = [[9 | 10 << 24, 2 | 3 << 24], [4 | 1 << 24, 6 | 1 << 24], [5 | 2 << 24, 5]]
-    # The own block and the free one left over; half 0: 4 6 7, half 1: 3 5; the step of both comes before those of one half.
+    # The own block and the free one left over; half 0: 4 6 7, half 1: 3 5; the step of both comes before those of one
+    # half.
     masked.insert(1, [7 | 1 << 24, 3 | 2 << 24])
     assert lists.tiles.tolist() == [[[0, 4, 1]]] and lists.steps.tolist() == [*masked, [0 | 3 << 24, 1 | 3 << 24]]
 
@@ -231,7 +278,9 @@ def test_halves_take_turns():
     rows = [[query] for query in range(12)]
     rows[10:] = [[0, 1, 2, 3, 4, 5, 10], [6, 7, 8, 9, 10, 11]]
     indptr = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    lists = query_lists(BlockMaskPattern.from_csr(64, 1, 1, [indptr], [np.concatenate(rows)]), [10, 11], None, 12, False)
+    lists = query_lists(
+        BlockMaskPattern.from_csr(64, 1, 1, [indptr], [np.concatenate(rows)]), [10, 11], None, 12, False
+    )
     assert ((lists.steps >> 24).max(axis=1) & 3).tolist() == [2, 1, 2, 1, 2, 1]
     assert (lists.steps & 0xFFFFFF).tolist() == [[10, 11], [0, 1], [6, 7], [2, 3], [8, 9], [4, 5]]
 
@@ -259,7 +308,9 @@ def test_equal_lists_are_shared():
 
 
 @pytest.mark.parametrize("cells", [1, 300])
-@pytest.mark.parametrize("name", ["paper", "query-slide", "not-efficient", "window", "uneven-heads", "mask-kv-heads", "mask-thin"])
+@pytest.mark.parametrize(
+    "name", ["paper", "query-slide", "not-efficient", "window", "uneven-heads", "mask-kv-heads", "mask-thin"]
+)
 def test_lists_do_not_depend_on_how_many_cells_are_made_at_a_time(name, cells, monkeypatch):
     pattern = PATTERNS[name]
 
@@ -274,7 +325,8 @@ def test_lists_do_not_depend_on_how_many_cells_are_made_at_a_time(name, cells, m
 
 
 def test_lists_with_the_same_work_share_their_words():
-    """KV heads 0 and 2 attend the same; 2 has its blocks in other slots, in the same order. The slots of 1 and 3 have another order."""
+    """KV heads 0 and 2 attend the same; 2 has its blocks in other slots, in the same order. The slots of 1 and 3 have
+    another order."""
     key_slot = np.tile(np.arange(N), (4, 1))
     key_slot[2] += 5
     key_slot[3] = key_slot[3, ::-1]
@@ -287,7 +339,8 @@ def test_lists_with_the_same_work_share_their_words():
 
 @pytest.mark.parametrize("heads, groups", [(32, 32), (32, 8)])
 def test_lists_of_a_million_tokens_take_moments(heads, groups):
-    """On one of eight ranks, of its own keys and of the received ones. What other processes take of the machine does not count."""
+    """On one of eight ranks, of its own keys and of the received ones. What other processes take of the machine does
+    not count."""
     pattern = ranges_of(((16, 1), (None, 16)), heads, groups)
     plan = make_plan(pattern, 3, 8, 2**20 // 64)
     start = time.process_time()
@@ -308,10 +361,13 @@ def test_nothing_is_present():
 
 
 def test_long_columns():
-    """Stripes, two of which a column joins, against a window of two blocks; without columns far beyond the mean, half of the longest counts."""
+    """Stripes, two of which a column joins, against a window of two blocks; without columns far beyond the mean, half
+    of the longest counts."""
     stripes = key_lists(ranges_of(((2, 1), (None, 8)), 1, 1), np.arange(64), None, 64, 64)
     lengths = np.diff(np.append(stripes.columns[0, :, 2], len(stripes.words)))
-    assert sorted(lengths.tolist()) == [2, *[3] * 23, *[4] * 4, 16, 32, 48, 64] and stripes.n_long == 4, "the mean is 7.7"
+    assert sorted(lengths.tolist()) == [2, *[3] * 23, *[4] * 4, 16, 32, 48, 64] and stripes.n_long == 4, (
+        "the mean is 7.7"
+    )
     window = key_lists(ranges_of(((2, 1),), 1, 1), np.arange(64), None, 64, 64)
     assert window.n_long == window.columns.shape[1] == 32
 
@@ -349,7 +405,9 @@ def test_what_does_not_fit(monkeypatch):
         key_lists(paper, rows, None, N, N)
 
 
-@pytest.mark.parametrize("make, what", [(lambda *a: query_lists(*a, False), "steps"), (lambda *a: key_lists(*a, N), "words")])
+@pytest.mark.parametrize(
+    "make, what", [(lambda *a: query_lists(*a, False), "steps"), (lambda *a: key_lists(*a, N), "words")]
+)
 def test_lists_that_kernels_could_not_count_are_refused(make, what, monkeypatch):
     pattern = ranges_of(PAPER, 4, 4)
     lists = make(pattern, range(N), None, N)
@@ -357,5 +415,8 @@ def test_lists_that_kernels_could_not_count_are_refused(make, what, monkeypatch)
     monkeypatch.setattr(step_lists, "MOST_STEPS", length + 1)
     make(pattern, range(N), None, N)
     monkeypatch.setattr(step_lists, "MOST_STEPS", length)
-    with pytest.raises(ValueError, match=f"lists of {length} {what}; expected fewer than {length}; use more context- or tensor-parallel"):
+    with pytest.raises(
+        ValueError,
+        match=f"lists of {length} {what}; expected fewer than {length}; use more context- or tensor-parallel",
+    ):
         make(pattern, range(N), None, N)

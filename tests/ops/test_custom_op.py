@@ -1,4 +1,5 @@
-"""The op under torch.compile and torch.library's checks: one graph, forward and backward, with the eager results bit for bit."""
+"""The op under torch.compile and torch.library's checks: one graph, forward and backward, with the eager results bit
+for bit."""
 
 import copy
 import gc
@@ -105,7 +106,8 @@ def test_a_transform_sees_the_operator():
 
 @pytest.mark.parametrize("kind", ["sbhd", "thd", "ending"])
 def test_one_graph_for_all_lengths_and_documents(kind):
-    """Dynamic lengths, and packed batches with other documents: two graphs at most (the number of documents may be 1)."""
+    """Dynamic lengths, and packed batches with other documents: two graphs at most (the number of documents may be
+    1)."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(query, key, value, options):
@@ -137,7 +139,8 @@ def test_another_layout_is_another_result():
 
 
 def test_a_graph_keeps_its_layout():
-    """The layout may be dropped between the forward and the backward of a compiled call: the graph has only its number."""
+    """The layout may be dropped between the forward and the backward of a compiled call: the graph has only its
+    number."""
     leaves, options = make_call("sbhd", "cpu")
     expected = results(lambda *qkv: s2_attention(*qkv, **options), leaves)
 
@@ -189,7 +192,13 @@ def test_opcheck(kind, device):
     leaves, options = make_call(kind, device)
     backend = "reference" if device == "cpu" else "triton"
     call = AttentionCall(
-        options["layout"], 0.3, options["tensor_format"], options.get("packed"), options.get("placement"), backend, False
+        options["layout"],
+        0.3,
+        options["tensor_format"],
+        options.get("packed"),
+        options.get("placement"),
+        backend,
+        False,
     )
     arguments = _taken_apart(call)
     torch.library.opcheck(torch.ops.s2_megatron.attention.default, (*leaves, *arguments))
@@ -197,7 +206,9 @@ def test_opcheck(kind, device):
     saved = [tensor.detach() for tensor in (*leaves, out, lse)]
     for grads in ((saved[3], saved[4]), (saved[3], None), (None, saved[4])):
         checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(torch.ops.s2_megatron.attention_backward.default, (*grads, *saved, *arguments), test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.s2_megatron.attention_backward.default, (*grads, *saved, *arguments), test_utils=checks
+        )
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # opcheck does not compare strides
         fake = [mode.from_tensor(tensor) for tensor in saved]
         promised = (
@@ -214,9 +225,14 @@ def test_compiled_with_one_output(used):
 
     def attend(query, key, value):
         out, lse = s2_attention(query, key, value, **options)
-        return {"out": out.sin().sum(), "lse": lse.cos().sum(), "neither": (query * key.sum() * value.sum()).sum()}[used]
+        return {"out": out.sin().sum(), "lse": lse.cos().sum(), "neither": (query * key.sum() * value.sum()).sum()}[
+            used
+        ]
 
-    one, two = (torch.autograd.grad(f(*leaves), leaves) for f in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend))
+    one, two = (
+        torch.autograd.grad(f(*leaves), leaves)
+        for f in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one, two))
 
 
@@ -230,7 +246,9 @@ def test_a_second_derivative_raises_when_compiled():
 
 def test_bad_input_is_refused_when_compiled():
     leaves, options = make_call("sbhd", "cpu")
-    compiled = torch.compile(lambda *qkv, **more: s2_attention(*qkv, **{**options, **more}), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda *qkv, **more: s2_attention(*qkv, **{**options, **more}), backend="aot_eager", fullgraph=True
+    )
     with pytest.raises(ValueError, match="query has 4 heads and key 1"):
         compiled(leaves[0], leaves[1][:, :, :1], leaves[2][:, :, :1])
     with pytest.raises(Exception, match="expected one of auto"):

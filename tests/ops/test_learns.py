@@ -1,8 +1,9 @@
 """The pattern learns what it is for: content from beyond the reach of all local windows together.
 
-Copying with given indices. The first half of a sequence is random symbols; the second half asks for them in the same order.
-Every source lies `DISTANCE` tokens back, farther than `layers x window`, so a model with the window alone can only guess,
-while in S2 one head in `STRIDE` sees the block with the source. Small, plain PyTorch: about 40 seconds on one core.
+Copying with given indices. The first half of a sequence is random symbols; the second half asks for them in the same
+order. Every source lies `DISTANCE` tokens back, farther than `layers x window`, so a model with the window alone can
+only guess, while in S2 one head in `STRIDE` sees the block with the source. Small, plain PyTorch: about 40 seconds on
+one core.
 """
 
 from __future__ import annotations

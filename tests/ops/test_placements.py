@@ -1,4 +1,5 @@
-"""Queries and keys that are whole blocks of a longer sequence: by hand, what context parallelism does, and what is refused."""
+"""Queries and keys that are whole blocks of a longer sequence: by hand, what context parallelism does, and what is
+refused."""
 
 import pytest
 import torch
@@ -26,13 +27,24 @@ def chunks_of(rank, size, n_blocks):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "kind, block, n_blocks, runs",
-    [("ranges", 16, 12, False), ("ranges", 16, 16, True), ("uneven", 16, 16, True), ("ranges", 64, 8, True), ("mask", 16, 12, True)],
+    [
+        ("ranges", 16, 12, False),
+        ("ranges", 16, 16, True),
+        ("uneven", 16, 16, True),
+        ("ranges", 64, 8, True),
+        ("mask", 16, 12, True),
+    ],
 )
 def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backend, device):
-    """Two ranks of context parallelism by hand: local keys, then the others from a flat buffer of slots; both directions."""
+    """Two ranks of context parallelism by hand: local keys, then the others from a flat buffer of slots; both
+    directions."""
     dim, scale = 32, 0.4
     dtype, close = (torch.float64, 1e-12) if backend == "reference" else (F32, 3e-6)
-    pattern = random_mask(block, 4, 2, 2, n_blocks) if kind == "mask" else pattern_of(PAPER if kind == "ranges" else UNEVEN, block, 4, 2)
+    pattern = (
+        random_mask(block, 4, 2, 2, n_blocks)
+        if kind == "mask"
+        else pattern_of(PAPER if kind == "ranges" else UNEVEN, block, 4, 2)
+    )
     listed = pattern if runs else None
     length = block * n_blocks
     inputs, grad_lse = make_inputs(pattern, length, dim, dtype, device, form="sbhd")
@@ -52,10 +64,13 @@ def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backen
         )
         q, k, v, do = (tensor[rows] for tensor in (query, key, value, grad_out))
         out, lse = attention_forward(q, k, v, call)
-        # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody reads
+        # the other rank's blocks lie in a flat buffer, in another order for each KV head, with one slot that nobody
+        # reads
         others = [number for number in range(n_blocks) if number not in blocks]
         remote_slot = torch.full((2, n_blocks), -1)
-        buffers = [torch.full((2 * len(others) + 1, block, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)]
+        buffers = [
+            torch.full((2 * len(others) + 1, block, dim), float("nan"), dtype=dtype, device=device) for _ in range(2)
+        ]
         for group, order in enumerate((others, others[::-1])):
             for position, number in enumerate(order):
                 slot = 1 + group * len(others) + position
@@ -114,8 +129,11 @@ def test_placements_that_do_not_fit_are_refused():
     two = call._replace(placement=Placement.make(range(4), 6, [[0, 1, 2, 3, 4, 5]] * 2, own_slots=4))
     with pytest.raises(ValueError, match="the second key has 0 blocks of 16; the placement reads 2"):
         attention_forward(*tensors, two)
-    for wrong, message in ((torch.zeros(32, 1, 2, 8), "of key's shape"), (torch.zeros(32, 1, 2, 32), "memory of their own"),
-                           (torch.zeros(32, 1, 1, 32, dtype=torch.float64).expand(-1, -1, 2, -1), "float64")):
+    for wrong, message in (
+        (torch.zeros(32, 1, 2, 8), "of key's shape"),
+        (torch.zeros(32, 1, 2, 32), "memory of their own"),
+        (torch.zeros(32, 1, 1, 32, dtype=torch.float64).expand(-1, -1, 2, -1), "float64"),
+    ):
         with pytest.raises(ValueError, match=message):
             attention_forward(*tensors, two, more=(wrong, wrong))
     assert _put_together(*_taken_apart(two)).placement.own_slots == 4, "an operator's arguments hold it, too"

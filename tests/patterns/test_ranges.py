@@ -1,4 +1,5 @@
-"""Patterns against the definition, against the two published rules (bit for bit, by enumeration), and their invariants."""
+"""Patterns against the definition, against the two published rules (bit for bit, by enumeration), and their
+invariants."""
 
 import json
 
@@ -72,7 +73,8 @@ def test_canonical_form_is_equal_for_the_same_blocks(head_ranges, offset, other)
 @pytest.mark.parametrize("local", [1, 3, 16])
 @pytest.mark.parametrize("dense_last", [0, 1, 2])
 def test_equals_the_papers_library(heads, kv_ratio, stride, local, dense_last):
-    """(q - k) < local or (k + h * step + offset) % stride == 0, h the KV head, step max(1, stride // query heads), offset 0, dense last."""
+    """(q - k) < local or (k + h * step + offset) % stride == 0, h the KV head, step max(1, stride // query heads),
+    offset 0, dense last."""
     dense_last = min(dense_last, heads // kv_ratio)
     pattern = make_range_pattern(
         block_size=64,
@@ -216,7 +218,8 @@ def test_range_layout_is_the_mask(head_ranges, slide):
 @settings(max_examples=40, deadline=None)
 @given(ranges(kv_efficient=True))
 def test_shared_tiles_differ_only_at_their_edges(head_ranges):
-    """tile_blocks: within a tile, blocks that not every row attends lie in the tile itself or in the T - 1 blocks at a range's end."""
+    """tile_blocks: within a tile, blocks that not every row attends lie in the tile itself or in the T - 1 blocks at a
+    range's end."""
     pattern = make_range_pattern(block_size=16, num_heads=1, num_kv_heads=1, ranges=head_ranges)
     tile = build_layout(pattern).tile_blocks
     mask = blocks_of(pattern, 0)

@@ -1,7 +1,9 @@
 """Compare two torch_dist checkpoints as global tensors: weights and optimizer state, whatever layouts saved them.
 
-Usage: compare_checkpoints.py FOLDER FOLDER (those with the .metadata file); prints the number of equal tensors, or the names that differ.
+Usage: compare_checkpoints.py FOLDER FOLDER (those with the .metadata file); prints the number of equal tensors, or the
+names that differ.
 """
+
 import sys
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""pretrain_gpt_s2.py whose every rank says how often its attention's forward was computed, how often it sent its keys and values to the other
-ranks, and how many kept results were left over."""
+"""pretrain_gpt_s2.py whose every rank says how often its attention's forward was computed, how often it sent its keys
+and values to the other ranks, and how many kept results were left over."""
+
 import gc
 
 
@@ -27,7 +28,10 @@ def main():
         pretrain_gpt_s2.main()  # ends with SystemExit under --exit-interval
     finally:
         left = sum(len(item) for item in gc.get_objects() if isinstance(item, KeptOutputs))
-        print(f"\nattention forwards: {counts['forwards']}, exchanges: {counts['exchanges']}, results left over: {left}", flush=True)
+        print(
+            f"\nattention forwards: {counts['forwards']}, exchanges: {counts['exchanges']}, results left over: {left}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""pretrain_gpt_s2.py whose rank 1, at the exchange number AT_EXCHANGE, dies without a word or (HANGS=1) stops and does nothing more."""
+"""pretrain_gpt_s2.py whose rank 1, at the exchange number AT_EXCHANGE, dies without a word or (HANGS=1) stops and does
+nothing more."""
+
 import os
 import time
 

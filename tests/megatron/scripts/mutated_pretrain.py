@@ -1,9 +1,10 @@
 """pretrain_gpt_s2.py with one deliberate mistake, named by MUTATION: the parallel tests must see it.
 
-head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers from 0.
-norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
+head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers
+from 0. norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
 received_slots: blocks received from other context-parallel ranks are taken for one another.
 """
+
 import dataclasses
 import os
 
@@ -26,7 +27,9 @@ def main():
         layer_specs.global_layer_indices = lambda *args: list(range(len(global_indices(*args))))
         # Without the assertion on the layer's number, so that the comparison of losses stands alone.
         build = core_attention.S2CoreAttention.__init__
-        core_attention.S2CoreAttention.__init__ = lambda self, *args, layer_index=None, **kwargs: build(self, *args, **kwargs)
+        core_attention.S2CoreAttention.__init__ = lambda self, *args, layer_index=None, **kwargs: build(
+            self, *args, **kwargs
+        )
     elif mutation == "norm_gradient":
         norm = norms.sequence_parallel_norm
 

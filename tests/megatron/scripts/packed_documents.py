@@ -1,8 +1,10 @@
 """Per-document losses of packed batches, through the batch function and the model of pretrain_gpt_s2.py.
 
-Usage: packed_documents.py FLAGS (with --micro-batch-size 1 or 2); prints maximum differences: documents shuffled, documents moved to the
-other sample (micro-batch 2 only), each document alone and not packed, and, as a control that must be large, all taken for one document.
+Usage: packed_documents.py FLAGS (with --micro-batch-size 1 or 2); prints maximum differences: documents shuffled,
+documents moved to the other sample (micro-batch 2 only), each document alone and not packed, and, as a control that
+must be large, all taken for one document.
 """
+
 import itertools
 import sys
 
@@ -27,19 +29,23 @@ def main():
         """{document: its token losses} of one packed micro-batch; one_document: as if every sample were one."""
         rows = []
         for sample in samples:
-            ends = torch.tensor([0, *itertools.accumulate(len(documents[index]) for index in sample)], dtype=torch.int32)
+            ends = torch.tensor(
+                [0, *itertools.accumulate(len(documents[index]) for index in sample)], dtype=torch.int32
+            )
             if one_document:
                 ends = ends[[0, -1]]
             borders = torch.full((args.seq_length + 1,), args.seq_length, dtype=torch.int32)
             borders[: len(ends)] = ends
-            rows.append({
-                "tokens": torch.cat([documents[index] for index in sample]),
-                "labels": torch.cat([targets[index] for index in sample]),
-                "loss_mask": torch.ones(args.seq_length),
-                "position_ids": torch.cat([torch.arange(len(documents[index])) for index in sample]),
-                "cu_seqlens": borders,
-                "max_seqlen": ends.diff().max(),
-            })
+            rows.append(
+                {
+                    "tokens": torch.cat([documents[index] for index in sample]),
+                    "labels": torch.cat([targets[index] for index in sample]),
+                    "loss_mask": torch.ones(args.seq_length),
+                    "position_ids": torch.cat([torch.arange(len(documents[index])) for index in sample]),
+                    "cu_seqlens": borders,
+                    "max_seqlen": ends.diff().max(),
+                }
+            )
         collated = torch.utils.data.default_collate(rows)
         batch = next_batch(iter([collated]), model.config)
         assert batch.tokens.shape == (1, args.seq_length * len(samples)), batch.tokens.shape

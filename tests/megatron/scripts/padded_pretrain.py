@@ -1,4 +1,6 @@
-"""pretrain_gpt_s2.py whose conversations are padded for PAD_FOR context-parallel ranks, however many there are: the same data for all."""
+"""pretrain_gpt_s2.py whose conversations are padded for PAD_FOR context-parallel ranks, however many there are: the
+same data for all."""
+
 import os
 
 

@@ -1,4 +1,5 @@
 """A model as pretrain_gpt_s2.py builds it, in one process, for scripts that call it themselves."""
+
 import sys
 
 

@@ -1,7 +1,9 @@
-"""Static inference against the full forward pass: prefill of a prefix, then the next tokens one by one, then some at once.
+"""Static inference against the full forward pass: prefill of a prefix, then the next tokens one by one, then some at
+once.
 
 Usage: static_inference.py FLAGS OF pretrain_gpt_s2.py; prints "prefix N: max difference X" for each prefix.
 """
+
 import sys
 
 PREFIXES = (1, 63, 64, 65, 1000)
@@ -34,7 +36,13 @@ def main():
                     start = context.sequence_len_offset
                     span = slice(start, start + count)
                     outputs.append(
-                        model(tokens[:, span], positions[:, span], None, inference_context=context, runtime_gather_output=True)
+                        model(
+                            tokens[:, span],
+                            positions[:, span],
+                            None,
+                            inference_context=context,
+                            runtime_gather_output=True,
+                        )
                     )
                     context.sequence_len_offset += count
                     context.enable_decode_mode()

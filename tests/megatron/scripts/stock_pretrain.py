@@ -1,10 +1,13 @@
-"""A user's own training script, as short as Megatron 0.19 lets it be: stock layer spec, one process per data-parallel rank."""
+"""A user's own training script, as short as Megatron 0.19 lets it be: stock layer spec, one process per data-parallel
+rank."""
+
 import os
 from functools import partial
 
 
 def main():
     from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
     install_if_no_gpu()
     import torch
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -17,6 +20,7 @@ def main():
 
     from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
     from s2_megatron.megatron.loss_log import install_loss_log
+
     use_prebuilt_dataset_helpers()
 
     def loss_function(loss_mask, output):
@@ -26,16 +30,26 @@ def main():
 
     def forward_step(data_iterator, model):
         batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+        output = model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"]
+        )
         return output, partial(loss_function, batch["loss_mask"])
 
     def datasets(num_samples, vp_stage=None):
         args = get_args()
         blend, _ = get_blend_and_blend_per_split(args)
         config = GPTDatasetConfig(
-            random_seed=args.seed, sequence_length=args.seq_length, blend=blend, split=args.split, tokenizer=get_tokenizer(),
-            path_to_cache=args.data_cache_path, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-            create_attention_mask=False)
+            random_seed=args.seed,
+            sequence_length=args.seq_length,
+            blend=blend,
+            split=args.split,
+            tokenizer=get_tokenizer(),
+            path_to_cache=args.data_cache_path,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
         return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
 
     datasets.is_distributed = True
