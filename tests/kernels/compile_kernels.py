@@ -37,7 +37,16 @@ from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_k
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 INT64 = ("row_starts_ptr", "column_starts_ptr")
-INT32 = ("ranges_ptr", "key_blocks_ptr", "query_blocks_ptr", "starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr")
+INT32 = (
+    "ranges_ptr",
+    "key_blocks_ptr",
+    "query_blocks_ptr",
+    "starts_ptr",
+    "lengths_ptr",
+    "query_ids_ptr",
+    "query_rank_ptr",
+    "slot_ptr",
+)
 INT32 += ("run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 
@@ -91,7 +100,9 @@ def late_exponentials(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        code = subprocess.run([triton.knobs.nvidia.nvdisasm.path, "-c", file.name], check=True, capture_output=True, text=True).stdout
+        code = subprocess.run(
+            [triton.knobs.nvidia.nvdisasm.path, "-c", file.name], check=True, capture_output=True, text=True
+        ).stdout
     late, in_flight = 0, False
     for found in re.finditer(r"\bHGMMA\b|\bWARPGROUP\.DEPBAR\.LE gsb0, 0x0\b|\bMUFU\.EX2\b", code):
         if found[0] == "MUFU.EX2":
@@ -155,12 +166,33 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
 
 def portable_entries() -> dict[str, Entry]:
     shapes = [(card, dim, "bf16") for card in (80, 86) for dim in (64, 128, 256)]
-    shapes += [(86, 32, "bf16"), (86, 32, "fp32"), (86, 64, "fp32"), (86, 128, "fp32"), (86, 256, "fp32"), (80, 256, "fp32")]
-    shapes += [(89, 128, "bf16"), (100, 128, "bf16"), (120, 128, "bf16"), (120, 256, "bf16"), (90, 64, "bf16"), (90, 256, "bf16")]
+    shapes += [
+        (86, 32, "bf16"),
+        (86, 32, "fp32"),
+        (86, 64, "fp32"),
+        (86, 128, "fp32"),
+        (86, 256, "fp32"),
+        (80, 256, "fp32"),
+    ]
+    shapes += [
+        (89, 128, "bf16"),
+        (100, 128, "bf16"),
+        (120, 128, "bf16"),
+        (120, 256, "bf16"),
+        (90, 64, "bf16"),
+        (90, 256, "bf16"),
+    ]
     wanted = [(card, role, dim, dtype, "") for card, dim, dtype in shapes for role in ROLES[:3]]
-    wanted += [(90, role, 128, "bf16", variant) for variant in VARIANTS for role in ROLES[:3] if variant != "uneven" or role == "dkdv"]
+    wanted += [
+        (90, role, 128, "bf16", variant)
+        for variant in VARIANTS
+        for role in ROLES[:3]
+        if variant != "uneven" or role == "dkdv"
+    ]
     wanted += [(90, "delta", 128, "bf16", "")]
-    return {"-".join(filter(None, (f"sm{card}", *map(str, rest)))): portable_entry(card, *rest) for card, *rest in wanted}
+    return {
+        "-".join(filter(None, (f"sm{card}", *map(str, rest)))): portable_entry(card, *rest) for card, *rest in wanted
+    }
 
 
 # Kernels in Gluon: as they are launched
@@ -208,7 +240,9 @@ def hopper_entries() -> dict[str, Entry]:
                 if documents is not None:
                     tensors = [tensor.squeeze(1) for tensor in tensors]
                 for deterministic in (False, True):
-                    call = op.AttentionCall(layout, 0.1, "thd" if documents else "sbhd", documents, None, "gluon", deterministic)
+                    call = op.AttentionCall(
+                        layout, 0.1, "thd" if documents else "sbhd", documents, None, "gluon", deterministic
+                    )
                     _, lse = op.attention_forward(*tensors[:3], call)
                     op.attention_backward(tensors[3], None, *tensors[:3], tensors[4], lse, call)
                     take(str(dim), "bf16", word, parts, "deterministic" if deterministic else "")
@@ -242,10 +276,13 @@ def hopper_entries() -> dict[str, Entry]:
             # All keys are at hand, and the gradients of all are wanted in fp32.
             placement = Placement.make(range(0, 256, 2), 256, None, "cpu", ranges.pattern)
             keys = [torch.empty(16384, 1, 4, dim, dtype=torch.bfloat16)] * 2
-            op.attention_backward_dkdv(grad, query, *keys, lse, lse, *[keys[0].float()] * 2, call._replace(placement=placement))
+            op.attention_backward_dkdv(
+                grad, query, *keys, lse, lse, *[keys[0].float()] * 2, call._replace(placement=placement)
+            )
             take(str(dim), "bf16", "gathered", parts)
     return {
-        name: Entry(launch.kernel, 90, launch.signature, launch.constants, launch.attributes, launch.options) for name, launch in found.values()
+        name: Entry(launch.kernel, 90, launch.signature, launch.constants, launch.attributes, launch.options)
+        for name, launch in found.values()
     }
 
 
@@ -272,9 +309,13 @@ def main(arguments):
         known = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
         found = measure([name for name in entries() if name.startswith("sm90-")])
         kept = ("registers", "spills", "serialised", "late")
-        known[version()] = {name: {key: numbers[key] for key in kept if key in numbers} for name, numbers in found.items()}
+        known[version()] = {
+            name: {key: numbers[key] for key in kept if key in numbers} for name, numbers in found.items()
+        }
         lines = (
-            f'  "{release}": {{\n' + ",\n".join(f'    "{name}": {json.dumps(numbers)}' for name, numbers in sorted(of.items())) + "\n  }"
+            f'  "{release}": {{\n'
+            + ",\n".join(f'    "{name}": {json.dumps(numbers)}' for name, numbers in sorted(of.items()))
+            + "\n  }"
             for release, of in sorted(known.items())
         )
         COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -48,8 +48,12 @@ def take_hopper_kernels():
     """Count the kernels for Hopper too, and believe in a Hopper GPU where there is none."""
     from s2_megatron.kernels.hopper import launch as hopper
 
-    KERNELS.update(forward=hopper.s2_hopper_forward_kernel, backward=hopper.s2_hopper_backward_kernel, scale=hopper.s2_scale_kernel)
-    KERNELS.update(wide_forward=hopper.s2_hopper_wide_forward_kernel, wide_backward=hopper.s2_hopper_wide_backward_kernel)
+    KERNELS.update(
+        forward=hopper.s2_hopper_forward_kernel, backward=hopper.s2_hopper_backward_kernel, scale=hopper.s2_scale_kernel
+    )
+    KERNELS.update(
+        wide_forward=hopper.s2_hopper_wide_forward_kernel, wide_backward=hopper.s2_hopper_wide_backward_kernel
+    )
     KERNELS.update(wide_grad_query=hopper.s2_hopper_wide_grad_query_kernel)
     KERNELS.update(grad_query=hopper.s2_hopper_grad_query_kernel, documents=hopper.s2_document_tiles_kernel)
     hopper.PART_STEPS = 4  # columns of dK and dV are divided in the longer ones of these sequences
@@ -60,7 +64,10 @@ def take_hopper_kernels():
 def variants() -> dict[str, int]:
     if HAS_GPU:
         return {name: len(kernel.device_caches[torch.cuda.current_device()][0]) for name, kernel in KERNELS.items()}
-    return {name: len({launch.variant for launch in RECORDED if launch.kernel is kernel}) for name, kernel in KERNELS.items()}
+    return {
+        name: len({launch.variant for launch in RECORDED if launch.kernel is kernel})
+        for name, kernel in KERNELS.items()
+    }
 
 
 def batches(kind: str):
@@ -80,7 +87,9 @@ def batches(kind: str):
                 options["remote"] = Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN)
                 slots = torch.arange(n_blocks).expand(GROUPS, n_blocks).clone()
                 slots[:, 0] = n_blocks + torch.arange(GROUPS)
-                options["joined"] = Placement.make(range(n_blocks), n_blocks, slots, DEVICE, PATTERN, own_slots=n_blocks)
+                options["joined"] = Placement.make(
+                    range(n_blocks), n_blocks, slots, DEVICE, PATTERN, own_slots=n_blocks
+                )
             yield n_blocks * BLOCK, "sbhd", options
     else:
         for length in LENGTHS:
@@ -96,7 +105,10 @@ def run_batch(layout, backend: str, rows: int, form: str, options: dict):
     if form == "bhsd":
         query, key, value = (tensor.transpose(0, 1).unsqueeze(0).contiguous() for tensor in (query, key, value))
     if "remote" in options:
-        calls = [AttentionCall(layout, 0.1, form, None, options[name], backend, False) for name in ("placement", "remote", "joined")]
+        calls = [
+            AttentionCall(layout, 0.1, form, None, options[name], backend, False)
+            for name in ("placement", "remote", "joined")
+        ]
         return run_parts(query, key, value, *calls)
     for deterministic in (False, True):
         call = AttentionCall(layout, 0.1, form, options.get("packed"), options.get("placement"), backend, deterministic)

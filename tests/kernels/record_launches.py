@@ -27,7 +27,11 @@ class Launch:
     @property
     def attributes(self) -> dict:
         """What the specialisation knows of argument i: {(i,): [["tt.divisibility", 16]]}."""
-        known = [(i, key) for i, (kind, key) in enumerate(self.specialization) if kind != "constexpr" and isinstance(key, str)]
+        known = [
+            (i, key)
+            for i, (kind, key) in enumerate(self.specialization)
+            if kind != "constexpr" and isinstance(key, str)
+        ]
         return {(i,): _BACKEND.parse_attr(key) for i, key in known}
 
     @property

@@ -54,7 +54,17 @@ def count_differences(step, count: int, disturb) -> dict[str, int]:
     return {name: number.item() for name, number in different.items()}
 
 
-def repeat(kind: str, count: int, device, backend="auto", deterministic=False, length=4096, block=64, dim=128, dtype=torch.bfloat16):
+def repeat(
+    kind: str,
+    count: int,
+    device,
+    backend="auto",
+    deterministic=False,
+    length=4096,
+    block=64,
+    dim=128,
+    dtype=torch.bfloat16,
+):
     """Differences by name of one kind of call. Without `deterministic` dQ is left out: its sums may be in any order."""
     leaves, options = make_call(kind, device, length, block, dim, dtype)
     if kind == "mask":  # it covers 16 blocks
@@ -64,7 +74,9 @@ def repeat(kind: str, count: int, device, backend="auto", deterministic=False, l
         out, lse = s2_attention(*leaves, **options, backend=backend, deterministic=deterministic)
         seen = torch.where(torch.isfinite(lse), lse, 0.0)
         grads = torch.autograd.grad((out, seen), leaves, (out.detach(), seen.detach()))
-        found = dict(zip(NAMES, (out.detach().contiguous(), lse.detach().contiguous(), *(grad.contiguous() for grad in grads))))
+        found = dict(
+            zip(NAMES, (out.detach().contiguous(), lse.detach().contiguous(), *(grad.contiguous() for grad in grads)))
+        )
         if not deterministic:
             del found["grad_query"]
         return found

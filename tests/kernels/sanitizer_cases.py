@@ -41,12 +41,18 @@ BF16, F32 = torch.bfloat16, torch.float32
 CASES = {f"{kind}-64": (kind, 200, 64, 64, BF16) for kind in KINDS}
 CASES |= {f"sbhd-{dim}": ("sbhd", 333, 64, dim, BF16) for dim in (96, 128, 256)}
 CASES |= {f"padded-{dim}": ("padded", 199, 64, dim, BF16) for dim in (96, 128)}
-CASES |= {"sbhd-64-fp32": ("sbhd", 150, 64, 64, F32), "block16": ("sbhd", 77, 16, 64, BF16), "block128": ("bhsd", 300, 128, 128, BF16)}
+CASES |= {
+    "sbhd-64-fp32": ("sbhd", 150, 64, 64, F32),
+    "block16": ("sbhd", 77, 16, 64, BF16),
+    "block128": ("bhsd", 300, 128, 128, BF16),
+}
 CASES |= {"mask-128": ("mask", 250, 64, 128, BF16), "placed-128": ("placed", 260, 64, 128, BF16)}
 
 
 # Calls on Hopper as with many KV heads, where dK and dV have another kernel.
-UNDIVIDED = {f"undivided-{dim}": ("sbhd", 200, 64, dim, BF16) for dim in (64, 128)} | {"undivided-mask": ("mask", 200, 64, 128, BF16)}
+UNDIVIDED = {f"undivided-{dim}": ("sbhd", 200, 64, dim, BF16) for dim in (64, 128)} | {
+    "undivided-mask": ("mask", 200, 64, 128, BF16)
+}
 
 
 def run_case(kind, length, block, dim, dtype, device, backend):
@@ -57,7 +63,12 @@ def run_case(kind, length, block, dim, dtype, device, backend):
 
 
 # name: (a block mask instead of ranges, head dim, dtype). What one of two context-parallel ranks computes.
-PARTS = {"parts-64": (False, 64, BF16), "parts-128": (False, 128, BF16), "parts-mask-80": (True, 80, BF16), "parts-fp32": (False, 48, F32)}
+PARTS = {
+    "parts-64": (False, 64, BF16),
+    "parts-128": (False, 128, BF16),
+    "parts-mask-80": (True, 80, BF16),
+    "parts-fp32": (False, 48, F32),
+}
 
 
 def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
@@ -66,8 +77,12 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     added."""
     pattern = random_mask(block, 4, 2, 2, n_blocks) if masked else pattern_of(PAPER, block, 4, 2)
     layout, plan = build_layout(pattern, device), make_plan(pattern, 1, 2, n_blocks)
-    own, remote, both = (AttentionCall(layout, 0.1, "sbhd", None, placed, backend, False) for placed in place(plan, pattern, device))
-    (query, key, value, grad_out), _ = make_inputs(pattern, len(plan.query_blocks) * block, dim, dtype, device, form="sbhd")
+    own, remote, both = (
+        AttentionCall(layout, 0.1, "sbhd", None, placed, backend, False) for placed in place(plan, pattern, device)
+    )
+    (query, key, value, grad_out), _ = make_inputs(
+        pattern, len(plan.query_blocks) * block, dim, dtype, device, form="sbhd"
+    )
 
     exchange = BlockExchange(plan, None, device)
     sent = torch.full((len(plan.send_heads), block, 2, 1, dim), torch.nan, dtype=dtype, device=device)
@@ -87,8 +102,12 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
         part = dict(kv_heads=(1, 2), more=slots)  # the first KV head's query heads keep what they have
         attention_forward(query, key, value, both, into=(out, lse), **part)
         attention_backward_dq(grad_out, query, key, value, lse, row_sums, both, into=grad_query, **part)
-    grads, wide = ([torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32))
-    attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent)))
+    grads, wide = (
+        [torch.empty(tensor.shape, dtype=kind, device=device) for tensor in (key, value)] for kind in (dtype, F32)
+    )
+    attention_backward_dkdv(
+        grad_out, query, key, value, lse, row_sums, *grads, own, exchange.returned(torch.ones_like(sent))
+    )
     attention_backward_dkdv(grad_out, query, key, value, lse, row_sums, *wide, own)  # as with `all_gather`
     # A whole backward over placed keys, as with `all_gather`: on Hopper other kernels than those of the parts at small
     # head dims.

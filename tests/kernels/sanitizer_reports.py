@@ -34,7 +34,11 @@ def reports(log: str) -> list[str]:
 def unexplained(log: str, tool: str, backend: str, explained: list[dict]) -> list[str]:
     """Reports that no entry explains. An entry has tool, backend, report (a regular expression for the whole report)
     and why."""
-    known = [re.compile(entry["report"], re.DOTALL) for entry in explained if (entry["tool"], entry["backend"]) == (tool, backend)]
+    known = [
+        re.compile(entry["report"], re.DOTALL)
+        for entry in explained
+        if (entry["tool"], entry["backend"]) == (tool, backend)
+    ]
     return [report for report in reports(log) if not any(pattern.search(report) for pattern in known)]
 
 
@@ -60,7 +64,9 @@ def main(tool: str, backend: str, path: str) -> int:
     total = len(reports(log))
     print(f"{tool}, {backend}: {total} reports, {len(found)} of them not explained in {EXPLAINED.name}")
     if total >= PRINT_LIMIT:
-        print(f"{tool}, {backend}: the tool prints {PRINT_LIMIT} reports at most, and may have left out others; give it fewer cases (--only)")
+        print(
+            f"{tool}, {backend}: the tool prints {PRINT_LIMIT} reports at most, and may have left out others; give it fewer cases (--only)"
+        )
         return 1
     return int(bool(found))
 

@@ -21,7 +21,9 @@ def measure(*arguments, **environment):
     interpreter."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
-    done = subprocess.run([sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
     return result["triton"], result["found"]
@@ -66,7 +68,9 @@ def keeps_to_the_list(release, found, of_list):
     --write`."""
     committed = json.loads(COMMITTED.read_text())
     if release not in committed:
-        pytest.skip(f"{COMMITTED.name} has no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write")
+        pytest.skip(
+            f"{COMMITTED.name} has no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write"
+        )
     listed = {name: needs for name, needs in committed[release].items() if of_list(name)}
     assert set(found) == set(listed), "the list is of other kernels"
     for name, needs in found.items():
@@ -90,7 +94,9 @@ def portable(names):
 
 def test_the_list_has_the_same_kernels_for_every_triton(compiled):
     for release, listed in json.loads(COMMITTED.read_text()).items():
-        assert portable(listed) == portable(compiled[1]), f"Triton {release}: take it down anew, see tests/kernels/compile_kernels.py"
+        assert portable(listed) == portable(compiled[1]), (
+            f"Triton {release}: take it down anew, see tests/kernels/compile_kernels.py"
+        )
 
 
 def test_gluon_kernels_compile(gluon):
@@ -99,5 +105,8 @@ def test_gluon_kernels_compile(gluon):
     _, found = gluon
     for kernel in ("forward", "backward", "grad-query"):
         for variant in ("", "-packed", "-mask", "-own", "-slots"):
-            assert f"sm90-hopper-{kernel}-128-bf16{variant}" in found and f"sm90-hopper-wide-{kernel}-256-bf16{variant}" in found
+            assert (
+                f"sm90-hopper-{kernel}-128-bf16{variant}" in found
+                and f"sm90-hopper-wide-{kernel}-256-bf16{variant}" in found
+            )
     assert {name: needs["shared"] for name, needs in found.items() if needs["shared"] > LIMITS[90]} == {}

@@ -58,7 +58,9 @@ def tiles(request, monkeypatch):
         table = chosen(*arguments)
         if request.param == "heads":
             return table
-        return table._replace(**{name: getattr(table, name)._replace(pack=False, persistent=False) for name in ("forward", "grad_query")})
+        return table._replace(
+            **{name: getattr(table, name)._replace(pack=False, persistent=False) for name in ("forward", "grad_query")}
+        )
 
     monkeypatch.setattr(hopper, "hopper_tiles_for", forced)
     if request.param == "sequence":
@@ -72,7 +74,9 @@ def in_parts(monkeypatch):
 
     found, choose = [], hopper._Call._parts
     monkeypatch.setattr(hopper, "PART_STEPS", 4)
-    monkeypatch.setattr(hopper._Call, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0])
+    monkeypatch.setattr(
+        hopper._Call, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0]
+    )
     yield
     assert any(found)
 
@@ -81,7 +85,17 @@ def check(pattern, dim=128, dtype=BF16, length=1028, form="sbhd", batch=1, **opt
     inputs, grad_lse = make_inputs(pattern, length, dim, dtype, "cuda", batch, form=form)
     mask = token_mask(pattern, length, "cuda")
     for deterministic in (False, True):
-        check_against_eager(inputs, grad_lse, pattern, form, mask, 2 * dim**-0.5, backend="gluon", deterministic=deterministic, **options)
+        check_against_eager(
+            inputs,
+            grad_lse,
+            pattern,
+            form,
+            mask,
+            2 * dim**-0.5,
+            backend="gluon",
+            deterministic=deterministic,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
@@ -225,8 +239,15 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, device), 0.2
     own = torch.tensor(plan.query_blocks, device=device)
     rows = (own[:, None] * 64 + torch.arange(64, device=device)).reshape(-1)
-    where = [(group, block, slot) for group, row in enumerate(plan.remote_slot) for block, slot in enumerate(row) if slot >= 0]
-    buffer = torch.full((len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype)
+    where = [
+        (group, block, slot)
+        for group, row in enumerate(plan.remote_slot)
+        for block, slot in enumerate(row)
+        if slot >= 0
+    ]
+    buffer = torch.full(
+        (len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype
+    )
     for group, block, slot in where:
         for part, tensor in enumerate((key, value)):
             buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
@@ -280,12 +301,23 @@ def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
     elif kind == "dense heads":
         pattern = pattern_of(PAPER, 64, 8, 4, dense_heads=[1])
     else:
-        pattern = pattern_of({"several": RANGES["several"], "uneven": ((2, 1), (5, 3), (None, 4))}.get(kind, PAPER), 64, 8, 4,
-                             "query" if kind == "query" else "kv")
+        pattern = pattern_of(
+            {"several": RANGES["several"], "uneven": ((2, 1), (5, 3), (None, 4))}.get(kind, PAPER),
+            64,
+            8,
+            4,
+            "query" if kind == "query" else "kv",
+        )
     inputs, _ = make_inputs(pattern, n_blocks * 64, dim, dtype, device, 2, form="sbhd")
     length, nothing = n_blocks * 64, torch.zeros(2, pattern.num_heads, n_blocks * 64, device=device)
     views = [tensor.permute(1, 2, 0, 3) for tensor in inputs]
-    truth = eager(*(tensor.double() for tensor in views[:3]), token_mask(pattern, length, device), 0.2, views[3].double(), nothing.double())
+    truth = eager(
+        *(tensor.double() for tensor in views[:3]),
+        token_mask(pattern, length, device),
+        0.2,
+        views[3].double(),
+        nothing.double(),
+    )
     one_call = run_op(inputs, nothing, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
     mine = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in one_call]
     for rank in range(size):
@@ -299,7 +331,9 @@ def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
         assert error <= allowed, f"{name}: {error / expected.norm():.2e} > {allowed / expected.norm():.2e}"
 
 
-@pytest.mark.parametrize("ways", list(product(["paper", "window", "several", "dense", "query"], [False, True])), ids=str)
+@pytest.mark.parametrize(
+    "ways", list(product(["paper", "window", "several", "dense", "query"], [False, True])), ids=str
+)
 @pytest.mark.parametrize("dim", [128, 256])
 def test_packed(dim, ways, tiles):
     kind, padded = ways
@@ -308,7 +342,9 @@ def test_packed(dim, ways, tiles):
     slots = [(length + 99) // 64 * 64 for length in lengths] if padded else None
     inputs, grad_lse, packed, mask = packed_case(pattern, lengths, slots, dim, BF16, "cuda", extra=7)
     for deterministic in (False, True):
-        check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=deterministic)
+        check_against_eager(
+            inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=deterministic
+        )
 
 
 @pytest.mark.parametrize("kind", ["paper", "window"])
@@ -327,7 +363,9 @@ def check_documents(deterministic, dim, kind, device, dtype):
     for start, length in zip(starts, lengths):
         inside[start : start + length] = True
     packed = PackedSequence(
-        torch.tensor([0, 130, 380, 902], dtype=torch.int32, device=device), 522, torch.tensor(starts, dtype=torch.int32, device=device)
+        torch.tensor([0, 130, 380, 902], dtype=torch.int32, device=device),
+        522,
+        torch.tensor(starts, dtype=torch.int32, device=device),
     )
     results = []
     for filler in (0.0, float("nan")):
@@ -335,9 +373,19 @@ def check_documents(deterministic, dim, kind, device, dtype):
         for tensor in (query, key, value, grad):
             tensor[~inside] = filler
         query, key, value = (tensor.requires_grad_() for tensor in (query, key, value))
-        out = s2_attention(query, key, value, build_layout(pattern, device), tensor_format="thd", packed=packed, backend="gluon",
-                           deterministic=deterministic)
-        results.append([tensor[inside] for tensor in (out.detach(), *torch.autograd.grad(out, (query, key, value), grad))])
+        out = s2_attention(
+            query,
+            key,
+            value,
+            build_layout(pattern, device),
+            tensor_format="thd",
+            packed=packed,
+            backend="gluon",
+            deterministic=deterministic,
+        )
+        results.append(
+            [tensor[inside] for tensor in (out.detach(), *torch.autograd.grad(out, (query, key, value), grad))]
+        )
     for clean, poisoned in zip(*results):
         assert torch.isfinite(poisoned).all()
         assert (clean.double() - poisoned.double()).norm() <= 1e-2 * clean.double().norm()
@@ -373,7 +421,12 @@ def test_what_they_do_not_compute_is_said(capfd, monkeypatch):
         s2_attention(*(tensor[:, 0] for tensor in tensors), mask, tensor_format="thd", packed=packed, backend="gluon")
     layout = build_layout(pattern_of(PAPER, 64, 2, 2), "cuda")
     with pytest.raises(ValueError, match="placed by blocks without their pattern"):
-        s2_attention(*(tensor[:256] for tensor in tensors), layout, placement=Placement.make(range(4), 4, device="cuda"), backend="gluon")
+        s2_attention(
+            *(tensor[:256] for tensor in tensors),
+            layout,
+            placement=Placement.make(range(4), 4, device="cuda"),
+            backend="gluon",
+        )
     s2_attention(*[tensor.float() for tensor in tensors], layout)
     assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
 
@@ -384,7 +437,9 @@ def test_deterministic_repeats_are_equal_bit_for_bit(dim):
     inputs, grad_lse = make_inputs(pattern, 4096, dim, BF16, "cuda", form="sbhd")
     first = run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
     for _ in range(20):
-        for name, one, two in zip(first._fields, first, run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)):
+        for name, one, two in zip(
+            first._fields, first, run_op(inputs, grad_lse, pattern, "sbhd", 0.2, backend="gluon", deterministic=True)
+        ):
             assert torch.equal(one, two), name
 
 
@@ -398,9 +453,13 @@ def test_calls_that_leave_triton_out_are_equal_bit_for_bit(dim, dtype):
     for form, length, seed in product(("sbhd", "bshd"), (1000, 1024), range(3)):
         torch.manual_seed(seed)
         batch, rows = (2, length) if form == "bshd" else (length, 2)
-        query, key, value = (torch.randn(batch, rows, heads, dim, device="cuda", dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
+        query, key, value = (
+            torch.randn(batch, rows, heads, dim, device="cuda", dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
+        )
         found = []
         for layout in (kept, build_layout(pattern, "cuda")):
-            out, lse = s2_attention(query, key, value, layout, tensor_format=form, backend="gluon", deterministic=True, return_lse=True)
+            out, lse = s2_attention(
+                query, key, value, layout, tensor_format=form, backend="gluon", deterministic=True, return_lse=True
+            )
             found.append((out, lse, *torch.autograd.grad(out.float().sin().sum(), (query, key, value))))
         assert all(torch.equal(one, two) for one, two in zip(*found)), (form, length, seed)

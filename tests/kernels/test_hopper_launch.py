@@ -69,7 +69,11 @@ class Triton:
 def same(one, two) -> bool:
     """Whether two arguments are the same tensor, boxes of the same tensor, or equal numbers."""
     if isinstance(one, TensorDescriptor):
-        return one.base is two.base and (one.shape, one.strides, one.block_shape) == (two.shape, two.strides, two.block_shape)
+        return one.base is two.base and (one.shape, one.strides, one.block_shape) == (
+            two.shape,
+            two.strides,
+            two.block_shape,
+        )
     return one is two if isinstance(one, torch.Tensor) else one == two
 
 
@@ -93,7 +97,9 @@ def started(monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(launch, "GLUON", triton.__version__)
-    monkeypatch.setattr(portable, "launch_delta", lambda *args: None)  # portable kernels run slowly here, and are not what is tested
+    monkeypatch.setattr(
+        portable, "launch_delta", lambda *args: None
+    )  # portable kernels run slowly here, and are not what is tested
     monkeypatch.setattr(hopper, "s2_scale_kernel", defaultdict(lambda: lambda *args, **kwargs: None))
     return found
 
@@ -134,14 +140,18 @@ class Case:
         rows, batch, heads, dim = query.shape
         out = torch.zeros(rows, batch, heads, dim + wider)[..., :dim]
         lse = torch.zeros(batch * heads * rows + shift)[shift:].view(batch, heads, rows)
-        attention_forward(query, key, value, self.call(), (out, lse), into=(torch.empty(query.shape), empty_lse(query, "sbhd")))
+        attention_forward(
+            query, key, value, self.call(), (out, lse), into=(torch.empty(query.shape), empty_lse(query, "sbhd"))
+        )
 
     def own_keys(self, query, key, value, dtype, slots=0):
         """dK and dV of placed keys, `slots` of which come back."""
         order = torch.arange(9, dtype=torch.int32).clamp(max=slots)
         returned = (torch.randn(max(1, slots), 64, 2, 1, key.shape[3]).to(key.dtype), order, order) if slots else None
         grads, sums = (torch.empty(key.shape, dtype=dtype) for _ in range(2)), torch.zeros(1, 4, query.shape[0])
-        attention_backward_dkdv(query, query, key, value, sums, sums, *grads, self.call(placement=self.placement), returned)
+        attention_backward_dkdv(
+            query, query, key, value, sums, sums, *grads, self.call(placement=self.placement), returned
+        )
 
     def two_tensors(self, query, key, value, **heads):
         """Forward and dQ over placed keys and eight slots."""
@@ -208,4 +218,9 @@ def test_what_has_been_launched_can_be_copied(started):
     CALLS["own keys"](case)
     (kept,) = case.placement.steps.kept.values()
     twin = copy.deepcopy(kept)
-    assert twin.grid == kept.grid and twin.arguments.keys() == kept.arguments.keys() and kept._compiled and not twin._compiled
+    assert (
+        twin.grid == kept.grid
+        and twin.arguments.keys() == kept.arguments.keys()
+        and kept._compiled
+        and not twin._compiled
+    )

@@ -10,7 +10,9 @@ from s2_megatron.ops.layout import Placement, build_layout
 
 def parts_of(pattern, rows, batch=1, dim=128):
     """(columns of a unit in parts, steps of a part, most parts of a column) of a launch."""
-    query, key = (torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads))
+    query, key = (
+        torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads)
+    )
     call = hopper._Call(query, key, key, build_layout(pattern), None)
     arguments = call.key_tiles().arguments
     n_split, part_steps = arguments.get("n_split", 0), arguments.get("part_steps", 0)
@@ -39,7 +41,13 @@ def test_few_long_columns_are_divided(monkeypatch):
         (8, 1, 128, 1, 192, (0, 0, 1)),
     ]
     for heads, kv_heads, length, batch, dim, expected in divided:
-        assert parts_of(s2_pattern(heads, kv_heads), length * 1024, batch, dim) == expected, (heads, kv_heads, length, batch, dim)
+        assert parts_of(s2_pattern(heads, kv_heads), length * 1024, batch, dim) == expected, (
+            heads,
+            kv_heads,
+            length,
+            batch,
+            dim,
+        )
     assert parts_of(s2_pattern(8, 1, ((16, 1),)), 128 * 1024) == (0, 0, 1), "a window has no long columns"
 
 

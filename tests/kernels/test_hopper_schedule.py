@@ -58,13 +58,17 @@ def visited(low, pack, n_ranges):
             elif step <= masked_steps:
                 wanted = marks >> (4 * (step - 1) + 2 + half)
                 keep = wanted & 1, wanted & 4
-                assert all(wanted_block or block < low for block, wanted_block in zip(blocks, keep)), "a filler behind the document"
+                assert all(wanted_block or block < low for block, wanted_block in zip(blocks, keep)), (
+                    "a filler behind the document"
+                )
             else:
                 keep = True, True
             if step <= masked_steps:  # what the kernels with a block a stage have instead
                 words = [SCHEDULE.block_word(marks, 2 * step + place, pack) for place in (0, 1)]
                 assert [bool(word >> half & 1) for word in words] == [bool(wanted_block) for wanted_block in keep]
-                assert [bool(word >> 2 + half & 1) for word in words] == [step == 0 and place == half * (1 - pack) for place in (0, 1)]
+                assert [bool(word >> 2 + half & 1) for word in words] == [
+                    step == 0 and place == half * (1 - pack) for place in (0, 1)
+                ]
             seen[half].update(block for block, wanted_block in zip(blocks, keep) if wanted_block)
     return seen
 
@@ -90,7 +94,10 @@ def key_walk(monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
-        query, key = torch.empty(batch, pattern.num_heads, query_rows, 64), torch.empty(batch, pattern.num_kv_heads, key_rows, 64)
+        query, key = (
+            torch.empty(batch, pattern.num_heads, query_rows, 64),
+            torch.empty(batch, pattern.num_kv_heads, key_rows, 64),
+        )
         arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles().arguments
         take = on_memory(arguments)
         tiles = []
@@ -98,19 +105,31 @@ def key_walk(monkeypatch):
         def load_keys(*given):
             count, batch, kv_head, token, length, first, second, present, link, *_ = given[6:]
             assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
-            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link))
+            tiles.append(
+                SimpleNamespace(
+                    batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link
+                )
+            )
             return count + 1
 
         def load_queries(word, count, *given):
-            assert given[10:14] == (tiles[-1].batch, tiles[-1].kv_head, 0, query_rows) and count == sum(len(tile.words) for tile in tiles)
+            assert given[10:14] == (tiles[-1].batch, tiles[-1].kv_head, 0, query_rows) and count == sum(
+                len(tile.words) for tile in tiles
+            )
             tiles[-1].words.append(word)
             return count + 1
 
-        produce = plain_functions(hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries).produce
-        columns = take("counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
-                       "order_ptr documents_ptr distance_ptr")
+        produce = plain_functions(
+            hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries
+        ).produce
+        columns = take(
+            "counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
+            "order_ptr documents_ptr distance_ptr"
+        )
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take(
+            "heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES"
+        )
         produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
         found, tiles = joined(tiles, arguments) if arguments["SPLIT"] else tiles, []
 
@@ -124,7 +143,9 @@ def key_walk(monkeypatch):
         take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles().arguments)
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES")
+        flags = take(
+            "heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES"
+        )
         produce = plain_functions(hopper_wide_backward_loads, load_pass=load_pass, load_queries=load_queries).produce
         produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, *flags)
         check_passes(tiles, found)
@@ -166,10 +187,16 @@ def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
                 if word >> half & 1:
                     seen[tile.batch, tile.kv_head * ratio + member, row, block] += 1
                 assert bool(word >> 2 + half & 1) == (bool(word >> half & 1) and block == query_blocks[row])
-    assert blocks == Counter((batch, head, block) for batch in range(batches) for head, row in enumerate(block_in) for block in row.values())
+    assert blocks == Counter(
+        (batch, head, block) for batch in range(batches) for head, row in enumerate(block_in) for block in row.values()
+    )
     expected = Counter()
     for head, (row, query_block) in product(range(pattern.num_heads), enumerate(query_blocks)):
-        attended = [block for block in pattern.key_blocks(head, query_block).tolist() if slot_of_block[head // ratio][block] >= 0]
+        attended = [
+            block
+            for block in pattern.key_blocks(head, query_block).tolist()
+            if slot_of_block[head // ratio][block] >= 0
+        ]
         expected.update((batch, head, row, block) for batch in range(batches) for block in attended)
     assert seen == expected
 
@@ -189,7 +216,9 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
         n_blocks = random.randint(1, 40)
         rows = 64 * n_blocks - random.choice((0, 1, 63))
         tiles, arguments = key_walk(pattern, rows, rows, batches)
-        assert arguments["MIXED"] == any(len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio))
+        assert arguments["MIXED"] == any(
+            len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio)
+        )
         check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
         split += arguments["n_split"] > 0
         if not arguments["MIXED"]:
@@ -205,7 +234,9 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
     """Two columns of a program one behind the other: down from the end of the sequence, then up to it, with all others
     at every step."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
-    pattern = RangePattern(64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio)))
+    pattern = RangePattern(
+        64, 3, tuple(HeadPattern(((4, 1), (None, 4)), offset) for offset in (0, 1, 3) for _ in range(ratio))
+    )
     tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
     assert arguments["fold"] == 1 and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
     for head in range(3):
@@ -236,7 +267,14 @@ def test_key_tiles_of_block_masks(name, part_steps, key_walk, monkeypatch):
     for n_blocks in (1, 2, 15, 32):
         rows = 64 * n_blocks - 17
         tiles, arguments = key_walk(PATTERNS[name], rows, rows, 2)
-        check_listed(tiles, arguments, PATTERNS[name], 2, range(n_blocks), np.tile(np.arange(n_blocks), (PATTERNS[name].num_kv_heads, 1)))
+        check_listed(
+            tiles,
+            arguments,
+            PATTERNS[name],
+            2,
+            range(n_blocks),
+            np.tile(np.arange(n_blocks), (PATTERNS[name].num_kv_heads, 1)),
+        )
 
 
 @pytest.mark.parametrize("more_slots", [0, 3])
@@ -256,7 +294,9 @@ def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monk
     assert (split > 0) == (part_steps == 2)
 
 
-@pytest.fixture(params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"])
+@pytest.fixture(
+    params=list(product([False, True], [False, True])), ids=["forward", "forward-single", "dq", "dq-single"]
+)
 def query_walk(request, monkeypatch):
     """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as
     its loading warp goes through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot,
@@ -265,7 +305,10 @@ def query_walk(request, monkeypatch):
     grad, single = request.param
 
     def walk(pattern, pack, query_rows, key_rows, placement=None):
-        query, key = torch.empty(2, pattern.num_heads, query_rows, 64), torch.empty(2, pattern.num_kv_heads, key_rows, 64)
+        query, key = (
+            torch.empty(2, pattern.num_heads, query_rows, 64),
+            torch.empty(2, pattern.num_kv_heads, key_rows, 64),
+        )
         call = hopper._Call(query, key, key, build_layout(pattern), None, placement)
         launches = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
         programs, arguments = launches.grid[0], launches.arguments
@@ -279,7 +322,9 @@ def query_walk(request, monkeypatch):
             tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
             return len(tiles)
 
-        def load_blocks(sources, part, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest):
+        def load_blocks(
+            sources, part, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest
+        ):
             desc = sources[part]
             assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
             assert with_word == (desc == "K") and count == sum(name == desc for name, _ in loads) and rest[-1] == single
@@ -296,13 +341,19 @@ def query_walk(request, monkeypatch):
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
             tiles.clear(), loads.clear()
-            functions.produce("Q", "KV", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single)
+            functions.produce(
+                "Q", "KV", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single
+            )
             check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
         for tile in everything:
             assert len(tile.blocks) % 2 == 0
-            tile.steps = [(*slots, first + (second << 4)) for (*slots, first, second) in (
-                (a[0], b[0], a[1], b[1]) for a, b in zip(tile.blocks[::2], tile.blocks[1::2]))]
+            tile.steps = [
+                (*slots, first + (second << 4))
+                for (*slots, first, second) in (
+                    (a[0], b[0], a[1], b[1]) for a, b in zip(tile.blocks[::2], tile.blocks[1::2])
+                )
+            ]
         return everything
 
     return walk
@@ -363,14 +414,23 @@ def test_listed_query_tiles_of_placed_blocks(name, place, pack, query_walk):
     pattern = PATTERNS[name]
     query_blocks, key_slot, n_blocks, n_slots = placements(pattern)[place]
     placement = Placement.make(query_blocks, n_blocks, key_slot, pattern=pattern)
-    check_masks(query_walk(pattern, pack, 64 * len(query_blocks), 64 * n_slots, placement), pattern, pack, query_blocks, key_slot)
+    check_masks(
+        query_walk(pattern, pack, 64 * len(query_blocks), 64 * n_slots, placement),
+        pattern,
+        pack,
+        query_blocks,
+        key_slot,
+    )
 
 
 def test_columns_of_programs():
     """Every column of every unit once; the long ones of all units first."""
     for n_long, n_rest, head_group, groups in product((1, 2, 5), (0, 1, 7), (1, 2, 4), (1, 3)):
         units = head_group * groups
-        programs = [SCHEDULE.column_of_program(index, n_long, n_rest, units, head_group) for index in range((n_long + n_rest) * units)]
+        programs = [
+            SCHEDULE.column_of_program(index, n_long, n_rest, units, head_group)
+            for index in range((n_long + n_rest) * units)
+        ]
         assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
         columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
@@ -383,7 +443,9 @@ def test_keys_and_values_share_their_rows_together():
     shared = tensor[:, :1].expand(1, 2, 128, 64)
     for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
         reason = hopper.refusal(tensor, key, value, layout, None, None, None)
-        assert (reason is None) == (key is value) and "only one of key and value" in (reason or "only one of key and value")
+        assert (reason is None) == (key is value) and "only one of key and value" in (
+            reason or "only one of key and value"
+        )
 
 
 def test_the_quotient_is_exact():

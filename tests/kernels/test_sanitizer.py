@@ -52,7 +52,12 @@ def test_reports_are_found():
 
 
 def test_only_what_is_explained_may_be_reported():
-    entry = {"tool": "racecheck", "backend": "gluon", "report": r"s2_forward_hopper.*hopper\.py:2", "why": "an mbarrier orders them"}
+    entry = {
+        "tool": "racecheck",
+        "backend": "gluon",
+        "report": r"s2_forward_hopper.*hopper\.py:2",
+        "why": "an mbarrier orders them",
+    }
     assert [report.split()[0] for report in unexplained(RACE, "racecheck", "gluon", [entry])] == ["Error:"]
     assert len(unexplained(RACE, "racecheck", "triton", [entry])) == 2, "explained for another backend"
     assert unexplained(INVALID, "memcheck", "triton", [entry])
@@ -78,8 +83,10 @@ def test_barriers_explain_what_two_warp_groups_do(kind, reader, writer, explaine
 
 
 def test_equal_reports_are_of_one_kind():
-    texts = [HAZARD.format(kind="WAR", address=address, block=block, reader=reader, writer=450)
-             for address, block, reader in (("0x24660", 1, 94), ("0x1", 2, 95), ("0x1", 2, 96))]
+    texts = [
+        HAZARD.format(kind="WAR", address=address, block=block, reader=reader, writer=450)
+        for address, block, reader in (("0x24660", 1, 94), ("0x1", 2, 95), ("0x1", 2, 96))
+    ]
     kinds = [kind_of(report) for text in texts for report in reports(text)]
     assert kinds[0] == kinds[1] != kinds[2]
 

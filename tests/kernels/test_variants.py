@@ -17,9 +17,27 @@ from tests.conftest import HAS_GPU
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
 FIRST = {  # variants that a first packed batch takes: the portable forward and dQ are two variants of one kernel
     "triton": {"query": 2, "delta": 1, "dkdv": 1},
-    "gluon": {"query": 0, "delta": 2, "dkdv": 0, "forward": 1, "backward": 2, "grad_query": 1, "scale": 1, "documents": 2},
-    "gluon 192": {"query": 0, "delta": 1, "dkdv": 0, "wide_forward": 1, "wide_backward": 1, "wide_grad_query": 1, "documents": 2},
+    "gluon": {
+        "query": 0,
+        "delta": 2,
+        "dkdv": 0,
+        "forward": 1,
+        "backward": 2,
+        "grad_query": 1,
+        "scale": 1,
+        "documents": 2,
+    },
+    "gluon 192": {
+        "query": 0,
+        "delta": 1,
+        "dkdv": 0,
+        "wide_forward": 1,
+        "wide_backward": 1,
+        "wide_grad_query": 1,
+        "documents": 2,
+    },
 }
+
 
 @pytest.fixture(scope="module", params=FIRST)
 def counted(request):
@@ -30,7 +48,13 @@ def counted(request):
         pytest.skip(f"Triton {triton.__version__}: the kernels for Hopper are written for {GLUON}x")
     script = Path(__file__).with_name("kernel_variants.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, str(script), *request.param.split()], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(script), *request.param.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return request.param, json.loads(done.stdout.splitlines()[-1])
 
@@ -42,4 +66,6 @@ def test_variants_stay_those_of_the_first_batch(kind, counted):
     later = {kernel: numbers for kernel, numbers in found[kind].items() if numbers[0] != numbers[1]}
     assert not later, "kernel: [variants after the first batch, after all]"
     if kind == "packed":
-        assert {kernel: numbers[0] for kernel, numbers in found[kind].items() if numbers[0] or kernel in FIRST[backend]} == FIRST[backend]
+        assert {
+            kernel: numbers[0] for kernel, numbers in found[kind].items() if numbers[0] or kernel in FIRST[backend]
+        } == FIRST[backend]
