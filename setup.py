@@ -30,6 +30,7 @@ setup(
         "s2_megatron.context_parallel",
         "s2_megatron.megatron",
         "s2_megatron.tools",
+        "s2_megatron.testing",
     ],
     py_modules=["pretrain_gpt_s2"],
     install_requires=[

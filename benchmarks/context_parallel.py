@@ -5,7 +5,7 @@ sent.
     --json cp4.json
     python benchmarks/context_parallel.py --predict 8 --from benchmarks/results/h200_cp2.json      # no GPU needed
 
-First every exchange is checked against fp64 on a short sequence (tests/context_parallel/check.py); a wrong one is not
+First every exchange is checked against fp64 on a short sequence (s2_megatron/testing/context_parallel_check.py); a wrong one is not
 timed. Then, per length:
 
 sent       MiB that the busiest rank gives to its collectives, or copies, in forward and backward, counted there; plan: what was planned;
@@ -59,8 +59,8 @@ from s2_megatron.context_parallel.transport import count_traffic
 from s2_megatron.ops.api import resolve_backend, s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
-from tests.context_parallel.cases import Case
-from tests.context_parallel.check import IN_PARTS, check_case, is_right
+from s2_megatron.testing.context_parallel_cases import Case
+from s2_megatron.testing.context_parallel_check import IN_PARTS, check_case, is_right
 
 MIB = 2**20
 LINK_BYTES = 2**16  # in place of an exchange

@@ -11,7 +11,7 @@ from benchmarks.cases import Case, Tensors
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.checks import canonical_view
 from s2_megatron.ops.layout import Placement, build_layout
-from tests.oracle import check_against_eager, packed_mask, token_mask
+from s2_megatron.testing.oracle import check_against_eager, packed_mask, token_mask
 
 SHORT = 2065  # tokens: whole blocks and a piece
 # Norm-wise error of sampled rows against the reference in fp32: about three times what rounding of inputs to matmuls

@@ -4,8 +4,8 @@ what it computes."""
 import torch
 
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.testing.oracle import make_inputs, random_mask
 from tests.ops.test_attention import PAPER, UNEVEN, pattern_of
-from tests.oracle import make_inputs, random_mask
 
 FORMS = ("sbhd", "bshd", "bhsd", "thd")
 KINDS = (*FORMS, "padded", "mask", "uneven", "placed", "ending")

@@ -10,11 +10,24 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from s2_megatron.kernels.hopper.backward_loads import produce
 from s2_megatron.kernels.hopper.columns import query_block_of
-from s2_megatron.kernels.hopper.memory import add_returned, clear_rows, known_lse, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper.memory import (
+    add_returned,
+    clear_rows,
+    known_lse,
+    receive_plan,
+    receive_word,
+    store_rows,
+)
 from s2_megatron.kernels.hopper.parts import add_parts, is_last
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E
 

@@ -5,9 +5,22 @@ Programs are persistent: the queries of the next tile are loaded during this one
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from s2_megatron.kernels.hopper.memory import clear_behind, load_rows, receive_plan, receive_word, store_rows, tile_memory
+from s2_megatron.kernels.hopper.memory import (
+    clear_behind,
+    load_rows,
+    receive_plan,
+    receive_word,
+    store_rows,
+    tile_memory,
+)
 from s2_megatron.kernels.hopper.query_loads import produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, block_word, word_mask
 

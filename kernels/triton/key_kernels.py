@@ -6,7 +6,15 @@ sums are in a fixed order and without atomics, so the result is bitwise repeatab
 import triton
 import triton.language as tl
 
-from s2_megatron.kernels.triton.walk import LENGTHS, LOG2E, SCALAR_TABLES, find_document, inner_products, load_range, load_rows
+from s2_megatron.kernels.triton.walk import (
+    LENGTHS,
+    LOG2E,
+    SCALAR_TABLES,
+    find_document,
+    inner_products,
+    load_range,
+    load_rows,
+)
 
 
 @triton.jit

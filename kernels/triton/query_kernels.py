@@ -2,7 +2,15 @@
 import triton
 import triton.language as tl
 
-from s2_megatron.kernels.triton.walk import LENGTHS, LN2, LOG2E, SCALAR_TABLES, find_document, load_rows, walk_query_tile
+from s2_megatron.kernels.triton.walk import (
+    LENGTHS,
+    LN2,
+    LOG2E,
+    SCALAR_TABLES,
+    find_document,
+    load_rows,
+    walk_query_tile,
+)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from s2_megatron.kernels import tiles
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
-from tests import oracle
+from s2_megatron.testing import oracle
 
 
 def flags(*arguments):

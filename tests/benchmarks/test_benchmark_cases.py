@@ -15,7 +15,7 @@ from benchmarks.cases import Case, as_table, block_lists, coarsen, equal_pairs, 
 from benchmarks.gate import short_case
 from benchmarks.suites import s2_pattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
-from tests.oracle import token_mask
+from s2_megatron.testing.oracle import token_mask
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -22,7 +22,7 @@ from benchmarks.predict import Layer, explained, predict
 from s2_megatron.context_parallel.copies import Arena
 from s2_megatron.context_parallel.plan import zigzag_blocks
 from s2_megatron.context_parallel.transport import Route
-from tests.context_parallel.check import is_right
+from s2_megatron.testing.context_parallel_check import is_right
 
 RIGHT = dict(out=1.0, dq=1.0, dk=1.9, dv=1.0, repeats=True, bytes=True, waited="")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from s2_megatron.context_parallel.sparse import SparseState
-from tests.context_parallel.check import blocks_in_parts, line_of
+from s2_megatron.testing.context_parallel_check import blocks_in_parts, line_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": True, "waited": ""}
@@ -26,7 +26,7 @@ def checked():
 
     def run(flags):
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command = [*launch, "-m", "tests.context_parallel.check", *flags.split()]
+        command = [*launch, "-m", "s2_megatron.testing.context_parallel_check", *flags.split()]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         return done.returncode, done.stdout + done.stderr[-3000:]
 

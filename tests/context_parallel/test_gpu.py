@@ -22,7 +22,7 @@ def test_errors_are_those_of_one_gpu(ranks, transport, dtype, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*launch, "-m", "tests.context_parallel.check", "--dtypes", dtype, "--transport", transport]
+    command = [*launch, "-m", "s2_megatron.testing.context_parallel_check", "--dtypes", dtype, "--transport", transport]
     command += ["--comm-types", "sparse"] if transport == "copies" else []
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from s2_megatron.context_parallel.attention import COMM_TYPES
-from tests.context_parallel.cases import CASES
+from s2_megatron.testing.context_parallel_cases import CASES
 
 RANKS = (2, 4, 8)
 NAMES = ("out", "dq", "dk", "dv")

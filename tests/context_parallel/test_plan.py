@@ -35,7 +35,7 @@ from s2_megatron.ops import layout
 from s2_megatron.ops.layout import Placement
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
-from tests.context_parallel.cases import CASES
+from s2_megatron.testing.context_parallel_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -31,7 +31,7 @@ from s2_megatron.context_parallel.exchange import BlockExchange, cut_order
 from s2_megatron.context_parallel.transport import all_gather, count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
-from tests.context_parallel.cases import CASES, Case, ranges
+from s2_megatron.testing.context_parallel_cases import CASES, Case, ranges
 from tests.context_parallel.shared_arena import SharedArenas
 
 NAMES = ("out", "dq", "dk", "dv")

@@ -16,6 +16,7 @@ from s2_megatron.ops import api as attention
 from s2_megatron.ops.api import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask
 from tests.conftest import HAS_GPU
 from tests.gluon_emulator.emulator import Machine
 from tests.kernels.test_hopper import (
@@ -27,7 +28,6 @@ from tests.kernels.test_hopper import (
     tiles,  # noqa: F401 (a fixture)
 )
 from tests.ops.test_attention import packed_case, pattern_of, random_mask
-from tests.oracle import check_against_eager, make_inputs, token_mask
 
 F16 = torch.float16
 pytestmark = [

@@ -31,9 +31,9 @@ from s2_megatron.ops.api import (
     s2_attention,
 )
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.testing.oracle import make_inputs, random_mask
 from tests.calls import KINDS, computes, make_call, results
 from tests.ops.test_attention import PAPER, pattern_of
-from tests.oracle import make_inputs, random_mask
 
 BF16, F32 = torch.bfloat16, torch.float32
 # name: (kind, length, block, head dim, dtype). Lengths end in the middle of tiles, so that a mask that is missing

@@ -19,8 +19,8 @@ from s2_megatron.ops.api import (
 )
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.testing.oracle import check_against_eager, eager, make_inputs, random_mask, run_op, token_mask
 from tests.ops.test_attention import packed_case, pattern_of
-from tests.oracle import check_against_eager, eager, make_inputs, random_mask, run_op, token_mask
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [

@@ -7,8 +7,8 @@ import torch
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern
+from s2_megatron.testing.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask
 from tests.ops.test_attention import PAPER, SEVERAL, UNEVEN, WINDOW, packed_case, pattern_of
-from tests.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nan_scratch")]
 HEAD_DIMS = (32, 48, 64, 80, 96, 128, 160, 192, 256)

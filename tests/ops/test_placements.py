@@ -11,8 +11,8 @@ from s2_megatron.ops.api import (
 )
 from s2_megatron.ops.autograd import _put_together, _taken_apart
 from s2_megatron.ops.layout import Placement, build_layout
+from s2_megatron.testing.oracle import make_inputs, random_mask, run_op
 from tests.ops.test_attention import BACKENDS, F32, GOOD, PAPER, UNEVEN, pattern_of
-from tests.oracle import make_inputs, random_mask, run_op
 
 pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch")]
 

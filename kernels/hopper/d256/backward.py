@@ -4,11 +4,24 @@ same 64 keys. Both compute S^T, so that there are five products a step instead o
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from s2_megatron.kernels.hopper.columns import query_block_of
 from s2_megatron.kernels.hopper.d256.backward_loads import produce
-from s2_megatron.kernels.hopper.memory import add_returned, clear_rows, known_lse, receive_plan, receive_word, store_rows
+from s2_megatron.kernels.hopper.memory import (
+    add_returned,
+    clear_rows,
+    known_lse,
+    receive_plan,
+    receive_word,
+    store_rows,
+)
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E
 
 

@@ -6,7 +6,13 @@ with P V of the block before.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from s2_megatron.kernels.hopper.forward import softmax_step, start_softmax
 from s2_megatron.kernels.hopper.memory import clear_rows, receive_plan, receive_word, store_rows, tile_memory

@@ -1,7 +1,7 @@
 """Context parallelism on GPUs over NCCL: errors against fp64 beside those of one GPU, bits repeated, bytes counted, no
 waiting for the GPU.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m tests.context_parallel.check --dtypes bf16
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m s2_megatron.testing.context_parallel_check --dtypes bf16
 
     ranks 2, NCCL, NVIDIA H200
     case           dtype     exchange    out      dq       dk       dv       repeats  bytes  waits
@@ -37,7 +37,7 @@ from s2_megatron.context_parallel.transport import count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern
-from tests.context_parallel.cases import Case, block_mask, ranges
+from s2_megatron.testing.context_parallel_cases import Case, block_mask, ranges
 from tests.context_parallel.worker import NAMES, differentiate, inputs, own_rows, tokens_of
 
 FACTOR = 2.0

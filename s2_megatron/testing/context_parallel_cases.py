@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
-from tests.oracle import random_mask
+from s2_megatron.testing.oracle import random_mask
 
 
 class Case(NamedTuple):
