@@ -1,10 +1,12 @@
-"""The cases of context parallelism: a small covering subset of patterns, GQA ratios, batches, layer offsets and comm
-types."""
+"""The cases of context parallelism (a small covering subset of patterns, GQA ratios, batches and layer offsets), their
+inputs, and what is compared of them."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import NamedTuple
+
+import torch
 
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import random_mask
@@ -52,3 +54,32 @@ CASES = {
 # Two tensor-parallel slices: a rank's heads keep the offsets of the whole model.
 WHOLE = ranges(((1, 1), (None, 16)), 4, 16, 16)
 CASES |= {f"tensor-parallel-{rank}": Case(WHOLE.tensor_parallel_slice(rank, 2), 2) for rank in range(2)}
+
+NAMES = ("out", "dq", "dk", "dv")  # what `differentiate` returns
+
+
+def inputs(pattern, tokens, dim, batch, dtype, packed=False):
+    """query, key, value, grad_out of the whole sequence, query to value as strided pieces of one tensor."""
+    generator = torch.Generator().manual_seed(1)
+    heads, groups = pattern.num_heads, pattern.num_kv_heads
+    shape = (tokens,) if packed else (tokens, batch)
+    fused = torch.randn(*shape, heads + 2 * groups, dim, generator=generator, dtype=torch.float64).to(dtype)
+    grad = torch.randn(*shape, heads, dim, generator=generator, dtype=torch.float64).to(dtype)
+    return [*fused.split([heads, groups, groups], -2), grad]
+
+
+def differentiate(tensors, function, *arguments, **options):
+    """[out, dq, dk, dv], detached, of function(query, key, value, *arguments, **options)."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    out = function(*leaves, *arguments, **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+
+def own_rows(tensor, rank, size):
+    """The rows of a tensor of the whole sequence that a rank holds, in Megatron's zigzag order."""
+    chunks = tensor.chunk(2 * size)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def tokens_of(case: Case, size: int) -> int:
+    return 2 * size * case.blocks_a_chunk * case.pattern.block_size

@@ -37,8 +37,16 @@ from s2_megatron.context_parallel.transport import count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.testing.context_parallel_cases import Case, block_mask, ranges
-from tests.context_parallel.worker import NAMES, differentiate, inputs, own_rows, tokens_of
+from s2_megatron.testing.context_parallel_cases import (
+    NAMES,
+    Case,
+    block_mask,
+    differentiate,
+    inputs,
+    own_rows,
+    ranges,
+    tokens_of,
+)
 
 FACTOR = 2.0
 IN_PARTS = "in parts"

@@ -8,10 +8,9 @@ from itertools import pairwise
 import pytest
 
 from s2_megatron.context_parallel.attention import COMM_TYPES
-from s2_megatron.testing.context_parallel_cases import CASES
+from s2_megatron.testing.context_parallel_cases import CASES, NAMES
 
 RANKS = (2, 4, 8)
-NAMES = ("out", "dq", "dk", "dv")
 # Of the largest value of the tensor, in fp64.
 EXACT = 1e-12
 FORMS = [

@@ -31,37 +31,22 @@ from s2_megatron.context_parallel.exchange import BlockExchange, cut_order
 from s2_megatron.context_parallel.transport import all_gather, count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
-from s2_megatron.testing.context_parallel_cases import CASES, Case, ranges
+from s2_megatron.testing.context_parallel_cases import (
+    CASES,
+    NAMES,
+    Case,
+    differentiate,
+    inputs,
+    own_rows,
+    ranges,
+    tokens_of,
+)
 from tests.context_parallel.shared_arena import SharedArenas
-
-NAMES = ("out", "dq", "dk", "dv")
-
-
-def inputs(pattern, tokens, dim, batch, dtype, packed=False):
-    """query, key, value, grad_out of the whole sequence, query to value as strided pieces of one tensor."""
-    generator = torch.Generator().manual_seed(1)
-    heads, groups = pattern.num_heads, pattern.num_kv_heads
-    shape = (tokens,) if packed else (tokens, batch)
-    fused = torch.randn(*shape, heads + 2 * groups, dim, generator=generator, dtype=torch.float64).to(dtype)
-    grad = torch.randn(*shape, heads, dim, generator=generator, dtype=torch.float64).to(dtype)
-    return [*fused.split([heads, groups, groups], -2), grad]
-
-
-def differentiate(tensors, function, *arguments, **options):
-    """[out, dq, dk, dv], detached, of function(query, key, value, *arguments, **options)."""
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
-    out = function(*leaves, *arguments, **options)
-    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
 
 def difference(mine, truth, scale_of=None):
     """max |a - b| / max |b|, b of the whole sequence."""
     return ((mine - truth).abs().max() / (truth if scale_of is None else scale_of).abs().max()).item()
-
-
-def own_rows(tensor, rank, size):
-    chunks = tensor.chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
 @contextmanager
@@ -81,10 +66,6 @@ def handed_over():
         for name in ("all_to_all_single", "all_gather_into_tensor"):
             stack.enter_context(patch.object(dist, name, watched(getattr(dist, name))))
         yield seen
-
-
-def tokens_of(case: Case, size: int) -> int:
-    return 2 * size * case.blocks_a_chunk * case.pattern.block_size
 
 
 def truths(cases: list[Case], group, dtype=torch.float64) -> list[list[torch.Tensor]]:
