@@ -49,7 +49,7 @@ from benchmarks.entries import ENTRIES, LeftOut, is_ours, load_plug, our_options
 from benchmarks.gate import WrongResult, check_full, gate
 from benchmarks.suites import SUITES, Group, named, verdicts
 from benchmarks.timing import first_calls, matmul_ceiling, take_turns
-from s2_megatron.ops.api import FORMATS
+from s2_megatron.ops.call import FORMATS
 
 SHIPPED = frozenset(ENTRIES)  # a plug's entries take part in every case
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from s2_megatron.config.schema import load_config
-from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.call import canonical_view
 from s2_megatron.ops.layout import PackedSequence
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.cases import Case, Tensors
 from s2_megatron.ops.api import s2_attention
-from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.call import canonical_view
 from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.testing.oracle import check_against_eager, packed_mask, token_mask
 

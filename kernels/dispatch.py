@@ -1,4 +1,5 @@
-"""The kernels behind `s2_attention`: which implementation computes a call. All tensors are views [B, heads, rows, D] with any strides.
+"""The kernels behind `s2_attention`: which implementation computes a call. The functions are those of ops.call.Backend, which says what they
+take; `call` is an ops.call.AttentionCall.
 
 backend "triton" is the portable kernels, "gluon" those for Hopper, "auto" Hopper's where they can compute the call; the choice is printed once.
 """
@@ -37,33 +38,34 @@ def _no_hopper(device: torch.device) -> str | None:
     return None
 
 
-def _hopper(backend, query, key, value, layout, packed, placement=None, initial=None, more=()):
+def _hopper(query, key, value, call, initial=None, more=None):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
-    if backend == "triton":
+    if call.backend == "triton":
         return None
     reason = _no_hopper(query.device)
     if reason is None:
         from s2_megatron.kernels.hopper import launch as hopper  # Gluon: only where it can run
 
-        reason = hopper.refusal(query, key, value, layout, packed, placement, initial, more)
+        reason = hopper.refusal(query, key, value, call, initial, more)
         if reason is None:
             print_once("S2 attention kernels: gluon (Hopper)")
             return hopper
-    if backend == "gluon":
+    if call.backend == "gluon":
         raise ValueError(f"backend=gluon: {reason}; use backend=auto or triton")
     print_once(f"S2 attention kernels: triton (portable), because {reason}")
     return None
 
 
-def prepare(layout, placement, rows, head_dim, dtype, backend):
+def prepare(call, rows, head_dim, dtype):
     """Makes the step lists that calls with this placement will ask for, when the kernels for Hopper compute them. rows: of the queries."""
-    if backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
+    layout, placement = call.layout, call.placement
+    if call.backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
         return
     from s2_megatron.kernels.hopper import launch as hopper
     from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 
     query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
-    if hopper.refusal(query, key, key, layout, None, placement, None) is None:
+    if hopper.refusal(query, key, key, call) is None:
         tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows, placement.n_blocks * hopper.BLOCK)
         for tile in (tiles.forward, tiles.grad_query):
             placement.steps.query(bool(tile.pack and layout.heads_pair))
@@ -81,60 +83,50 @@ def _fill_between(packed, value, *tensors):
             HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width)
 
 
-def joins_keys(query, key, value, more, layout, placement, backend) -> bool:
+def joins_keys(query, key, value, more, call) -> bool:
     """Whether forward and backward_dq take kv_heads and more with this placement: the kernels for Hopper do."""
-    return _hopper(backend, query, key, value, layout, None, placement, more=more) is not None
+    return _hopper(query, key, value, call, more=more) is not None
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, backend="auto", **part):
-    """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues.
-    part: where `joins_keys` says so, kv_heads and more as in attention_forward."""
-    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial, part.get("more", ())) or portable
+def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
+    """Writes out and lse."""
+    kernels = _hopper(query, key, value, call, initial, more) or portable
     with on_device(query.device):
-        if packed is not None:
-            _fill_between(packed, 0.0, out)
-            _fill_between(packed, float("-inf"), lse[..., None])
-        kernels.forward(query, key, value, out, lse, layout, scale, packed, placement, initial, **part)
+        if call.packed is not None:
+            _fill_between(call.packed, 0.0, out)
+            _fill_between(call.packed, float("-inf"), lse[..., None])
+        kernels.forward(query, key, value, out, lse, call, initial, kv_heads, more)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
-             backend="auto", deterministic=False):
-    """Writes the three gradients. grad_lse: [B, H, rows] or None. deterministic: bitwise repeatable (the portable kernels always are)."""
-    hopper = _hopper(backend, query, key, value, layout, packed, placement)
-    tensors = (grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, layout, scale, packed, placement)
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
+    """Writes the three gradients, with call.deterministic bitwise repeatable (the portable kernels always are)."""
+    kernels = _hopper(query, key, value, call) or portable
     with on_device(query.device):
-        if packed is not None:
-            _fill_between(packed, 0.0, grad_query, grad_key, grad_value)
-        if hopper is None:
-            portable.backward(*tensors)
-        else:
-            hopper.backward(*tensors, deterministic)
+        if call.packed is not None:
+            _fill_between(call.packed, 0.0, grad_query, grad_key, grad_value)
+        kernels.backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, call)
 
 
 # The backward in parts: context parallelism sends and receives between them.
 def delta(grad_out, grad_lse, out, lse, row_sums):
-    """Writes row_sums [B, H, rows] (fp32): rowsum(out * grad_out) - grad_lse."""
+    """Writes row_sums."""
     with on_device(out.device):
         portable.launch_delta(grad_out, grad_lse, out, lse.contiguous(), row_sums)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None,
-                  backend="auto"):
-    """Writes dK and dV, from the final lse and the row sums of `delta`. returned: see attention_backward_dkdv."""
-    kernels = _hopper(backend, query, key, value, layout, packed, placement) or portable
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call, returned=None):
+    """Writes dK and dV."""
+    kernels = _hopper(query, key, value, call) or portable
     with on_device(query.device):
-        if packed is not None:
-            _fill_between(packed, 0.0, grad_key, grad_value)
-        kernels.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, layout, scale, packed, placement,
-                              returned)
+        if call.packed is not None:
+            _fill_between(call.packed, 0.0, grad_key, grad_value)
+        kernels.backward_dkdv(grad_out, query, key, value, lse.contiguous(), row_sums, grad_key, grad_value, call, returned)
 
 
-def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None,
-                backend="auto", **part):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. part: as in `forward`."""
-    kernels = _hopper(backend, query, key, value, layout, packed, placement, initial, part.get("more", ())) or portable
+def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, call, initial=None, kv_heads=None, more=None):
+    """Writes dQ."""
+    kernels = _hopper(query, key, value, call, initial, more) or portable
     with on_device(query.device):
-        if packed is not None:
-            _fill_between(packed, 0.0, grad_query)
-        kernels.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, layout, scale, packed, placement, initial,
-                            **part)
+        if call.packed is not None:
+            _fill_between(call.packed, 0.0, grad_query)
+        kernels.backward_dq(grad_out, query, key, value, lse.contiguous(), row_sums, grad_query, call, initial, kv_heads, more)

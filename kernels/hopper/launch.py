@@ -1,4 +1,5 @@
-"""Launches of the Hopper kernels, and which calls they compute. All tensors are views [B, heads, rows, D]."""
+"""Launches of the Hopper kernels, and which calls they compute. The arguments are those of ops.call.Backend: views [B, heads, rows, D], and
+an AttentionCall."""
 from __future__ import annotations
 
 import math
@@ -55,8 +56,9 @@ def _needs_lists(layout, placement, initial) -> bool:
             or not layout.pattern.is_kv_efficient)
 
 
-def refusal(query, key, value, layout, packed, placement, initial, more=()) -> str | None:
+def refusal(query, key, value, call, initial=None, more=None) -> str | None:
     """Why these kernels do not compute a call on a Hopper GPU, or None."""
+    layout, packed, placement = call.layout, call.packed, call.placement
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"{query.dtype} is not a 16-bit type"
     if query.shape[3] > 256 or query.shape[3] % 8:
@@ -74,7 +76,7 @@ def refusal(query, key, value, layout, packed, placement, initial, more=()) -> s
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
     if _share_rows(key) != _share_rows(value):
         return "the heads of only one of key and value share their rows"
-    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value, *more)):
+    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value, *(more or ()))):
         return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
     return None
 
@@ -93,7 +95,7 @@ def _group(units: int, wanted: int) -> int:
     return next(size for size in range(min(wanted, units), 0, -1) if units % size == 0)
 
 
-class _Call:
+class Geometry:
     """What the kernels of one call share. Launches are kept with the layout, or the step lists, for every shape: a short call would wait for
     Python otherwise; those of packed documents change from batch to batch.
 
@@ -101,11 +103,12 @@ class _Call:
     from own_slots on, or None.
     """
 
-    def __init__(self, query, key, value, layout, packed, placement=None, initial=None, kv_heads=None, more=None):
+    def __init__(self, query, key, value, call, initial=None, kv_heads=None, more=None):
+        layout, placement = call.layout, call.placement
         self.query, self.key, self.value = query, key, value
         self.more, self.own_rows = more, 0 if more is None else placement.own_slots * BLOCK
         self.kv_heads = kv_heads
-        self.layout, self.packed = layout, packed
+        self.layout, self.packed, self.scale = layout, call.packed, call.softmax_scale
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.block_dim = hopper_block_dim(self.head_dim)
         self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
@@ -238,47 +241,44 @@ class _Call:
         return self.nothing if self.steps is None else torch.zeros(1, dtype=torch.int32, device=self.query.device)
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None, kv_heads=None, more=None):
-    """Writes out [B, H, rows, D] and lse [B, H, rows]. initial: (out, lse) that this call continues. kv_heads, more: see _Call."""
-    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
+def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
+    """Writes out and lse."""
+    geometry = Geometry(query, key, value, call, initial, kv_heads, more)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     wide = out.dtype != query.dtype or not _loadable(out)
-    own, further = call.key_boxes()
-    boxes = [Box(query, call.block_dim), *own, Box(query if wide else out, call.block_dim), *further]
-    call.query_tiles(call.tiles.forward).start(
-        s2_hopper_wide_forward_kernel if call.single else s2_hopper_forward_kernel, boxes,
-        [out, lse, initial_out, initial_lse.contiguous(), call.counter()], dict(o=out, i=initial_out), scale=scale,
+    own, further = geometry.key_boxes()
+    boxes = [Box(query, geometry.block_dim), *own, Box(query if wide else out, geometry.block_dim), *further]
+    geometry.query_tiles(geometry.tiles.forward).start(
+        s2_hopper_wide_forward_kernel if geometry.single else s2_hopper_forward_kernel, boxes,
+        [out, lse, initial_out, initial_lse.contiguous(), geometry.counter()], dict(o=out, i=initial_out), scale=geometry.scale,
         CONTINUE=initial is not None, WIDE=wide)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None,
-             deterministic=False):
-    """Writes the three gradients. Unless deterministic, dQ may be added up in fp32 in whatever order its parts come."""
-    call = _Call(query, key, value, layout, packed, placement)
-    one_pass = call.tiles.backward.one_pass and not deterministic
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
+    """Writes the three gradients. Unless call.deterministic, dQ may be added up in fp32 in whatever order its parts come."""
+    geometry = Geometry(query, key, value, call)
+    one_pass = geometry.tiles.backward.one_pass and not call.deterministic
     grad_out = _loadable_gradient(grad_out)
     delta = torch.empty_like(lse)
     sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
     portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums)
-    _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums)
+    _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums)
     if one_pass:
-        s2_scale_kernel[(triton.cdiv(call.rows, 64) * call.batch * call.heads,)](
-            sums, grad_query, scale, call.rows, call.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=call.head_dim, BLOCK_D=call.block_dim)
+        s2_scale_kernel[(triton.cdiv(geometry.rows, 64) * geometry.batch * geometry.heads,)](
+            sums, grad_query, geometry.scale, geometry.rows, geometry.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=geometry.head_dim,
+            BLOCK_D=geometry.block_dim)
     else:
-        _launch_dq(call, grad_out, lse, delta, grad_query, scale)
+        _launch_dq(geometry, grad_out, lse, delta, grad_query)
 
 
-def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
-    """Writes dK and dV, with what `returned` (see attention_backward_dkdv) adds to them."""
-    _launch_dkdv(_Call(query, key, value, layout, packed, placement), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, scale,
-                 returned=returned)
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call, returned=None):
+    """Writes dK and dV, with what `returned` adds to them."""
+    _launch_dkdv(Geometry(query, key, value, call), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, returned=returned)
 
 
-def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None, kv_heads=None,
-                more=None):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32), which is added. kv_heads, more: see _Call."""
-    call = _Call(query, key, value, layout, packed, placement, initial, kv_heads, more)
-    _launch_dq(call, _loadable_gradient(grad_out), lse, delta, grad_query, scale, initial)
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initial=None, kv_heads=None, more=None):
+    """Writes dQ."""
+    _launch_dq(Geometry(query, key, value, call, initial, kv_heads, more), _loadable_gradient(grad_out), lse, delta, grad_query, initial)
 
 
 def _loadable_gradient(grad_out):
@@ -288,33 +288,33 @@ def _loadable_gradient(grad_out):
     return grad_out.contiguous()
 
 
-def _launch_dkdv(call, grad_out, lse, delta, grad_key, grad_value, scale, sums=None, returned=None):
+def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums=None, returned=None):
     """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
-    launches = call.key_tiles()
-    boxes = [Box(tensor, call.block_dim) for tensor in (call.query, call.key, call.value, grad_out)]
-    shared = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
-    wide = shared[0] != shared[1] or not all(tensor.dtype == call.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
-    grad_boxes = boxes[1:3] if wide else [Box(tensor, call.block_dim) for tensor in (grad_key, grad_value)]
+    launches = geometry.key_tiles()
+    boxes = [Box(tensor, geometry.block_dim) for tensor in (geometry.query, geometry.key, geometry.value, grad_out)]
+    joined = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
+    wide = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    grad_boxes = boxes[1:3] if wide else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
     columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
     counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
     pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
     strided = dict(dk=grad_key, dv=grad_value)
-    more = dict(scale=scale, WIDE=wide, RETURNED=returned is not None, GRAD_STEP=0 if all(shared) else 1)
-    if call.single:
+    more = dict(scale=geometry.scale, WIDE=wide, RETURNED=returned is not None, GRAD_STEP=0 if all(joined) else 1)
+    if geometry.single:
         launches.start(s2_hopper_wide_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
     else:
-        part_sums = torch.empty(columns, 2, 2, BLOCK, call.block_dim, device=lse.device) if columns else lse
+        part_sums = torch.empty(columns, 2, 2, BLOCK, geometry.block_dim, device=lse.device) if columns else lse
         sums_box = boxes[0] if sums is None else Box(sums, 64, WIDE)
         launches.start(s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
-                       DQ=sums is not None, DS_STAGES=call.tiles.backward.ds_stages)
+                       DQ=sums is not None, DS_STAGES=geometry.tiles.backward.ds_stages)
 
 
-def _launch_dq(call, grad_out, lse, delta, grad_query, scale, initial=None):
-    wide = grad_query.dtype != call.query.dtype or not _loadable(grad_query)
+def _launch_dq(geometry, grad_out, lse, delta, grad_query, initial=None):
+    wide = grad_query.dtype != geometry.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
-    own, further = call.key_boxes()
-    boxes = [Box(call.query, call.block_dim), *own, Box(grad_out, call.block_dim), Box(call.query if wide else grad_query, call.block_dim),
+    own, further = geometry.key_boxes()
+    boxes = [Box(geometry.query, geometry.block_dim), *own, Box(grad_out, geometry.block_dim), Box(geometry.query if wide else grad_query, geometry.block_dim),
              *further]
-    call.query_tiles(call.tiles.grad_query).start(
-        s2_hopper_wide_grad_query_kernel if call.single else s2_hopper_grad_query_kernel, boxes,
-        [grad_query, lse, delta, start, call.counter()], dict(o=grad_query, i=start), scale=scale, CONTINUE=initial is not None, WIDE=wide)
+    geometry.query_tiles(geometry.tiles.grad_query).start(
+        s2_hopper_wide_grad_query_kernel if geometry.single else s2_hopper_grad_query_kernel, boxes,
+        [grad_query, lse, delta, start, geometry.counter()], dict(o=grad_query, i=start), scale=geometry.scale, CONTINUE=initial is not None, WIDE=wide)

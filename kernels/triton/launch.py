@@ -1,4 +1,5 @@
-"""Launches of the portable Triton kernels. All tensors are views [B, heads, rows, D] with any strides."""
+"""Launches of the portable Triton kernels. The arguments are those of ops.call.Backend: views [B, heads, rows, D] with any strides, and an
+AttentionCall."""
 from __future__ import annotations
 
 from functools import cache
@@ -19,7 +20,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class _Geometry:
     """What all kernels of one call share: sizes, index tensors, flags."""
 
-    def __init__(self, query, key, layout, packed, placement):
+    def __init__(self, query, key, call):
+        layout, packed, placement = call.layout, call.packed, call.placement
         self.head_dim = query.shape[3]
         self.block_dim = max(16, triton.next_power_of_2(self.head_dim))
         self.is_table = is_table = not hasattr(layout, "ranges")
@@ -75,12 +77,14 @@ def _launch_query_kernel(geometry, tile, tensors, query, key, value, out, grad_o
         num_warps=tile.warps, num_stages=tile.stages)
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
-    """Writes out [B, H, rows, D] and lse [B, H, rows] (fp32, contiguous, natural log). initial: (out, lse) that this call continues."""
-    geometry = _Geometry(query, key, layout, packed, placement)
+def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
+    """Writes out and lse."""
+    assert kv_heads is None and more is None, "joins_keys says no"
+    geometry = _Geometry(query, key, call)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     tensors = dict(lse_ptr=lse, delta_ptr=lse, initial_lse_ptr=initial_lse.contiguous())
-    _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, scale, True, initial is not None)
+    _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, call.softmax_scale, True,
+                         initial is not None)
 
 
 def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
@@ -93,12 +97,12 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
         GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
 
 
-def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, layout, scale, packed=None, placement=None):
-    """Writes the three gradients. grad_lse: [B, H, rows] or None. Bitwise repeatable: no atomics, sums in a fixed order."""
+def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
+    """Writes the three gradients. Bitwise repeatable: no atomics, sums in a fixed order."""
     delta = torch.empty_like(lse)
     launch_delta(grad_out, grad_lse, out, lse, delta)
-    backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed, placement)
-    backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed, placement)
+    backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call)
+    backward_dq(grad_out, query, key, value, lse, delta, grad_query, call)
 
 
 def _add_returned(own, returned, out, part):
@@ -110,36 +114,36 @@ def _add_returned(own, returned, out, part):
         BLOCK=slots.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim))
 
 
-def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, layout, scale, packed=None, placement=None, returned=None):
-    """Writes dK and dV, from the final lse and delta. With placed keys the heads of grad_key may share memory (stride 0 between heads): a
-    slot belongs to one KV head. returned: see attention_backward_dkdv."""
+def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call, returned=None):
+    """Writes dK and dV."""
     if returned is not None:
         own = [torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device) for tensor in (key, value)]
-        backward_dkdv(grad_out, query, key, value, lse, delta, *own, layout, scale, packed, placement)
+        backward_dkdv(grad_out, query, key, value, lse, delta, *own, call)
         for part, (wide, grad) in enumerate(zip(own, (grad_key, grad_value))):
             _add_returned(wide, returned, grad, part)
         return
-    geometry = _Geometry(query, key, layout, packed, placement)
+    geometry, placement = _Geometry(query, key, call), call.placement
     tile = geometry.tiles[2]
     batch, heads = query.shape[:2]
     kv_heads = batch * key.shape[1]
     key_rows = key.shape[2] if placement is None or placement.key_slot is None else placement.n_blocks * geometry.block
     n_tiles = geometry.count(key_rows, tile.columns)
     parts = geometry.block // tile.columns
-    if packed is None:
+    if call.packed is None:
         n_tiles = triton.cdiv(n_tiles, parts) * parts  # whole blocks, so that they can be taken in another order
     s2_backward_dkdv_kernel[(n_tiles * kv_heads,)](
         query_ptr=query, key_ptr=key, value_ptr=value, grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, grad_key_ptr=grad_key,
-        grad_value_ptr=grad_value, **geometry.by_column, **geometry.common, scale=scale, n_tiles=n_tiles,
+        grad_value_ptr=grad_value, **geometry.by_column, **geometry.common, scale=call.softmax_scale, n_tiles=n_tiles,
         **_strides(q=query, k=key, v=value, g=grad_out, dk=grad_key, dv=grad_value), TILE_M=tile.rows, TILE_N=tile.columns,
-        EFFICIENT=not geometry.is_table and layout.pattern.is_kv_efficient, RATIO=heads // key.shape[1],
+        EFFICIENT=not geometry.is_table and call.layout.pattern.is_kv_efficient, RATIO=heads // key.shape[1],
         HEAD_GROUP=_together(kv_heads), STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages)
 
 
-def backward_dq(grad_out, query, key, value, lse, delta, grad_query, layout, scale, packed=None, placement=None, initial=None):
-    """Writes dQ, from the final lse and delta. initial: dQ of the same queries over other keys (fp32), added before the result is rounded."""
-    geometry = _Geometry(query, key, layout, packed, placement)
+def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initial=None, kv_heads=None, more=None):
+    """Writes dQ."""
+    assert kv_heads is None and more is None, "joins_keys says no"
+    geometry = _Geometry(query, key, call)
     tensors = dict(lse_ptr=lse, delta_ptr=delta, initial_lse_ptr=lse)
     first = query if initial is None else initial
-    proceed = initial is not None
-    _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, first, scale, False, proceed)
+    _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, first, call.softmax_scale, False,
+                         initial is not None)

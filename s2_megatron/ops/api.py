@@ -14,12 +14,51 @@ from functools import lru_cache
 import torch
 
 from s2_megatron.ops import reference
-from s2_megatron.ops.autograd import FORMATS, AttentionCall, register_attention
-from s2_megatron.ops.checks import addressable, canonical_view, check_call
+from s2_megatron.ops.autograd import register_attention
+from s2_megatron.ops.call import FORMATS, AttentionCall, Backend, canonical_view
+from s2_megatron.ops.checks import addressable, check_call
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement
 from s2_megatron.printing import print_once
 
 BACKENDS = ("auto", "gluon", "triton", "reference")
+
+
+def s2_attention(
+    query,
+    key,
+    value,
+    layout: Layout,
+    *,
+    softmax_scale: float | None = None,
+    tensor_format: str = "sbhd",
+    packed: PackedSequence | None = None,
+    placement: Placement | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+):
+    """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
+
+    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
+    likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
+    that the query is its end (static inference). placement: whole query blocks and key slots of a longer sequence (see
+    Placement). softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
+    kernels and the reference always are). backend: see resolve_backend.
+    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
+    log. Raises ValueError for tensors that do not fit each other, the layout or the backend.
+    """
+    backend = resolve_backend(backend, query.device.type)
+    if softmax_scale is None:
+        softmax_scale = query.shape[-1] ** -0.5
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
+    if tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={tensor_format!r}; expected one of {', '.join(FORMATS)}")
+    call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
+    out, lse = _attention(query, key, value, call)
+    if tensor_format == "thd":
+        lse = lse[0]
+    return (out, lse) if return_lse else out
 
 
 @torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
@@ -49,12 +88,12 @@ def resolve_backend(name: str, device_type: str) -> str:
     return chosen
 
 
-def _implementation(backend):
+def _implementation(backend: str) -> Backend:
     if backend == "reference":
         return reference
-    from s2_megatron.kernels import dispatch as launch
+    from s2_megatron.kernels import dispatch
 
-    return launch
+    return dispatch
 
 
 def prepare_placement(
@@ -62,13 +101,8 @@ def prepare_placement(
 ) -> None:
     """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend:
     a resolved one."""
-    if backend != "reference":
-        _implementation(backend).prepare(layout, placement, rows, head_dim, dtype, backend)
-
-
-def _settings(call, **more):
-    """What the kernels take beside the arguments that they share with the reference."""
-    return {} if call.backend == "reference" else dict(backend=call.backend, **more)
+    call = AttentionCall(layout, head_dim**-0.5, placement=placement, backend=backend)
+    _implementation(backend).prepare(call, rows, head_dim, dtype)
 
 
 def _leaves_rows(call) -> bool:
@@ -90,21 +124,15 @@ def _empty_for_queries(query, call):
     return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
 
 
+def _views(tensors, form):
+    """[B, heads, rows, D] views of (key, value) or None."""
+    return None if tensors is None else [canonical_view(tensor, form) for tensor in tensors]
+
+
 def joins_keys(query, key, value, more, call: AttentionCall) -> bool:
     """Whether attention_forward and attention_backward_dq take kv_heads and more: the Gluon kernels do."""
-    if call.backend == "reference":
-        return False
-    views = (canonical_view(tensor, call.tensor_format) for tensor in (query, key, value))
-    further = [canonical_view(tensor, call.tensor_format) for tensor in more]
-    return _implementation(call.backend).joins_keys(
-        *views, further, call.layout.to(query.device), call.placement, call.backend
-    )
-
-
-def _part(kv_heads, more, form):
-    """The settings of a part of the heads and of a second key and value, where there are any."""
-    views = {} if more is None else dict(more=[canonical_view(tensor, form) for tensor in more])
-    return views if kv_heads is None else dict(views, kv_heads=kv_heads)
+    q, k, v, *further = _views((query, key, value, *more), call.tensor_format)
+    return _implementation(call.backend).joins_keys(q, k, v, further, call)
 
 
 def empty_lse(query, tensor_format: str) -> torch.Tensor:
@@ -138,12 +166,10 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_h
             v,
             canonical_view(out, form),
             lse,
-            call.layout,
-            call.softmax_scale,
-            call.packed,
-            call.placement,
+            call,
             initial,
-            **_settings(call, **_part(kv_heads, more, form)),
+            kv_heads,
+            _views(more, form),
         )
     return out, lse
 
@@ -171,11 +197,7 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
             *views,
             lse,
             *(canonical_view(g, form) for g in grads),
-            call.layout,
-            call.softmax_scale,
-            call.packed,
-            call.placement,
-            **_settings(call, deterministic=call.deterministic),
+            call,
         )
     return grads
 
@@ -209,18 +231,7 @@ def attention_backward_dkdv(
     ]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
     if query.numel():
-        _implementation(call.backend).backward_dkdv(
-            *views,
-            lse,
-            row_sums,
-            *grads,
-            call.layout,
-            call.softmax_scale,
-            call.packed,
-            call.placement,
-            returned,
-            **_settings(call),
-        )
+        _implementation(call.backend).backward_dkdv(*views, lse, row_sums, *grads, call, returned)
 
 
 def attention_backward_dq(
@@ -237,12 +248,10 @@ def attention_backward_dq(
             lse,
             row_sums,
             canonical_view(grad_query, form),
-            call.layout,
-            call.softmax_scale,
-            call.packed,
-            call.placement,
+            call,
             None if initial is None else canonical_view(initial, form),
-            **_settings(call, **_part(kv_heads, more, form)),
+            kv_heads,
+            _views(more, form),
         )
     return grad_query
 
@@ -308,41 +317,3 @@ def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
 
 
 _attention = register_attention(_op_forward, _op_backward)
-
-
-def s2_attention(
-    query,
-    key,
-    value,
-    layout: Layout,
-    *,
-    softmax_scale: float | None = None,
-    tensor_format: str = "sbhd",
-    packed: PackedSequence | None = None,
-    placement: Placement | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-    return_lse: bool = False,
-):
-    """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
-
-    query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
-    likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
-    that the query is its end (static inference). placement: whole query blocks and key slots of a longer sequence (see
-    Placement). softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
-    kernels and the reference always are). backend: see resolve_backend.
-    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
-    log. Raises ValueError for tensors that do not fit each other, the layout or the backend.
-    """
-    backend = resolve_backend(backend, query.device.type)
-    if softmax_scale is None:
-        softmax_scale = query.shape[-1] ** -0.5
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
-    if tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format={tensor_format!r}; expected one of {', '.join(FORMATS)}")
-    call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
-    out, lse = _attention(query, key, value, call)
-    if tensor_format == "thd":
-        lse = lse[0]
-    return (out, lse) if return_lse else out

@@ -2,22 +2,20 @@
 
 An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those
 and put together again inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes
-as its handle, a number of which a compiled graph is an owner (see `_keep`). Shapes as in attention.py: B batch, H query
+as its handle, a number of which a compiled graph is an owner (see `_keep`). B batch, H query
 heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from s2_megatron.ops.call import FORMATS, AttentionCall
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_of
 
-# Where batch, heads, rows and head dim stand in each format; thd has no batch.
-FORMATS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3), "bhsd": (0, 1, 2, 3), "thd": (None, 1, 0, 2)}
 _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, int layout, "
     "float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, SymInt n_blocks, SymInt n_slots, "
@@ -26,18 +24,6 @@ _CALL = (
 
 _library = torch.library.Library("s2_megatron", "DEF")
 _kept: dict[int, Layout] = {}  # layouts that a graph was made for: the graph holds only their number
-
-
-class AttentionCall(NamedTuple):
-    """Everything about a call that is not a differentiable tensor."""
-
-    layout: Layout
-    softmax_scale: float
-    tensor_format: str
-    packed: PackedSequence | None
-    placement: Placement | None
-    backend: str
-    deterministic: bool
 
 
 def _taken_apart(call: AttentionCall) -> tuple:

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from s2_megatron.ops.autograd import FORMATS, AttentionCall
+from s2_megatron.ops.call import FORMATS, AttentionCall, canonical_view
 
 HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
-
-
-def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
-    """[B, heads, rows, D] view of a tensor in one of FORMATS."""
-    batch, heads, rows, dim = FORMATS[tensor_format]
-    if batch is None:
-        return tensor.permute(heads, rows, dim).unsqueeze(0)
-    return tensor.permute(batch, heads, rows, dim)
 
 
 def addressable(view: torch.Tensor) -> bool:

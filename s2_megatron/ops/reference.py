@@ -1,5 +1,5 @@
 """The attention function in PyTorch, block row by block row, on any device: the CPU backend, and what a reader checks
-the kernels against.
+the kernels against. Its functions are those of ops.call.Backend, which says what they take.
 
 All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim. Arithmetic is fp32 (fp64 for
 fp64 inputs). The backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta)
@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from s2_megatron.ops.call import AttentionCall
 
 
 class _Row(NamedTuple):
@@ -31,7 +33,8 @@ def _documents(query, key, packed):
     return [(start, length, start, length) for start, length in zip(packed.starts.tolist(), lengths) if length]
 
 
-def _rows(query, key, layout, packed, placement):
+def _rows(query, key, call: AttentionCall):
+    layout, packed, placement = call.layout, call.packed, call.placement
     pattern, block = layout.pattern, layout.block_size
     device = query.device
     ratio = layout.num_heads // layout.num_kv_heads
@@ -76,17 +79,26 @@ def _scores(row, q, k, scale):
     return scores if row.mask is None else scores.masked_fill(~row.mask, float("-inf"))
 
 
-def forward(query, key, value, out, lse, layout, scale, packed=None, placement=None, initial=None):
-    """Writes out [B, H, rows, D] (query's dtype) and lse [B, H, rows] (fp32, natural log). initial: (out, lse) of
-    earlier keys."""
+def prepare(call, rows, head_dim, dtype):
+    """Nothing: every call makes what it reads."""
+
+
+def joins_keys(query, key, value, more, call) -> bool:
+    """Never: nothing is gained by it here."""
+    return False
+
+
+def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
+    """Writes out and lse, continuing `initial`."""
+    assert kv_heads is None and more is None, "joins_keys says no"
     work = torch.promote_types(query.dtype, torch.float32)
     total = torch.zeros(query.shape, dtype=work, device=query.device)
     log_sum = torch.full(query.shape[:3], float("-inf"), dtype=work, device=query.device)
     q_all, k_all, v_all = query.to(work), key.to(work), value.to(work)
-    for row in _rows(query, key, layout, packed, placement):
+    for row in _rows(query, key, call):
         q = q_all[:, row.heads, row.queries]
         k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
-        scores = _scores(row, q, k, scale)
+        scores = _scores(row, q, k, call.softmax_scale)
         log = torch.logsumexp(scores, dim=-1)
         total[:, row.heads, row.queries] = torch.exp(scores - log[..., None]) @ v
         log_sum[:, row.heads, row.queries] = log
@@ -112,47 +124,28 @@ def backward(
     grad_query,
     grad_key,
     grad_value,
-    layout,
-    scale,
-    packed=None,
-    placement=None,
+    call,
 ):
-    """Writes the three gradients. grad_lse: [B, H, rows] or None."""
+    """Writes dQ, dK and dV."""
     row_sums = torch.empty(lse.shape, dtype=torch.promote_types(query.dtype, torch.float32), device=lse.device)
     delta(grad_out, grad_lse, out, lse, row_sums)
-    dq, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement)
+    dq, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, call)
     grad_query.copy_(dq)
     grad_key.copy_(dk)
     grad_value.copy_(dv)
 
 
 def delta(grad_out, grad_lse, out, lse, row_sums):
-    """Writes row_sums [B, H, rows] (fp32, fp64 for fp64): rowsum(out * grad_out) - grad_lse, what both other parts of
-    the backward read."""
+    """Writes row_sums."""
     work = row_sums.dtype
     row_sums.copy_((grad_out.to(work) * out.to(work)).sum(-1))
     if grad_lse is not None:
         row_sums -= torch.where(torch.isinf(lse), 0.0, grad_lse.to(work))
 
 
-def backward_dkdv(
-    grad_out,
-    query,
-    key,
-    value,
-    lse,
-    row_sums,
-    grad_key,
-    grad_value,
-    layout,
-    scale,
-    packed=None,
-    placement=None,
-    returned=None,
-):
-    """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may
-    share memory (stride 0 between heads): a slot belongs to one KV head. returned: see attention_backward_dkdv."""
-    _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=False)
+def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call, returned=None):
+    """Writes dK and dV."""
+    _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, call, of_query=False)
     if returned is not None:
         _add_returned((dk, dv), *returned)
     for grad, total in ((grad_key, dk), (grad_value, dv)):
@@ -175,24 +168,20 @@ def _add_returned(grads, slots, starts, entries):
             blocks[:, places % heads, places // heads] += slots[slot, :, part].movedim(2, 0).to(grad.dtype)
 
 
-def backward_dq(
-    grad_out, query, key, value, lse, row_sums, grad_query, layout, scale, packed=None, placement=None, initial=None
-):
-    """Writes dQ. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added before the result is
-    rounded."""
-    dq, _, _ = _gradients(grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_key=False)
+def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, call, initial=None, kv_heads=None, more=None):
+    """Writes dQ, added to `initial`."""
+    assert kv_heads is None and more is None, "joins_keys says no"
+    dq, _, _ = _gradients(grad_out, query, key, value, lse, row_sums, call, of_key=False)
     grad_query.copy_(dq if initial is None else dq + initial)
 
 
-def _gradients(
-    grad_out, query, key, value, lse, row_sums, layout, scale, packed, placement, of_query=True, of_key=True
-):
+def _gradients(grad_out, query, key, value, lse, row_sums, call, of_query=True, of_key=True):
     """(dQ, dK, dV) in the working precision; those that are not asked for stay zero."""
     work = torch.promote_types(query.dtype, torch.float32)
     q_all, k_all, v_all, do_all = (tensor.to(work) for tensor in (query, key, value, grad_out))
-    log_sum = lse.to(work)
+    log_sum, scale = lse.to(work), call.softmax_scale
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=work, device=query.device) for tensor in (query, key, value))
-    for row in _rows(query, key, layout, packed, placement):
+    for row in _rows(query, key, call):
         q, do = q_all[:, row.heads, row.queries], do_all[:, row.heads, row.queries]
         k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
         p = torch.exp(_scores(row, q, k, scale) - log_sum[:, row.heads, row.queries, None])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from s2_megatron.ops.api import s2_attention
-from s2_megatron.ops.checks import canonical_view
+from s2_megatron.ops.call import canonical_view
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 

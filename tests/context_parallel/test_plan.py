@@ -32,6 +32,7 @@ from s2_megatron.context_parallel.transport import Route
 from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.ops import layout
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
@@ -279,7 +280,7 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     for placement in placements:
         query = torch.empty(1, pattern.num_heads, 12 * 64, 64)
         key = torch.empty(1, pattern.num_kv_heads, placement.n_slots * 64, 64)
-        call = hopper._Call(query, key, key, state.layout, None, placement)
+        call = hopper.Geometry(query, key, key, AttentionCall(state.layout, 1.0, placement=placement))
         made_launches = [call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query)]
         if placement.own_slots == placement.n_slots:
             made_launches.append(call.key_tiles())
@@ -312,5 +313,7 @@ def test_heads_that_share_l2_follow_from_the_whole_sequence(n_blocks, together):
     placement = Placement.make(np.arange(8), n_blocks)
     tensor = torch.empty(1, 2, 8 * 64, 128)
     pattern = make_range_pattern(block_size=64, num_heads=2, num_kv_heads=2, ranges=((2, 1), (None, 4)))
-    tiles = hopper._Call(tensor, tensor, tensor, layout.build_layout(pattern), None, placement).tiles
+    tiles = hopper.Geometry(
+        tensor, tensor, tensor, AttentionCall(layout.build_layout(pattern), 1.0, placement=placement)
+    ).tiles
     assert tiles.forward.heads == tiles.grad_query.heads == together and tiles.backward.heads == 4

@@ -72,10 +72,10 @@ def in_parts(monkeypatch):
     """Columns of dK and dV are divided into parts, in some call at least: short ones, so that there are many."""
     from s2_megatron.kernels.hopper import launch as hopper
 
-    found, choose = [], hopper._Call._parts
+    found, choose = [], hopper.Geometry._parts
     monkeypatch.setattr(hopper, "PART_STEPS", 4)
     monkeypatch.setattr(
-        hopper._Call, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0]
+        hopper.Geometry, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0]
     )
     yield
     assert any(found)

@@ -15,6 +15,7 @@ from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper import parts as hopper_parts
 from s2_megatron.kernels.hopper import query_loads as hopper_query_loads
 from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_wide_backward_loads
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
@@ -98,7 +99,11 @@ def key_walk(monkeypatch):
             torch.empty(batch, pattern.num_heads, query_rows, 64),
             torch.empty(batch, pattern.num_kv_heads, key_rows, 64),
         )
-        arguments = hopper._Call(query, key, key, build_layout(pattern), None, placement).key_tiles().arguments
+        arguments = (
+            hopper.Geometry(query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement))
+            .key_tiles()
+            .arguments
+        )
         take = on_memory(arguments)
         tiles = []
 
@@ -140,7 +145,11 @@ def key_walk(monkeypatch):
             return count + 1
 
         wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
-        take = on_memory(hopper._Call(wide, other, other, build_layout(pattern), None, placement).key_tiles().arguments)
+        take = on_memory(
+            hopper.Geometry(wide, other, other, AttentionCall(build_layout(pattern), 1.0, placement=placement))
+            .key_tiles()
+            .arguments
+        )
         columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
         lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
         flags = take(
@@ -309,7 +318,7 @@ def query_walk(request, monkeypatch):
             torch.empty(2, pattern.num_heads, query_rows, 64),
             torch.empty(2, pattern.num_kv_heads, key_rows, 64),
         )
-        call = hopper._Call(query, key, key, build_layout(pattern), None, placement)
+        call = hopper.Geometry(query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement))
         launches = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
         programs, arguments = launches.grid[0], launches.arguments
         assert arguments["LISTED"] and arguments["PACK"] == pack
@@ -442,7 +451,7 @@ def test_keys_and_values_share_their_rows_together():
     tensor = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16)
     shared = tensor[:, :1].expand(1, 2, 128, 64)
     for key, value in ((tensor, tensor), (shared, shared), (tensor, shared), (shared, tensor)):
-        reason = hopper.refusal(tensor, key, value, layout, None, None, None)
+        reason = hopper.refusal(tensor, key, value, AttentionCall(layout, 1.0))
         assert (reason is None) == (key is value) and "only one of key and value" in (
             reason or "only one of key and value"
         )
