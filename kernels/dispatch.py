@@ -16,7 +16,7 @@ from s2_megatron.kernels.triton.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
 
 FILL_ROWS, FILL_HEADS = 1024, 8  # of a program that looks for rows between documents
-GLUON = "3.6."  # Gluon changes from version to version of Triton
+GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # Gluon changes from version to version of Triton
 
 
 @cache

@@ -6,10 +6,8 @@ dS^T is P^T times the second. A warpgroup passes by the query blocks that attend
 third warpgroup that multiplies dS with the keys and adds the result to an fp32 buffer through the copy engine, in whatever order the tiles
 come; without it the result is bitwise repeatable. SPLIT: a column may be in several programs (parts.py).
 """
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from s2_megatron.kernels.hopper.backward_loads import produce
 from s2_megatron.kernels.hopper.columns import query_block_of
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_add, tma_store
 from s2_megatron.kernels.hopper.memory import (
     add_returned,
     clear_rows,
@@ -30,13 +29,6 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.parts import add_parts, is_last
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E
-
-
-@builtin
-def add_through_tma(desc, coord, source, _semantic=None):
-    """desc[coord] += source (shared memory), by the copy engine. Gluon has the operation but exports no name for it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 
 
 @gluon.jit
@@ -70,8 +62,8 @@ def add_grad_query(dq_desc, k_chunks, ds_buffers, ds_words, dq_buffers, plan, ba
                 tma.store_wait(CHUNKS - 1)  # the one before with this buffer
                 dq_buffers.index(chunk).store(dq)
                 fence_async_shared()
-                add_through_tma(dq_desc, [batch, kv_head * RATIO + (word >> 24), token + query_block_of(word) * BLOCK, chunk * 64],
-                                dq_buffers.index(chunk)._reinterpret(gl.float32, [1, 1, BLOCK, 64], dq_desc.layout))
+                tma_add(dq_desc, [batch, kv_head * RATIO + (word >> 24), token + query_block_of(word) * BLOCK, chunk * 64],
+                                reinterpret(dq_buffers.index(chunk), gl.float32, [1, 1, BLOCK, 64], dq_desc.layout))
             count += 1
         mbarrier.arrive(kv_empty.index(slot), count=1)
         tiles += 1
@@ -208,19 +200,19 @@ def compute(dk_desc, dv_desc, dk_ptr, dv_ptr, q_buffers, grad_buffers, k_buffers
             else:
                 value.store(dv.to(dtype))  # nobody else reads this half's values
                 fence_async_shared()
-                tma.async_copy_shared_to_global(dv_desc, [batch, grad_head, token + row, 0],
-                                                value._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], dv_desc.layout))
+                tma_store(dv_desc, [batch, grad_head, token + row, 0],
+                                                reinterpret(value, dtype, [1, 1, BLOCK, BLOCK_D], dv_desc.layout))
                 if DQ:  # its keys are wanted for dQ yet
                     tma.store_wait(0)
                     value.store(dk_out.to(dtype))
                     fence_async_shared()
-                    tma.async_copy_shared_to_global(dk_desc, [batch, grad_head, token + row, 0],
-                                                    value._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], dk_desc.layout))
+                    tma_store(dk_desc, [batch, grad_head, token + row, 0],
+                                                    reinterpret(value, dtype, [1, 1, BLOCK, BLOCK_D], dk_desc.layout))
                 else:
                     key.store(dk_out.to(dtype))
                     fence_async_shared()
-                    tma.async_copy_shared_to_global(dk_desc, [batch, grad_head, token + row, 0],
-                                                    key._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], dk_desc.layout))
+                    tma_store(dk_desc, [batch, grad_head, token + row, 0],
+                                                    reinterpret(key, dtype, [1, 1, BLOCK, BLOCK_D], dk_desc.layout))
         tiles += 1
         mbarrier.wait(kv_full.index(tiles % 2), (tiles // 2) & 1)
         batch, kv_head, token, length, first, second, key_length, link = receive_plan(plan, tiles % 2)
@@ -251,13 +243,13 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     CHUNKS: gl.constexpr = BLOCK_D // 64
     k_buffers = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK_D], matrix)  # two tiles of two halves
     v_buffers = gl.allocate_shared_memory(dtype, [4, BLOCK, BLOCK_D], matrix)
-    k_tiles = k_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
-    v_tiles = v_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
-    k_chunks = k_buffers._reinterpret(dtype, [4 * CHUNKS, BLOCK, 64], matrix)
+    k_tiles = reinterpret(k_buffers, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
+    v_tiles = reinterpret(v_buffers, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
+    k_chunks = reinterpret(k_buffers, dtype, [4 * CHUNKS, BLOCK, 64], matrix)
     q_buffers = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK, BLOCK_D], matrix)
     grad_buffers = gl.allocate_shared_memory(dtype, [GRAD_STAGES, BLOCK, BLOCK_D], matrix)
-    q_tiles = q_buffers._reinterpret(dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    grad_tiles = grad_buffers._reinterpret(dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    q_tiles = reinterpret(q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    grad_tiles = reinterpret(grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES, BLOCK], vector)

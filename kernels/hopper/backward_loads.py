@@ -1,9 +1,10 @@
 """The warp that loads for dK and dV on Hopper: the keys of a tile, then its queries with their gradients, and what each step is."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from s2_megatron.kernels.hopper.columns import key_tile, listed_column, query_block_of, query_run, step_word
+from s2_megatron.kernels.hopper.gluon_versions import copy_to_shared, tma_load
 from s2_megatron.kernels.hopper.memory import send_plan, send_word
 from s2_megatron.kernels.hopper.parts import part_of_program, place_of_column, visits_of_part, words_of_column
 from s2_megatron.kernels.hopper.schedule import BLOCK
@@ -21,10 +22,10 @@ def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv
     mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)
     barrier = kv_full.index(slot)
     mbarrier.expect(barrier, 4 * BLOCK * BLOCK_D * 2)
-    tma.async_copy_global_to_shared(k_desc, [batch, head, row_a, 0], barrier, k_tiles.index(slot * 2))
-    tma.async_copy_global_to_shared(k_desc, [batch, head, row_b, 0], barrier, k_tiles.index(slot * 2 + 1))
-    tma.async_copy_global_to_shared(v_desc, [batch, head, row_a, 0], barrier, v_tiles.index(slot * 2))
-    tma.async_copy_global_to_shared(v_desc, [batch, head, row_b, 0], barrier, v_tiles.index(slot * 2 + 1))
+    tma_load(k_desc, [batch, head, row_a, 0], barrier, k_tiles.index(slot * 2))
+    tma_load(k_desc, [batch, head, row_b, 0], barrier, k_tiles.index(slot * 2 + 1))
+    tma_load(v_desc, [batch, head, row_a, 0], barrier, v_tiles.index(slot * 2))
+    tma_load(v_desc, [batch, head, row_b, 0], barrier, v_tiles.index(slot * 2 + 1))
     send_plan(plan, slot, batch, kv_head, token, length, first, second, key_length, link)
     mbarrier.arrive(barrier, count=1)
     return tiles + 1
@@ -47,8 +48,8 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
     mbarrier.wait(q_empty.index(stage), ((count // Q_STAGES) & 1) ^ 1)
     barrier = q_full.index(stage)
     mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, token + row, 0], barrier, q_tiles.index(stage))
-    async_copy.async_copy_global_to_shared(lse_buffers.index(stage), lse_ptr + sums + lane, mask=inside)
+    tma_load(q_desc, [batch, head, token + row, 0], barrier, q_tiles.index(stage))
+    copy_to_shared(lse_buffers.index(stage), lse_ptr + sums + lane, mask=inside)
     async_copy.mbarrier_arrive(barrier)
     send_word(words, stage, word)
     mbarrier.arrive(barrier, count=1)
@@ -56,8 +57,8 @@ def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, gr
     mbarrier.wait(grad_empty.index(stage), ((count // GRAD_STAGES) & 1) ^ 1)
     barrier = grad_full.index(stage)
     mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
-    tma.async_copy_global_to_shared(grad_desc, [batch, head, token + row, 0], barrier, grad_tiles.index(stage))
-    async_copy.async_copy_global_to_shared(delta_buffers.index(stage), delta_ptr + sums + lane, mask=inside)
+    tma_load(grad_desc, [batch, head, token + row, 0], barrier, grad_tiles.index(stage))
+    copy_to_shared(delta_buffers.index(stage), delta_ptr + sums + lane, mask=inside)
     async_copy.mbarrier_arrive(barrier)
     mbarrier.arrive(barrier, count=1)
     return count + 1

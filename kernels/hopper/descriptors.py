@@ -1,5 +1,5 @@
 """How the Hopper kernels are launched: once through Triton, which looks at every argument to choose what to compile, and from then on without
-that look, which takes as long as a short kernel. Written for Triton 3.6, as the kernels.
+that look, which takes as long as a short kernel. What it relies on is the same in Triton 3.6 to 3.9, see gluon_versions.py.
 
 Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of 16 or longer than 32
 bits, and by the constants. Launches that are equal in all of it, because the numbers are the same, run the same machine code. Triton's launch
@@ -36,12 +36,13 @@ class Box(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What Triton's launcher reads of a descriptor."""
+    """What Triton's launcher reads of a descriptor; the last from 3.7 on."""
 
     base: object
     shape: list
     strides: list
     padding: str = "zero"
+    round_f32_to_tf32: bool = False
 
 
 class Launches:

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import (
     clear_behind,
     load_rows,
@@ -208,8 +209,8 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
         else:
             buffer.store(out.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            buffer._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+            tma_store(out_desc, [batch, own_head, token + first_row, 0],
+                                            reinterpret(buffer, query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
         mbarrier.wait(q_full.index(tiles % 2), (tiles // 2) & 1)
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, tiles % 2)
     tma.store_wait(0)
@@ -230,9 +231,9 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_mo
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
     q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 2, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
-    q_tiles = q_buffers._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
-    k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    q_tiles = reinterpret(q_buffers, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
+    k_tiles = reinterpret(k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    v_tiles = reinterpret(v_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
     work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import (
     clear_behind,
     known_lse,
@@ -143,8 +144,8 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
             tma.store_wait(0)
             staging.store(dq.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            staging._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+            tma_store(out_desc, [batch, own_head, token + first_row, 0],
+                                            reinterpret(staging, dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
         mbarrier.wait(q_full.index(0), tiles & 1)
         batch, head, token, length, low, masked_steps, free_steps, marks = receive_plan(plan, 0)
     tma.store_wait(0)
@@ -166,9 +167,9 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_m
     # Halves of queries, then of gradients.
     halves, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 1, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
     out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
-    tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
-    k_tiles = k_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    v_tiles = v_buffers._reinterpret(dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    tile_boxes = reinterpret(halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
+    k_tiles = reinterpret(k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
+    v_tiles = reinterpret(v_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)

@@ -1,8 +1,9 @@
 """What the Hopper kernels share: buffers, barriers, loads of key tiles, and the numbers that the loading warp sends to the others."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, thread_barrier, tma_load
 from s2_megatron.kernels.hopper.schedule import BLOCK
 
 
@@ -11,8 +12,8 @@ def load_pair(desc, batch, head, row_a, row_b, tiles, stage, barrier, BLOCK_D: g
     """Two blocks of 64 rows into one [128, BLOCK_D] stage, which lies in memory as chunks of 64 columns with the two blocks in each."""
     CHUNKS: gl.constexpr = BLOCK_D // 64
     for chunk in gl.static_range(CHUNKS):
-        tma.async_copy_global_to_shared(desc, [batch, head, row_a, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2))
-        tma.async_copy_global_to_shared(desc, [batch, head, row_b, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2 + 1))
+        tma_load(desc, [batch, head, row_a, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2))
+        tma_load(desc, [batch, head, row_b, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2 + 1))
 
 
 @gluon.jit
@@ -20,10 +21,10 @@ def load_block(desc, more_desc, own_rows, batch, head, row, tiles, first, barrie
     """One block of 64 rows, which lies in the second tensor if it is not one of own_rows, into every other of the boxes from `first` on."""
     if row < own_rows:
         for chunk in gl.static_range(CHUNKS):
-            tma.async_copy_global_to_shared(desc, [batch, head, row, chunk * 64], barrier, tiles.index(first + chunk * 2))
+            tma_load(desc, [batch, head, row, chunk * 64], barrier, tiles.index(first + chunk * 2))
     else:
         for chunk in gl.static_range(CHUNKS):
-            tma.async_copy_global_to_shared(more_desc, [batch, 0, row - own_rows, chunk * 64], barrier, tiles.index(first + chunk * 2))
+            tma_load(more_desc, [batch, 0, row - own_rows, chunk * 64], barrier, tiles.index(first + chunk * 2))
 
 
 @gluon.jit
@@ -34,7 +35,7 @@ def clear_rows(buffer, low, high, ROWS: gl.constexpr):
     piece: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     copy: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     CHUNKS: gl.constexpr = buffer.shape[1] // 64
-    pieces = buffer._reinterpret(buffer.dtype, [CHUNKS * ROWS // 8, 8, 64], piece)
+    pieces = reinterpret(buffer, buffer.dtype, [CHUNKS * ROWS // 8, 8, 64], piece)
     row = gl.arange(0, 8, layout=gl.SliceLayout(1, copy))
     for first in range(gl.maximum(low, 0) // 8 * 8, high, 8):
         for chunk in range(CHUNKS):
@@ -42,7 +43,7 @@ def clear_rows(buffer, low, high, ROWS: gl.constexpr):
             held = place.load(copy)
             place.store(gl.where((first + row < low)[:, None], held, gl.zeros_like(held)))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit

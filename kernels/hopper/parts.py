@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper.columns import column_of_program
+from s2_megatron.kernels.hopper.gluon_versions import thread_barrier
 from s2_megatron.kernels.hopper.schedule import BLOCK
 
 
@@ -82,6 +83,6 @@ def add_parts(dk, dv, link, parts, HALF: gl.constexpr, BLOCK_D: gl.constexpr):
     if not is_last(link):
         gl.store(dk_ptr, dk)
         gl.store(dv_ptr, dv)
-        gl.thread_barrier()
+        thread_barrier()
         gl.atomic_add(flag_ptr, 1, sem="release")
     return dk, dv

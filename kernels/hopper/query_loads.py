@@ -7,8 +7,9 @@ descriptors of K and V, those of the further two (any where there are none), own
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from s2_megatron.kernels.hopper.gluon_versions import copy_to_shared, tma_load
 from s2_megatron.kernels.hopper.memory import load_block, load_pair, send_plan, send_word
 from s2_megatron.kernels.hopper.schedule import (
     BLOCK,
@@ -34,17 +35,17 @@ def load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batc
     mbarrier.expect(q_full.index(slot), (4 if GRAD else 2) * BLOCK * BLOCK_D * 2)
     for half in gl.static_range(2):
         row = token + (low + half * (1 - PACK)) * BLOCK
-        tma.async_copy_global_to_shared(q_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(slot * 2 + half))
+        tma_load(q_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(slot * 2 + half))
         if GRAD:
-            tma.async_copy_global_to_shared(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(2 + half))
+            tma_load(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(2 + half))
             # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
             lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads = sums
             first = (low + half * (1 - PACK)) * BLOCK
             lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
             base = (batch * heads + head + half * PACK).to(gl.int64) * rows + token + first
             inside = first + lane < length
-            async_copy.async_copy_global_to_shared(lse_buffers.index(half), lse_ptr + base + lane, mask=inside)
-            async_copy.async_copy_global_to_shared(delta_buffers.index(half), delta_ptr + base + lane, mask=inside)
+            copy_to_shared(lse_buffers.index(half), lse_ptr + base + lane, mask=inside)
+            copy_to_shared(delta_buffers.index(half), delta_ptr + base + lane, mask=inside)
     if GRAD:
         async_copy.mbarrier_arrive(q_full.index(slot))
     send_plan(plan, slot, batch, head, token, length, low, masked_steps, free_steps, marks)
@@ -71,7 +72,7 @@ def load_blocks(sources, PART: gl.constexpr, boxes, full, empty, words, batch, k
         if not SINGLE:
             load_block(desc, sources[2 + PART], sources[4], batch, kv_head, row_b, boxes, stage * CHUNKS * 2 + 1, barrier, CHUNKS)
     elif SINGLE:
-        tma.async_copy_global_to_shared(desc, [batch, kv_head, row_a, 0], barrier, boxes.index(stage))
+        tma_load(desc, [batch, kv_head, row_a, 0], barrier, boxes.index(stage))
     else:
         load_pair(desc, batch, kv_head, row_a, row_b, boxes, stage, barrier, BLOCK_D)
 

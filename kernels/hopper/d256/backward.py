@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from s2_megatron.kernels.hopper.columns import query_block_of
 from s2_megatron.kernels.hopper.d256.backward_loads import produce
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import (
     add_returned,
     clear_rows,
@@ -133,8 +134,8 @@ def compute(out_desc, out_ptr, q_buffers, grad_buffers, key_buffers, lse_buffers
                 tma.store_wait(0)  # the block before has left the buffer
             staging.store(out.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [batch, grad_head, token + row, 0],
-                                            staging._reinterpret(dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+            tma_store(out_desc, [batch, grad_head, token + row, 0],
+                                            reinterpret(staging, dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
             if KEYS:
                 tma.store_wait(0)
                 mbarrier.arrive(kv_empty.index(0), count=1)
@@ -159,11 +160,11 @@ def s2_hopper_wide_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     key_buffers = gl.allocate_shared_memory(dtype, [3, BLOCK, BLOCK_D], matrix)  # keys, values, dV on its way out
-    key_tiles = key_buffers._reinterpret(dtype, [3, 1, 1, BLOCK, BLOCK_D], box)
+    key_tiles = reinterpret(key_buffers, dtype, [3, 1, 1, BLOCK, BLOCK_D], box)
     q_buffers = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK, BLOCK_D], matrix)
     grad_buffers = gl.allocate_shared_memory(dtype, [GRAD_STAGES, BLOCK, BLOCK_D], matrix)
-    q_tiles = q_buffers._reinterpret(dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    grad_tiles = grad_buffers._reinterpret(dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    q_tiles = reinterpret(q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    grad_tiles = reinterpret(grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     lse_buffers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES, BLOCK], vector)
     words = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], vector)

@@ -5,10 +5,11 @@ out.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from s2_megatron.kernels.hopper.backward_loads import load_queries
 from s2_megatron.kernels.hopper.columns import key_tile, listed_column, run_end, step_word
+from s2_megatron.kernels.hopper.gluon_versions import tma_load
 from s2_megatron.kernels.hopper.memory import send_plan
 from s2_megatron.kernels.hopper.schedule import BLOCK
 
@@ -22,8 +23,8 @@ def load_pass(k_desc, v_desc, key_tiles, plan, barriers, passes, batch, kv_head,
     mbarrier.wait(kv_empty.index(0), (passes & 1) ^ 1)
     mbarrier.expect(barrier, 2 * BLOCK * BLOCK_D * 2)
     row = token + block * BLOCK
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head * KV_STEP, row, 0], barrier, key_tiles.index(0))
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head * KV_STEP, row, 0], barrier, key_tiles.index(1))
+    tma_load(k_desc, [batch, kv_head * KV_STEP, row, 0], barrier, key_tiles.index(0))
+    tma_load(v_desc, [batch, kv_head * KV_STEP, row, 0], barrier, key_tiles.index(1))
     send_plan(plan, 0, batch, kv_head, token, length, block, 0, key_length, 0)
     mbarrier.arrive(barrier, count=1)
     return passes + 1

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from s2_megatron.kernels.hopper.forward import softmax_step, start_softmax
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import clear_rows, receive_plan, receive_word, store_rows, tile_memory
 from s2_megatron.kernels.hopper.query_loads import produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, block_word
@@ -161,8 +162,8 @@ def compute(out_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr, q_buffers,
         else:
             query.store(out.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+            tma_store(out_desc, [batch, own_head, token + first_row, 0],
+                                            reinterpret(query, query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(0), count=1)
         mbarrier.wait(q_full.index(0), tiles & 1)
@@ -181,9 +182,9 @@ def s2_hopper_wide_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc,
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     q_buffers, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 1, 2, STAGES, V_STAGES, BLOCK, LISTED)
-    q_tiles = q_buffers._reinterpret(dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
-    k_tiles = k_buffers._reinterpret(dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    v_tiles = v_buffers._reinterpret(dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    q_tiles = reinterpret(q_buffers, dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
+    k_tiles = reinterpret(k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    v_tiles = reinterpret(v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     sources = (k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows)
     work = (ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group)
     lists = (list_rows_ptr, list_tiles_ptr, list_steps_ptr)

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import (
     clear_rows,
     known_lse,
@@ -120,8 +121,8 @@ def compute(out_desc, out_ptr, initial_ptr, halves, lse_buffers, delta_buffers, 
         else:
             query.store(dq.to(query.dtype))  # this half of the queries has been read
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [batch, own_head, token + first_row, 0],
-                                            query._reinterpret(query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
+            tma_store(out_desc, [batch, own_head, token + first_row, 0],
+                                            reinterpret(query, query.dtype, [1, 1, BLOCK, BLOCK_D], out_desc.layout))
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(0), count=1)
         mbarrier.wait(q_full.index(0), tiles & 1)
@@ -141,9 +142,9 @@ def s2_hopper_wide_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     # Halves of queries, then of gradients.
     halves, k_buffers, v_buffers, plan, words, barriers = tile_memory(dtype, BLOCK_D, 1, 4, STAGES, V_STAGES, BLOCK, LISTED)
-    tile_boxes = halves._reinterpret(dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
-    k_tiles = k_buffers._reinterpret(dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    v_tiles = v_buffers._reinterpret(dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    tile_boxes = reinterpret(halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
+    k_tiles = reinterpret(k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
+    v_tiles = reinterpret(v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
