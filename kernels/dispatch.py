@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import triton
 
+from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.triton import launch as portable
 from s2_megatron.kernels.triton.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
@@ -80,7 +81,8 @@ def _fill_between(packed, value, *tensors):
         width = triton.next_power_of_2(dim)
         s2_fill_between_kernel[(triton.cdiv(rows, FILL_ROWS), triton.cdiv(heads, FILL_HEADS))](
             tensor, packed.starts, packed.cu_seqlens, value, len(packed.cu_seqlens) - 1, rows, heads, *tensor.stride()[1:],
-            HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width)
+            HEADS=FILL_HEADS, ROWS=FILL_ROWS, STEP=max(16, min(FILL_ROWS, 8192 // width)), DIM=dim, BLOCK_D=width,
+            **OPTIONS)
 
 
 def joins_keys(query, key, value, more, call) -> bool:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from s2_megatron.kernels.compile_options import OPTIONS
+
 BLOCK = 64  # rows of a box
 MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
@@ -70,7 +72,7 @@ class Launches:
             constants.update(zip((f"stride_{letter}b", f"stride_{letter}h", f"stride_{letter}s"), tensor.stride()))
         named = {**self.arguments, **constants}
         descriptors = [box and box.descriptor() for box in boxes]
-        compiled = kernel[self.grid](*descriptors, *pointers, **named)
+        compiled = kernel[self.grid](*descriptors, *pointers, **named, **OPTIONS)
         if compiled is not None:  # None from whatever stands for Triton without a GPU
             self._compiled[kind] = (compiled, [box and (box.shape, box.strides) for box in descriptors],
                                     [named[name] for name in kernel.arg_names[len(boxes) + len(pointers):]])

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 import triton
 
+from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.hopper.backward import s2_hopper_backward_kernel
 from s2_megatron.kernels.hopper.d256.backward import s2_hopper_wide_backward_kernel
 from s2_megatron.kernels.hopper.d256.forward import s2_hopper_wide_forward_kernel
@@ -87,7 +88,7 @@ def _documents(packed, rows, per_document, tile):
     n_tiles = rows // tile + documents * per_document
     tiles = torch.empty(n_tiles, 4, dtype=torch.int32, device=packed.cu_seqlens.device)
     s2_document_tiles_kernel[(triton.cdiv(n_tiles, 256),)](packed.starts, packed.cu_seqlens, tiles, documents, n_tiles, per_document,
-                                                           TILE=tile, TILES=256)
+                                                           TILE=tile, TILES=256, **OPTIONS)
     return tiles, n_tiles
 
 
@@ -266,7 +267,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     if one_pass:
         s2_scale_kernel[(triton.cdiv(geometry.rows, 64) * geometry.batch * geometry.heads,)](
             sums, grad_query, geometry.scale, geometry.rows, geometry.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=geometry.head_dim,
-            BLOCK_D=geometry.block_dim)
+            BLOCK_D=geometry.block_dim, **OPTIONS)
     else:
         _launch_dq(geometry, grad_out, lse, delta, grad_query)
 

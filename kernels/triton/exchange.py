@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.dispatch import on_device
 
 
@@ -37,4 +38,4 @@ def pack(key, value, buffer, heads, blocks):
         with on_device(key.device):
             s2_pack_kernel[(len(heads) * batch,)](
                 key, value, buffer, heads, blocks, batch, *key.stride(), *value.stride(),
-                BLOCK=buffer.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim))
+                BLOCK=buffer.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **OPTIONS)

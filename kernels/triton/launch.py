@@ -7,6 +7,7 @@ from functools import cache
 import torch
 import triton
 
+from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_add_returned_kernel, s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
@@ -74,7 +75,7 @@ def _launch_query_kernel(geometry, tile, tensors, query, key, value, out, grad_o
         **geometry.by_row, **geometry.common, scale=scale, n_tiles=n_tiles,
         **_strides(q=query, k=key, v=value, o=out, g=grad_out, i=initial_out),
         TILE_M=tile.rows, TILE_N=tile.columns, CONTINUE=proceed, HEAD_GROUP=_together(heads), STAGES=tile.stages, FORWARD=forward,
-        num_warps=tile.warps, num_stages=tile.stages)
+        num_warps=tile.warps, num_stages=tile.stages, **OPTIONS)
 
 
 def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
@@ -94,7 +95,7 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
     s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
         out, grad_out, log_grad, lse, delta, delta if clear is None else clear, rows, heads,
         *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=64, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, **OPTIONS)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
@@ -111,7 +112,7 @@ def _add_returned(own, returned, out, part):
     batch, heads, rows, head_dim = own.shape
     s2_add_returned_kernel[(rows // slots.shape[1] * heads * batch,)](
         own, slots, out, starts, entries, batch, heads, part, *own.stride(), *out.stride(),
-        BLOCK=slots.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim))
+        BLOCK=slots.shape[1], HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), **OPTIONS)
 
 
 def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call, returned=None):
@@ -136,7 +137,7 @@ def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value,
         grad_value_ptr=grad_value, **geometry.by_column, **geometry.common, scale=call.softmax_scale, n_tiles=n_tiles,
         **_strides(q=query, k=key, v=value, g=grad_out, dk=grad_key, dv=grad_value), TILE_M=tile.rows, TILE_N=tile.columns,
         EFFICIENT=not geometry.is_table and call.layout.pattern.is_kv_efficient, RATIO=heads // key.shape[1],
-        HEAD_GROUP=_together(kv_heads), STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages)
+        HEAD_GROUP=_together(kv_heads), STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages, **OPTIONS)
 
 
 def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initial=None, kv_heads=None, more=None):

@@ -249,7 +249,6 @@ class Ranks:
 def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, early, monkeypatch):
     """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(launch, "GLUON", "")
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)

@@ -146,10 +146,15 @@ class Machine:
             namespace.update(
                 gl=self.language(),
                 mbarrier=self.barriers(),
-                tma=self.tma(),
-                async_copy=self.async_copy(),
+                tma=SimpleNamespace(store_wait=self.wait_stores),
+                async_copy=SimpleNamespace(mbarrier_arrive=self.arrive_with_numbers),
+                tma_load=self.copy_in,
+                tma_store=self.copy_out,
+                tma_add=self.add_out,
+                copy_to_shared=self.copy_numbers,
+                reinterpret=lambda buffer, dtype, shape, layout: buffer.reinterpret(dtype, shape),
+                thread_barrier=self.meet,
                 _to=to,
-                add_through_tma=self.add_out,
                 warpgroup_mma=self.multiply,
                 warpgroup_mma_wait=self.wait_products,
                 fence_async_shared=self.fence,
@@ -160,7 +165,7 @@ class Machine:
             found = made[function.fn.__name__]
             self.functions[function] = found
             for name, value in given.items():
-                if isinstance(value, GluonJITFunction) and name != "quotient":
+                if isinstance(value, GluonJITFunction) and name not in ("quotient", "reinterpret"):
                     namespace[name] = self.plain(value)
         return self.functions[function]
 
@@ -186,7 +191,6 @@ class Machine:
             ),
             zeros=lambda shape, dtype, layout: np.zeros(shape, dtype),
             zeros_like=np.zeros_like,
-            thread_barrier=self.meet,
             full=lambda shape, value, dtype, layout: np.full(shape, value, dtype),
             arange=lambda low, high, layout: np.arange(low, high),
             load=lambda pointer, mask=True, other=None, cache_modifier="": pointer.load(mask, other),
@@ -207,16 +211,6 @@ class Machine:
             wait=self.wait,
             MBarrierLayout=lambda: "barrier",
         )
-
-    def tma(self):
-        return SimpleNamespace(
-            async_copy_global_to_shared=self.copy_in,
-            async_copy_shared_to_global=self.copy_out,
-            store_wait=self.wait_stores,
-        )
-
-    def async_copy(self):
-        return SimpleNamespace(async_copy_global_to_shared=self.copy_numbers, mbarrier_arrive=self.arrive_with_numbers)
 
     # Partitions: one runs at a time
 

@@ -88,7 +88,7 @@ class Shared:
         found.part, found.shape = slice(start, start + length), [length, self.shape[1]]
         return found
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape):
         assert dtype == self.dtype
         return Shared(self.machine, self.flat, shape, self.chunk)
 

@@ -3,7 +3,6 @@ computing partitions wait for each other, in an order of events that chance deci
 
 import pytest
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -46,9 +45,6 @@ def in_python(request, monkeypatch):
     )
     monkeypatch.setattr(attention, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(
-        launch, "GLUON", triton.__version__
-    )  # other versions compile other code, and nothing is compiled here
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
 

@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.dispatch import GLUON
 from s2_megatron.kernels.tiles import tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
@@ -144,11 +145,11 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
                  HEAD_DIM=dim, BLOCK_D=dim, IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64,
                  GRAD_LSE=True, CLEAR=False)  # fmt: skip
     known.update(flags)
-    options = {}
+    options = dict(OPTIONS)
     if role in tiles:
         tile = tiles[role]
         known.update(TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages)
-        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+        options.update(num_warps=tile.warps, num_stages=tile.stages)
     known["CONTINUE"] &= role == "forward"
     kernel = {"dkdv": s2_backward_dkdv_kernel, "delta": s2_delta_kernel}.get(role, s2_query_kernel)
     signature, constants, attributes = {}, {}, {}

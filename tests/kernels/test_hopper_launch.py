@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
@@ -96,7 +95,6 @@ def started(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(launch, "GLUON", triton.__version__)
     monkeypatch.setattr(
         portable, "launch_delta", lambda *args: None
     )  # portable kernels run slowly here, and are not what is tested
