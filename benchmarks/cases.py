@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.ops.call import canonical_view
 from s2_megatron.ops.layout import PackedSequence
 from s2_megatron.patterns.block_mask import BlockMaskPattern
@@ -250,7 +250,7 @@ def pattern_from_flags(args, length: int) -> Pattern:
     """The pattern that --config, or the flags, ask for. Raises ValueError naming the flag."""
     if args.config:
         config = load_config(args.config, allow_python_patterns=args.allow_python_patterns)
-        plan = len(config.layers)
+        plan = len(config.settings.layers)
         layers = args.num_layers or -(-(args.layer + 1) // plan) * plan
         if not 0 <= args.layer < layers:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The model that the tests of the sparsity YAML resolve their configs for."""
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 
 MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
 

@@ -25,7 +25,7 @@ from examples.quickstart.corpus import (
 )
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.progress import OutputFollower, Speed
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.megatron.loss_log import _locked, _Writer, read_loss_log, truncate_loss_log
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def resolve_sparsity(config: Path, console: Console):
     """The config's sparsity for the quickstart's model. The shipped config must be a real S2 run; others are only
     remarked upon."""
-    from s2_megatron.config.schema import load_config
+    from s2_megatron.config.load import load_config
 
     model = launch.MODEL
     sparsity = load_config(config).resolve(

@@ -1,72 +1,17 @@
-"""The checks behind the sparsity YAML: of single values, of settings that must go together, and pydantic's findings as
-Problems."""
+"""The checks behind the sparsity YAML: settings that must go together, and pydantic's findings as Problems."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticCustomError
 
 from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, shown, unknown_name
-
-if TYPE_CHECKING:
-    from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
+from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
 
 SPEC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
-def _wrong(expected: str, fix: str) -> PydanticCustomError:
-    return PydanticCustomError(
-        "s2_value", "expected {expected}; nearest valid: {fix}", {"expected": expected, "fix": fix}
-    )
-
-
-def check_plan(value: Any) -> str | tuple[str, ...]:
-    expected = "a plan such as DSSS, or a list of spec names such as [D, S]"
-    if isinstance(value, bool):
-        raise _wrong(f"{expected} (YAML reads NO, ON, YES and OFF as booleans)", "the plan in quotes, e.g. 'NO'")
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    raise _wrong(expected, "DSSS")
-
-
-def check_head_step(value: Any) -> str | int:
-    return _check_step(value, ("auto", "paper"))
-
-
-def check_layer_step(value: Any) -> str | int:
-    return _check_step(value, ("auto",))
-
-
-def _check_step(value: Any, words: tuple[str, ...]) -> str | int:
-    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-        return value
-    near = "0" if isinstance(value, int) and not isinstance(value, bool) else nearest_name(value, words) or words[0]
-    raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more", near)
-
-
-def check_dense_heads(value: Any) -> tuple[int, ...] | dict[str, int]:
-    def is_count(item):
-        return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-    if is_count(value):
-        return {"spread": value}
-    if isinstance(value, list | tuple) and all(map(is_count, value)):
-        if len(set(value)) == len(value):
-            return tuple(value)
-        raise _wrong("a list that names each KV head once", str(sorted(set(value))))
-    if isinstance(value, dict) and len(value) == 1:
-        ((kind, count),) = value.items()
-        if kind in ("last", "spread") and is_count(count):
-            return value
-        near = nearest_name(kind, ("last", "spread")) or "spread"
-        raise _wrong("{last: n} or {spread: n}, n being 0 or more", f"{{{near}: {count if is_count(count) else 1}}}")
-    raise _wrong("a list of KV heads, a number of heads to spread, {last: n} or {spread: n}", "{spread: 1}")
 
 
 def meaning_problems(config: S2Config) -> list[Problem]:
@@ -210,9 +155,7 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
             if path[-1:] == (0,)
             else "local_tokens: 1024"
         )
-        if kind == "s2_problems":
-            problems += context["problems"]
-        elif kind == "s2_value":
+        if kind == "s2_value":
             problems.append(Problem(path, shown(value), context["expected"], context["fix"]))
         elif kind == "extra_forbidden":
             problems.append(unknown_name(path, path[-1], model.model_fields, "key"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -42,6 +42,19 @@ class ConfigError(ValueError):
             texts.append(f"{place}: got {p.got}; expected {p.expected}; nearest valid: {p.fix}")
         joined = texts[0] if len(texts) == 1 else f"{len(texts)} problems" + "".join(f"\n  {text}" for text in texts)
         super().__init__(f"{source}: {joined}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where settings came from. lines: of the keys, in a file."""
+
+    name: str = "<config>"
+    folder: Path = Path()  # where relative paths in the settings start
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+
+    def error(self, *problems: Problem) -> ConfigError:
+        """A ValueError about settings from here."""
+        return ConfigError(self.name, problems, self.lines)
 
 
 def key_text(path: KeyPath) -> str:

@@ -5,25 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import zipfile
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from s2_megatron.config.errors import Problem, nearest_name, shown
+from s2_megatron.config.errors import Problem, Source, nearest_name, shown
+from s2_megatron.config.schema import S2Config, SpecConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, canonical_pattern
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, make_range_pattern
-
-if TYPE_CHECKING:
-    from s2_megatron.config.schema import S2Config, SpecConfig
 
 NPZ_FORMAT = "an .npz with the integer arrays `indptr` ([n+1] or [P, n+1]) and `indices`"
 
 
 def resolve_config(
     config: S2Config,
-    folder: Path,
+    source: Source,
     *,
     num_layers: int,
     num_heads: int,
@@ -31,7 +27,7 @@ def resolve_config(
     seq_length: int,
     mtp_num_layers: int,
 ) -> ResolvedSparsity:
-    """See S2Config.resolve. `folder`: where the masks' relative paths start."""
+    """See SparsityConfig.resolve. source: where the masks' relative paths start, and what errors name."""
     for flag, value in (
         ("--num-layers", num_layers),
         ("--num-attention-heads", num_heads),
@@ -47,10 +43,10 @@ def resolve_config(
             f"--num-attention-heads {num_heads} is not a multiple of --num-query-groups {num_kv_heads}: every KV head "
             f"needs the same number of query heads; nearest valid: --num-query-groups {best}"
         )
-    plan = _tiled_plan(config, "layers", "--num-layers", num_layers)
-    mtp_plan = _mtp_plan(config, mtp_num_layers)
+    plan = _tiled_plan(config, source, "layers", "--num-layers", num_layers)
+    mtp_plan = _mtp_plan(config, source, mtp_num_layers)
 
-    built = _Patterns(config, folder, num_heads, num_kv_heads, seq_length)
+    built = _Patterns(config, source, num_heads, num_kv_heads, seq_length)
     layers = tuple(LayerSparsity(name, built.next_of(name)) for name in plan)
     # The ordinals run on into the multi-token-prediction layers, which follow the decoder's.
     mtp_layers = tuple(LayerSparsity(name, built.next_of(name)) for name in mtp_plan)
@@ -71,7 +67,7 @@ def resolve_config(
     )
 
 
-def _tiled_plan(config: S2Config, key: str, flag: str, count: int) -> list[str]:
+def _tiled_plan(config: S2Config, source: Source, key: str, flag: str, count: int) -> list[str]:
     plan = list(getattr(config, key))
     if count % len(plan) == 0:
         return plan * (count // len(plan))
@@ -81,7 +77,7 @@ def _tiled_plan(config: S2Config, key: str, flag: str, count: int) -> list[str]:
     lengths = " or ".join(str(length) for length in (below, above) if length)
     rounds = count // len(plan)
     counts = " or ".join(str(n * len(plan)) for n in (rounds, rounds + 1) if n)
-    raise config.error(
+    raise source.error(
         Problem(
             (key,),
             f"{shown(getattr(config, key))}, {len(plan)} names, for {flag} {count}",
@@ -91,12 +87,12 @@ def _tiled_plan(config: S2Config, key: str, flag: str, count: int) -> list[str]:
     )
 
 
-def _mtp_plan(config: S2Config, count: int) -> list[str]:
+def _mtp_plan(config: S2Config, source: Source, count: int) -> list[str]:
     if count == 0:
         return []
     if config.mtp_layers is None:
         names = ["D", *config.specs]
-        raise config.error(
+        raise source.error(
             Problem(
                 ("mtp_layers",),
                 f"nothing, and a model with --mtp-num-layers {count}",
@@ -104,7 +100,7 @@ def _mtp_plan(config: S2Config, count: int) -> list[str]:
                 " or ".join(f"mtp_layers: {n}" for n in names[:2]),
             )
         )
-    return _tiled_plan(config, "mtp_layers", "--mtp-num-layers", count)
+    return _tiled_plan(config, source, "mtp_layers", "--mtp-num-layers", count)
 
 
 def _array_text(name: str, array: np.ndarray) -> str:
@@ -115,8 +111,8 @@ class _Patterns:
     """Builds the patterns of a model. Layers with the same attention get the same object, so that they can share their
     layout."""
 
-    def __init__(self, config: S2Config, folder: Path, num_heads: int, num_kv_heads: int, seq_length: int):
-        self.config, self.folder, self.seq_length = config, folder, seq_length
+    def __init__(self, config: S2Config, source: Source, num_heads: int, num_kv_heads: int, seq_length: int):
+        self.config, self.source, self.seq_length = config, source, seq_length
         self.shape = {"block_size": config.block_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
         self.ordinals: dict[str, int] = {}
         self.fixed: dict[str, Pattern] = {}  # masks and functions: one pattern for all layers of the spec
@@ -148,7 +144,7 @@ class _Patterns:
         else:
             wrong, fix = any(head >= kv_heads for head in heads), str([head for head in heads if head < kv_heads])
         if wrong:
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     ("specs", name, "dense_heads"),
                     shown(heads) if not isinstance(heads, dict) else f"{{{kind}: {count}}}",
@@ -169,14 +165,14 @@ class _Patterns:
 
     def _from_mask(self, name: str, spec: SpecConfig) -> Pattern:
         key = ("specs", name, "mask")
-        file = self.folder / spec.mask
+        file = self.source.folder / spec.mask
         if not file.is_file():
             near = (
                 nearest_name(file.name, [path.name for path in file.parent.glob("*.npz")])
                 if file.parent.is_dir()
                 else None
             )
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{spec.mask!r}, but {file} does not exist",
@@ -188,7 +184,7 @@ class _Patterns:
             with np.load(file, allow_pickle=False) as arrays:
                 indptr, indices = np.atleast_2d(arrays["indptr"]), arrays["indices"]
         except (ValueError, TypeError, KeyError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{file}, which cannot be read ({error})",
@@ -199,7 +195,7 @@ class _Patterns:
         heads, kv_heads = self.shape["num_heads"], self.shape["num_kv_heads"]
         if indptr.ndim != 2 or len(indptr) not in (1, kv_heads, heads):
             allowed = dict.fromkeys((1, kv_heads, heads))
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{file} with indptr of shape {list(indptr.shape)}",
@@ -208,7 +204,7 @@ class _Patterns:
                 )
             )
         if indptr.dtype.kind not in "iu" or indices.ndim != 1 or int(indptr[:, -1].sum()) != len(indices):
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{file} with {_array_text('indptr', indptr)} and {_array_text('indices', indices)}",
@@ -219,7 +215,7 @@ class _Patterns:
         blocks, needed = indptr.shape[1] - 1, -(-self.seq_length // self.config.block_size)
         if blocks < needed:
             size = self.config.block_size
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{file} with {blocks} query blocks of {size}",
@@ -231,7 +227,7 @@ class _Patterns:
         try:
             return BlockMaskPattern.from_csr(self.shape["block_size"], heads, kv_heads, list(indptr), pieces)
         except ValueError as error:
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{file}: {error}",
@@ -246,7 +242,7 @@ class _Patterns:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{spec.function!r}, but there is no module {error.name!r}",
@@ -261,7 +257,7 @@ class _Patterns:
                 for candidate in vars(module)
                 if callable(getattr(module, candidate)) and not candidate.startswith("_")
             ]
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{spec.function!r}, but {module_name} has no function {function_name}",
@@ -274,7 +270,7 @@ class _Patterns:
                 **self.shape, num_blocks=-(-self.seq_length // self.config.block_size), function=function
             )
         except ValueError as error:
-            raise self.config.error(
+            raise self.source.error(
                 Problem(
                     key,
                     f"{spec.function!r}: {error}",

@@ -6,6 +6,7 @@ the launcher.
     specs:
       S: {local_tokens: 1024, stride: 16}
 
+These are the models alone: config/checks.py says how settings go together, config/load.py reads a file.
 `python -m s2_megatron.config.schema --write-schema` regenerates configs/s2.schema.json, with which editors check and
 complete such files.
 """
@@ -15,53 +16,72 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from s2_megatron.config.checks import (
-    check_dense_heads,
-    check_head_step,
-    check_layer_step,
-    check_plan,
-    meaning_problems,
-    pydantic_problems,
-)
-from s2_megatron.config.errors import ConfigError, Problem, read_yaml
-from s2_megatron.config.resolve import resolve_config
-from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity, tensor_parallel_balance
+from s2_megatron.config.errors import nearest_name
 from s2_megatron.patterns.ranges import Ranges
 
-__all__ = [
-    "ConfigError",
-    "LayerSparsity",
-    "RangeConfig",
-    "ResolvedSparsity",
-    "S2Config",
-    "SpecConfig",
-    "diff_sparsity",
-    "json_schema",
-    "load_config",
-    "tensor_parallel_balance",
-]
-
 SCHEMA_FILE = Path(__file__).resolve().parents[2] / "configs" / "s2.schema.json"
+
+
+def _wrong(expected: str, fix: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "s2_value", "expected {expected}; nearest valid: {fix}", {"expected": expected, "fix": fix}
+    )
+
+
+def _check_plan(value: Any) -> str | tuple[str, ...]:
+    expected = "a plan such as DSSS, or a list of spec names such as [D, S]"
+    if isinstance(value, bool):
+        raise _wrong(f"{expected} (YAML reads NO, ON, YES and OFF as booleans)", "the plan in quotes, e.g. 'NO'")
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
+        return tuple(value)
+    raise _wrong(expected, "DSSS")
+
+
+def _check_head_step(value: Any) -> str | int:
+    return _check_step(value, ("auto", "paper"))
+
+
+def _check_layer_step(value: Any) -> str | int:
+    return _check_step(value, ("auto",))
+
+
+def _check_step(value: Any, words: tuple[str, ...]) -> str | int:
+    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    near = "0" if isinstance(value, int) and not isinstance(value, bool) else nearest_name(value, words) or words[0]
+    raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more", near)
+
+
+def _check_dense_heads(value: Any) -> tuple[int, ...] | dict[str, int]:
+    def is_count(item):
+        return isinstance(item, int) and not isinstance(item, bool) and item >= 0
+
+    if is_count(value):
+        return {"spread": value}
+    if isinstance(value, list | tuple) and all(map(is_count, value)):
+        if len(set(value)) == len(value):
+            return tuple(value)
+        raise _wrong("a list that names each KV head once", str(sorted(set(value))))
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, count),) = value.items()
+        if kind in ("last", "spread") and is_count(count):
+            return value
+        near = nearest_name(kind, ("last", "spread")) or "spread"
+        raise _wrong("{last: n} or {spread: n}, n being 0 or more", f"{{{near}: {count if is_count(count) else 1}}}")
+    raise _wrong("a list of KV heads, a number of heads to spread, {last: n} or {spread: n}", "{spread: 1}")
 
 
 _COUNT = {"type": "integer", "minimum": 0}
 Plan = Annotated[
     str | tuple[str, ...],
-    PlainValidator(check_plan),
+    PlainValidator(_check_plan),
     WithJsonSchema(
         {
             "oneOf": [
@@ -72,14 +92,14 @@ Plan = Annotated[
     ),
 ]
 HeadStep = Annotated[
-    str | int, PlainValidator(check_head_step), WithJsonSchema({"oneOf": [{"enum": ["auto", "paper"]}, _COUNT]})
+    str | int, PlainValidator(_check_head_step), WithJsonSchema({"oneOf": [{"enum": ["auto", "paper"]}, _COUNT]})
 ]
 LayerStep = Annotated[
-    str | int, PlainValidator(check_layer_step), WithJsonSchema({"oneOf": [{"enum": ["auto"]}, _COUNT]})
+    str | int, PlainValidator(_check_layer_step), WithJsonSchema({"oneOf": [{"enum": ["auto"]}, _COUNT]})
 ]
 DenseHeads = Annotated[
     tuple[int, ...] | dict[str, int],
-    PlainValidator(check_dense_heads),
+    PlainValidator(_check_dense_heads),
     WithJsonSchema(
         {
             "oneOf": [
@@ -176,76 +196,6 @@ class S2Config(_Strict):
     dim)."""
     specs: dict[str, SpecConfig] = Field(default_factory=dict, examples=["{S: {local_tokens: 1024, stride: 16}}"])
     """The named specs. A plan written as one word can only name specs of one letter."""
-
-    _source: str = PrivateAttr("<config>")
-    _folder: Path = PrivateAttr(Path())
-    _lines: dict = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _check_meaning(self) -> S2Config:
-        problems = meaning_problems(self)
-        if problems:
-            text = str(ConfigError("settings", problems))
-            raise PydanticCustomError("s2_problems", "{text}", {"text": text, "problems": problems})
-        return self
-
-    @property
-    def source(self) -> str:
-        """The file that the config came from."""
-        return self._source
-
-    def error(self, *problems: Problem) -> ConfigError:
-        """A ValueError about settings of this file."""
-        return ConfigError(self._source, problems, self._lines)
-
-    def resolve(
-        self, *, num_layers: int, num_heads: int, num_kv_heads: int, seq_length: int, mtp_num_layers: int | None = None
-    ) -> ResolvedSparsity:
-        """The pattern of every layer of a model (heads and layers global, before any parallel slicing).
-
-        Raises ValueError when the plan does not fit the layers, a mask or function cannot be used, or dense heads do
-        not exist.
-        """
-        return resolve_config(
-            self,
-            self._folder,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            seq_length=seq_length,
-            mtp_num_layers=mtp_num_layers or 0,
-        )
-
-
-def load_config(path: str | Path, *, allow_python_patterns: bool = False) -> S2Config:
-    """Reads and checks a sparsity YAML.
-
-    Raises one ValueError for everything that is wrong: file, key, got, expected, nearest valid. A spec with a
-    `function` is refused unless allow_python_patterns (--s2-allow-python-patterns): a config from elsewhere must not
-    choose what code runs.
-    """
-    source = str(path)
-    data, lines = read_yaml(path)
-    try:
-        config = S2Config.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(
-            source, pydantic_problems(error, {1: S2Config, 3: SpecConfig, 5: RangeConfig}), lines
-        ) from error
-    config._source, config._folder, config._lines = source, Path(path).parent, lines
-    problems = [
-        Problem(
-            ("specs", name, "function"),
-            f"{spec.function!r}, which runs Python code",
-            "no Python pattern without permission",
-            "add the flag --s2-allow-python-patterns, or save the pattern as an .npz and use `mask`",
-        )
-        for name, spec in config.specs.items()
-        if spec.function is not None and not allow_python_patterns
-    ]
-    if problems:
-        raise config.error(*problems)
-    return config
 
 
 def json_schema() -> dict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import ArgumentParser, Namespace
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
 from s2_megatron.context_parallel.attention import COMM_TYPES
 from s2_megatron.context_parallel.copies import TRANSPORTS

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import check_block_count, layer_costs, make_plan
 from s2_megatron.patterns.ranges import Pattern, RangePattern

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from s2_megatron.config.schema import S2Config
+from s2_megatron.config.load import SparsityConfig
 from s2_megatron.patterns.ranges import make_range_pattern
 from tests.config_files import MODEL, resolve
 
@@ -94,7 +94,7 @@ def test_equal_layers_share_their_pattern(write):
 
 
 def test_config_from_python():
-    config = S2Config.model_validate({"layers": "DS", "specs": {"S": {"local_blocks": 2, "stride": 4}}})
+    config = SparsityConfig.from_data({"layers": "DS", "specs": {"S": {"local_blocks": 2, "stride": 4}}})
     assert config.resolve(**MODEL).layers[1].kind == "s2"
     with pytest.raises(ValueError, match="layers: got 'X'"):
-        S2Config.model_validate({"layers": "X"})
+        SparsityConfig.from_data({"layers": "X"})

@@ -7,7 +7,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s2_megatron.config.schema import ConfigError, SpecConfig, load_config
+from s2_megatron.config.errors import ConfigError
+from s2_megatron.config.load import load_config
+from s2_megatron.config.schema import SpecConfig
 from tests.config_files import MODEL
 
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from s2_megatron.config.schema import ConfigError, load_config
+from s2_megatron.config.errors import ConfigError
+from s2_megatron.config.load import load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from tests.config_files import resolve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart.launch import MODEL
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import tensor_parallel_balance
 from s2_megatron.patterns.ranges import period_coverage
 
@@ -76,7 +76,7 @@ def test_quickstart_is_a_real_s2_run():
             assert layer.pattern.heads[0].ranges[0][0] * resolved.block_size <= length // 4
             assert layer.pattern.density(length) <= 0.6
     dense = load_config(ROOT / "configs/quickstart_dense.yaml")
-    assert dense.block_size == resolved.block_size
+    assert dense.settings.block_size == resolved.block_size
 
 
 def test_phi3_small_is_the_published_rule():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from s2_megatron.config.schema import S2Config
+from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity, tensor_parallel_balance
 from s2_megatron.patterns.ranges import RangePattern
 
@@ -16,7 +16,7 @@ MODEL = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "seq_length": 512}
 
 def resolved(layers="DS", spec=None, model=None, **settings):
     spec = {"local_blocks": 2, "stride": 4} if spec is None else spec
-    config = S2Config.model_validate({"layers": layers, "specs": {"S": spec}, **settings})
+    config = SparsityConfig.from_data({"layers": layers, "specs": {"S": spec}, **settings})
     return config.resolve(**{**MODEL, **(model or {})})
 
 
@@ -39,7 +39,7 @@ def test_canonical_json_ignores_what_computes_the_same():
         spec={"ranges": [{"end_blocks": 1, "stride": 1}, {"end_blocks": 2, "stride": 1}, {"stride": 4}]}
     )
     assert base == text(spec={"local_blocks": 2, "stride": 4, "base_offset": 8})
-    renamed = S2Config.model_validate({"layers": "DT", "specs": {"T": {"local_blocks": 2, "stride": 4}}})
+    renamed = SparsityConfig.from_data({"layers": "DT", "specs": {"T": {"local_blocks": 2, "stride": 4}}})
     assert base == renamed.resolve(**MODEL).canonical_json()
     # A spec that attends everything is dense attention, in whatever block size.
     everything = {"ranges": [{"stride": 1}]}
@@ -93,7 +93,7 @@ def test_diff_of_masks(tmp_path):
     for name, first in (("a", 0), ("b", 1)):
         rows = [sorted({query, min(first, query)}) for query in range(8)]
         np.savez(tmp_path / name, indptr=np.cumsum([0, *map(len, rows)]), indices=np.concatenate(rows))
-        config = S2Config.model_validate({"layers": "DS", "specs": {"S": {"mask": str(tmp_path / f"{name}.npz")}}})
+        config = SparsityConfig.from_data({"layers": "DS", "specs": {"S": {"mask": str(tmp_path / f"{name}.npz")}}})
         texts.append(config.resolve(**MODEL).canonical_json())
     (line,) = diff_sparsity(*texts)
     assert line.startswith("layers 1, 3: block mask ") and line.count("block mask") == 2
@@ -148,7 +148,7 @@ def test_every_layer_waits_for_its_slowest_rank():
     """Two layers whose dense heads lie on different ranks are balanced in the sum and not in time."""
     model = {**MODEL, "num_layers": 2, "num_kv_heads": 2, "seq_length": 8192}
     spec = {"local_blocks": 1, "stride": 16}
-    config = S2Config.model_validate(
+    config = SparsityConfig.from_data(
         {"layers": "ST", "specs": {"S": {**spec, "dense_heads": [0]}, "T": {**spec, "dense_heads": [1]}}}
     )
     assert tensor_parallel_balance(config.resolve(**model), 2) > 1.5

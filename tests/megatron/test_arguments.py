@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.megatron.arguments import _report_balance, _report_no_effect, add_s2_arguments, prepare_s2
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 

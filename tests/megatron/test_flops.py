@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.megatron.flops import PairTable
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern

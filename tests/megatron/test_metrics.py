@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from tests.megatron.arguments import CONFIG, ROOT, arguments
 
 pytest.importorskip("tensorboard")

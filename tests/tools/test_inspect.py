@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import inspect
