@@ -1,34 +1,30 @@
 """Times S2 attention, forward and backward, beside its peers in one process on one GPU; a wrong result is not timed.
 
-    python benchmarks/attention.py --suite hopper --json benchmarks/results/h200.json     # the whole table; --quick leaves out most peers
-    python benchmarks/attention.py --suite hopper --groups 8K,patterns                    # parts of it
+    python benchmarks/attention.py --suite hopper --json benchmarks/results/h200.json   # --quick: few peers
+    python benchmarks/attention.py --suite hopper --groups 8K,patterns                  # some groups of the suite
     python benchmarks/attention.py --suite crossover --json benchmarks/results/h200_crossover.json
-    python benchmarks/attention.py --seq-lengths 8192,131072 --num-kv-heads 8             # a shape and pattern of your own
+    python benchmarks/attention.py --seq-lengths 8192,131072 --num-kv-heads 8           # a shape of your own
     python benchmarks/attention.py --config configs/s2_7b_hybrid.yaml --layer 1 --seq-lengths 32768
     python benchmarks/attention.py --tensor-format thd --documents 64 --seq-lengths 2048 --length-spread log-normal
     python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
     python benchmarks/attention.py --list                                                 # suites, groups and entries
 
-1. Before anything is timed, every case is compared with fp64 on 2065 tokens: out, LSE and gradients may err twice as
-much as plain attention
-   in the inputs' dtype. Then, as it will be timed, with the fp32 reference: out and dQ of four query blocks of every
-   head, and the sum of dV. Ours failing ends the run with status 1; a peer that fails, or is not installed, prints one
-   line and is left out.
-2. All entries of a group take turns, for a card slows down as it heats up. A sample is several calls in a row; medians,
-with the 20th and 80th
-   percentile in brackets. --seconds bounds what one entry may take.
+1. Before anything is timed, every case is compared with fp64 on 2065 tokens: the error of out, LSE and gradients may
+   be twice that of plain attention in the inputs' dtype. Then each entry, as it will be timed, is compared with the
+   fp32 reference: out and dQ of four query blocks of every head, and the sum of dV. If one of our entries fails, the
+   run ends with status 1; a peer that fails, or is not installed, prints one line and is left out.
+2. All entries of a group are timed interleaved, because a card slows down as it heats up. A sample is several calls in
+   a row. Shown are medians, with the 20th and 80th percentile in brackets. --seconds bounds the time of one entry.
 3. TF/s count the attended (query, key) pairs: 4 D a pair in the forward, 10 D in the backward. A peer computes the
-window and stride in tokens
-   at its smallest block ("equal pairs": the stride in blocks, see peers.py); the percentage before "forward" says how
-   many of the causal pairs those are. Ratios are of wall time.
-4. "of matmul": of the rate of an 8192^3 bf16 matmul timed in the same turns. "+ MiB": peak memory beyond inputs, out,
-LSE and gradients.
-   "first": set-up, compilation and first result in this process.
+   window and stride in tokens at its smallest block ("equal pairs": the stride in blocks, see peers.py); the
+   percentage before "forward" says how many of the causal pairs those are. Ratios are of wall time.
+4. "of matmul": of the rate of an 8192^3 bf16 matmul, timed interleaved with the entries. "+ MiB": peak memory beyond
+   inputs, out, LSE and gradients. "first": set-up, compilation and first result in this process.
 
 Sample of the output, shortened (NVIDIA H200):
 
     -- 128K: matmul 778 TF/s
-    128K 32/32 D128  S2    7.7 %  forward    18.34 ms (18.24-18.57)  588 TF/s  backward    60.61 ms (59.74-61.48)  445 TF/s  ...  19.23 x FA-2
+    128K 32/32 D128  S2    7.7 %  forward    18.34 ms (18.24-18.57)  588 TF/s  backward    60.61 ms ...  19.23 x FA-2
       MISSED 128K 32/32 D128: times FlashAttention-2: 19.23 (must 20, goal 24.9)
 """
 
@@ -48,7 +44,7 @@ from benchmarks.cases import Case, Tensors, lognormal_documents, pattern_from_fl
 from benchmarks.entries import ENTRIES, LeftOut, is_ours, load_plug, our_options
 from benchmarks.gate import WrongResult, check_full, gate
 from benchmarks.suites import SUITES, Group, named, verdicts
-from benchmarks.timing import first_calls, matmul_ceiling, take_turns
+from benchmarks.timing import first_calls, matmul_ceiling, time_interleaved
 from s2_megatron.ops.call import FORMATS
 
 SHIPPED = frozenset(ENTRIES)  # a plug's entries take part in every case
@@ -147,7 +143,8 @@ def chosen_groups(args) -> list[Group]:
         wrong = [name for name in args.groups if name not in [group.name for group in groups]]
         if wrong:
             raise ValueError(
-                f"--groups: {wrong[0]!r} is not in suite {args.suite}; it has {', '.join(group.name for group in groups)}"
+                f"--groups: {wrong[0]!r} is not in suite {args.suite}; "
+                f"it has {', '.join(group.name for group in groups)}"
             )
         groups = [group for group in groups if group.name in args.groups]
     return groups
@@ -210,7 +207,7 @@ def measure_group(group: Group, args, ceiling) -> list[dict]:
         found, measured = build(case, names, tensors)
         runners |= {(index, name): runner for name, runner in found.items()}
         results |= {(index, name): result for name, result in measured.items()}
-    times = take_turns(runners, results, ceiling[0], args.seconds, group.rounds)
+    times = time_interleaved(runners, results, ceiling[0], args.seconds, group.rounds)
     rate = ceiling[1] / sorted(times)[len(times) // 2] / 1e9 if times else None
     rows = []
     for (index, name), runner in runners.items():
@@ -270,7 +267,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.no_first_call and "S2" in participants(args, ("S2",)) and args.suite != "crossover":
         calls = first_call.measure()
         print(
-            f"first call in a fresh process: {calls['cold_s']:.1f} s cold, {calls['warm_s']:.1f} s with a warm compile cache, a new length"
+            f"first call in a fresh process: {calls['cold_s']:.1f} s cold, {calls['warm_s']:.1f} s with a warm compile "
+            "cache, a new length"
         )
         write(calls)
     for verdict in verdicts(rows, calls):

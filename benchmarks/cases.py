@@ -35,7 +35,8 @@ class Case:
     def __post_init__(self):
         if (self.tensor_format == "thd") != (self.documents is not None):
             raise ValueError(
-                f"case {self.name}: tensor_format={self.tensor_format} with documents={self.documents}; thd needs documents, the others none"
+                f"case {self.name}: tensor_format={self.tensor_format} with documents={self.documents}; "
+                "thd needs documents, the others none"
             )
 
     @property
@@ -153,7 +154,7 @@ def coarsen(pattern: Pattern, block_size: int, length: int) -> Pattern:
 
 def _coarse_head(head: HeadPattern, factor: int) -> HeadPattern:
     period = math.lcm(*(stride for _, stride in head.ranges))
-    # Block k = -offset (mod stride) is the first that the head keeps; the large block that holds it is kept.
+    # Block k = -offset (mod stride) is the first stripe of the head; the large block that holds it is attended.
     first = (-head.offset) % period // factor
     ranges = tuple((None if end is None else end // factor, max(1, stride // factor)) for end, stride in head.ranges)
     return HeadPattern(ranges, -first)
@@ -274,9 +275,15 @@ def pattern_from_flags(args, length: int) -> Pattern:
                 )
             ranges = ((args.local_tokens // args.block_size, 1), *(((None, args.stride),) if args.stride else ()))
         pattern = make_range_pattern(
-            block_size=args.block_size, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, ranges=ranges, slide=args.slide,
-            head_step=args.head_step, base_offset=args.base_offset, dense_heads={"spread": args.dense_heads},
-        )  # fmt: skip
+            block_size=args.block_size,
+            num_heads=args.num_heads,
+            num_kv_heads=args.num_kv_heads,
+            ranges=ranges,
+            slide=args.slide,
+            head_step=args.head_step,
+            base_offset=args.base_offset,
+            dense_heads={"spread": args.dense_heads},
+        )
     if args.as_table and isinstance(pattern, RangePattern):
         pattern = as_table(pattern, length)
     return pattern

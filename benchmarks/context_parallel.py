@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
-from benchmarks.group_timing import Call, Turns
+from benchmarks.group_timing import Call, InterleavedTimer
 from benchmarks.predict import Layer, explained, predict
 from s2_megatron.context_parallel import copies as cp_copies
 from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel, check_comm_type
@@ -132,7 +132,7 @@ class Bench:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.backend = args.backend if device.type == "cuda" else "reference"
         self.pattern = pattern_of(args)
-        self.turns = Turns(group, device, args.warmup, args.repeats)
+        self.turns = InterleavedTimer(group, device, args.warmup, args.repeats)
 
     def tensors(self, tokens):
         return tensors(self.args, tokens, self.device, self.dtype)

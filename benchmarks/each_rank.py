@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from benchmarks.context_parallel import add_layer_arguments, forward_of, pattern_of, step_of, tensors
-from benchmarks.group_timing import Call, Turns
+from benchmarks.group_timing import Call, InterleavedTimer
 from s2_megatron.context_parallel import sparse as cp_sparse
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.transport import Pending
@@ -68,7 +68,7 @@ def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> di
     backend = args.backend if device.type == "cuda" else "reference"
     layout = build_layout(pattern, device)
     with one_of(size, rank) as group, patch.object(cp_sparse, "peer_copies", lambda *_: Standing()):
-        turns = Turns(group, device, args.warmup, args.repeats)
+        turns = InterleavedTimer(group, device, args.warmup, args.repeats)
         cp = ContextParallel(pattern, group, "sparse", keep_received=args.keep_received)
         cp.prepare(tokens, device, args.head_dim, dtype, backend)
         state = cp.state(tokens, device)

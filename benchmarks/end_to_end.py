@@ -129,11 +129,17 @@ def read_log(output: str) -> dict:
     resident, peak, reserved = max(ranks.values(), key=lambda sizes: sizes[1], default=(0.0, 0.0, 0.0))
     kernels = KERNELS.findall(output)
     return dict(
-        step_ms=median(times), steps_ms=times, tflops=median([rate for rate in rates if rate is not None] or [0.0]),
-        dense_equivalent_tflops=median(dense) if dense else None, loss=_last_number("lm loss: ", last),
-        grad_norm=_last_number("grad norm: ", last), peak_gib=peak, resident_gib=resident, reserved_gib=reserved,
+        step_ms=median(times),
+        steps_ms=times,
+        tflops=median([rate for rate in rates if rate is not None] or [0.0]),
+        dense_equivalent_tflops=median(dense) if dense else None,
+        loss=_last_number("lm loss: ", last),
+        grad_norm=_last_number("grad norm: ", last),
+        peak_gib=peak,
+        resident_gib=resident,
+        reserved_gib=reserved,
         kernels=kernels[-1] if kernels else None,
-    )  # fmt: skip
+    )
 
 
 def error_of(output: str) -> str:
@@ -225,9 +231,10 @@ def run_row(row: Row, machine: Machine, args, peak_tflops: float | None) -> dict
         thousands = row.tokens / row.cp / 1024
         result.update(
             tokens_per_s=sequences(row, machine, args.micro_batches) * row.tokens / found["step_ms"] * 1e3,
-            gib_per_1k=found["peak_gib"] / thousands, activation_gib_per_1k=(found["peak_gib"] - found["resident_gib"]) / thousands,
+            gib_per_1k=found["peak_gib"] / thousands,
+            activation_gib_per_1k=(found["peak_gib"] - found["resident_gib"]) / thousands,
             utilisation=found["tflops"] / peak_tflops if peak_tflops else None,
-        )  # fmt: skip
+        )
     return result
 
 
@@ -237,8 +244,11 @@ def add_ratios(rows: list[Row], results: list[dict]) -> None:
     for row, result in zip(rows, results):
         if row.stock or "tokens_per_s" not in result:
             continue
-        dense = [other["tokens_per_s"] for twin, other in zip(rows, results)
-                 if twin.stock and twin.setting() == row.setting() and "tokens_per_s" in other]  # fmt: skip
+        dense = [
+            other["tokens_per_s"]
+            for twin, other in zip(rows, results)
+            if twin.stock and twin.setting() == row.setting() and "tokens_per_s" in other
+        ]
         result["over_dense"] = result["tokens_per_s"] / max(dense) if dense else None
 
 

@@ -37,9 +37,8 @@ def short_case(case: Case, length: int = SHORT) -> Case:
     return replace(case, length=max(documents), documents=tuple(documents))
 
 
-_known: dict[
-    tuple, str | None
-] = {}  # (short case, options) -> None: passed, or why it was refused; several cases have the same short one
+# (short case, options) -> None: passed, or why it was refused; several cases have the same short one.
+_known: dict[tuple, str | None] = {}
 
 
 def gate(case: Case, options: dict[str, dict], device: str = "cuda", length: int = SHORT) -> dict[str, str]:
@@ -121,8 +120,11 @@ def check_full(case: Case, name: str, runner, samples: int = 4) -> None:
             parts = [tensor[:, :, span] for tensor in (query, key, value)]
             truth, gradients = reference(runner.pattern, *parts, upstream=grad_out[:, :, span])
             pairs = zip(("dQ", "dK", "dV"), (grad[:, :, span] for grad in grads), gradients)
-            _compare(f"{name} on {case.name}, document {document}",
-                     {"out": (out[:, :, span], truth), **{what: (mine, right) for what, mine, right in pairs}}, tolerance)  # fmt: skip
+            _compare(
+                f"{name} on {case.name}, document {document}",
+                {"out": (out[:, :, span], truth), **{what: (mine, right) for what, mine, right in pairs}},
+                tolerance,
+            )
         return
     ratio = case.heads // case.kv_heads
     whole = case.length // block

@@ -1,5 +1,5 @@
-"""Milliseconds of calls that several GPUs make together: of the slowest of them, competitors in turns, each in a row of
-its own kind."""
+"""Milliseconds of calls that several GPUs make together: of the slowest of them, the calls interleaved, each one timed
+behind untimed calls of its own kind."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-LEAD_MS, LEAD_CALLS = (
-    50.0,
-    50,
-)  # at most, of calls that are not timed, in front of one that is: the cards are as warm as in a row of them
-START_MS = 10.0  # that the CPU is ahead at least, when the GPU comes to the timed call
+# Untimed calls in front of a timed one, at most: the cards are then as hot as in a row of such calls.
+LEAD_MS, LEAD_CALLS = 50.0, 50
+START_MS = 10.0  # by which the CPU is ahead at least when the GPU comes to the timed call
 CYCLES_A_MS = 2_000_000  # of a GPU, at most
 
 
@@ -29,14 +27,14 @@ class Call(NamedTuple):
     context: Callable = nullcontext
 
 
-class Turns:
-    """group: of the ranks, all of which time the same calls. warmup: turns that are not counted, and say how many calls
-    are a lead. Raises ValueError."""
+class InterleavedTimer:
+    """group: of the ranks, all of which time the same calls. warmup: repeats that are not counted; they tell how many
+    untimed calls go in front of a timed one. Raises ValueError."""
 
     def __init__(self, group, device: torch.device, warmup: int, repeats: int):
         if repeats < 1 or (
             warmup < 2 and device.type == "cuda"
-        ):  # the first turn compiles, the second says how many calls are a lead
+        ):  # the first repeat compiles, the second tells how many untimed calls go in front
             raise ValueError(
                 f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2 (on a CPU 0) and --repeats 1"
             )

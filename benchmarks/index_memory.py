@@ -40,8 +40,9 @@ def main():
         mask = BlockMaskPattern.from_csr(BLOCK, HEADS, HEADS, [indptr], [np.concatenate(rows)])
         held = build_layout(mask).index_bytes
         print(
-            f"the same blocks of one head as a block mask, {tokens} tokens, {indptr[-1]} nonzeros   {held / 1024:8.1f} KB, "
-            f"{held / indptr[-1]:.1f} bytes a nonzero; an [H, N, N] mask would be {HEADS * n_blocks**2 / 1024:.0f} KB"
+            f"the same blocks of one head as a block mask, {tokens} tokens, {indptr[-1]} nonzeros   "
+            f"{held / 1024:8.1f} KB, {held / indptr[-1]:.1f} bytes a nonzero; "
+            f"an [H, N, N] mask would be {HEADS * n_blocks**2 / 1024:.0f} KB"
         )
 
 

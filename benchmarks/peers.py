@@ -106,8 +106,11 @@ def flash_attention_4(case, tensors):
     edges, longest = tensors.packed.cu_seqlens, tensors.packed.max_seqlen
 
     def forward():
-        return _first(flash_attn_varlen_func(
-            *inputs, cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=longest, max_seqlen_k=longest, causal=True))  # fmt: skip
+        return _first(
+            flash_attn_varlen_func(
+                *inputs, cu_seqlens_q=edges, cu_seqlens_k=edges, max_seqlen_q=longest, max_seqlen_k=longest, causal=True
+            )
+        )
 
     return Runner(forward, inputs, grad, "thd", case.dense_pairs, _dense(case))
 
@@ -218,9 +221,9 @@ def flex(case, tensors, equal=False):
     n = counts.shape[2]
     ones, diagonal = _own_blocks(case, n, tensors.device)
     # Its tables are square: the number of columns says how many key blocks there are.
-    wide = [torch.nn.functional.pad(table, (0, n - table.shape[3])) for table in (diagonal, blocks)]
+    padded = [torch.nn.functional.pad(table, (0, n - table.shape[3])) for table in (diagonal, blocks)]
     lengths = (case.length, case.length)
-    mask = BlockMask.from_kv_blocks(ones, wide[0], counts, wide[1], pattern.block_size, _causal, lengths)
+    mask = BlockMask.from_kv_blocks(ones, padded[0], counts, padded[1], pattern.block_size, _causal, lengths)
     inputs, grad = tensors.contiguous("bhsd")
     # Every shape is compiled for itself; after eight of them torch would run it eagerly, which ignores the block lists.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
@@ -228,8 +231,12 @@ def flex(case, tensors, equal=False):
 
     def runner(options):
         def forward():
-            return compiled(*inputs, block_mask=mask, enable_gqa=case.heads != case.kv_heads,
-                            kernel_options={"ROWS_GUARANTEED_SAFE": True, **options})  # fmt: skip
+            return compiled(
+                *inputs,
+                block_mask=mask,
+                enable_gqa=case.heads != case.kv_heads,
+                kernel_options={"ROWS_GUARANTEED_SAFE": True, **options},
+            )
 
         return Runner(
             forward, inputs, grad, "bhsd", case.pairs(pattern), pattern, note=f"options {options or 'its own'}"

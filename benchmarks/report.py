@@ -83,10 +83,12 @@ def hardware() -> dict[str, object]:
         return {"gpu": "none", "gpus": []}
     properties = torch.cuda.get_device_properties(0)
     found: dict[str, object] = {
-        "gpu": properties.name, "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "memory_gib": round(properties.total_memory / 2**30, 1), "sms": properties.multi_processor_count,
+        "gpu": properties.name,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "sms": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}",
-    }  # fmt: skip
+    }
     command = ["nvidia-smi", "--query-gpu=power.limit,clocks.max.sm,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -114,15 +116,36 @@ def make_row(group: str, case, name: str, runner, measured, ceiling_tflops: floa
         )
     ]
     return dict(
-        group=group, case=case.name, entry=name, seq_length=case.length, tokens=case.tokens, batch=case.batch,
-        documents=None if case.documents is None else len(case.documents), heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
-        dtype=case.dtype, tensor_format=case.tensor_format, pattern=pattern.describe() if pattern else runner.note,
-        block=pattern.block_size if pattern else None, note=runner.note, attended_pairs=runner.pairs,
-        attended_share=runner.pairs / case.dense_pairs, forward_ms=spread(measured.forward), backward_ms=spread(measured.backward),
-        total_ms=spread(samples), total_ms_samples=samples, forward_tflops=rates[0], backward_tflops=rates[1], tflops=rates[2],
-        share_of_matmul=rates[2] / ceiling_tflops if ceiling_tflops else None, extra_bytes=measured.extra_bytes,
-        memory_limit=case.memory_limit(), first_call_s=measured.first_call_s, rounds=len(samples),
-    )  # fmt: skip
+        group=group,
+        case=case.name,
+        entry=name,
+        seq_length=case.length,
+        tokens=case.tokens,
+        batch=case.batch,
+        documents=None if case.documents is None else len(case.documents),
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        tensor_format=case.tensor_format,
+        pattern=pattern.describe() if pattern else runner.note,
+        block=pattern.block_size if pattern else None,
+        note=runner.note,
+        attended_pairs=runner.pairs,
+        attended_share=runner.pairs / case.dense_pairs,
+        forward_ms=spread(measured.forward),
+        backward_ms=spread(measured.backward),
+        total_ms=spread(samples),
+        total_ms_samples=samples,
+        forward_tflops=rates[0],
+        backward_tflops=rates[1],
+        tflops=rates[2],
+        share_of_matmul=rates[2] / ceiling_tflops if ceiling_tflops else None,
+        extra_bytes=measured.extra_bytes,
+        memory_limit=case.memory_limit(),
+        first_call_s=measured.first_call_s,
+        rounds=len(samples),
+    )
 
 
 def add_ratios(rows: list[dict]) -> None:
@@ -145,7 +168,8 @@ def text_of(row: dict) -> str:
 
     over = row["speed_over"].get(BASELINE)
     return (
-        f"{row['case']:32s} {row['entry']:26s} {100 * row['attended_share']:5.1f} %  forward {part('forward')}  backward {part('backward')}"
+        f"{row['case']:32s} {row['entry']:26s} {100 * row['attended_share']:5.1f} %"
+        f"  forward {part('forward')}  backward {part('backward')}"
         f"  {'' if row['share_of_matmul'] is None else f'{100 * row["share_of_matmul"]:3.0f} % of matmul'}"
         f"  +{row['extra_bytes'] / 2**20:6.0f} MiB  first {row['first_call_s']:5.1f} s"
         + (f"  {over:5.2f} x {BASELINE.split()[0]}" if over else "")

@@ -1,6 +1,6 @@
 """Named sets of cases, and what their results must reach.
 
-A group's cases and entries are timed in turns, so that times of one group may be compared whatever the card's
+A group's cases and entries are timed interleaved, so that times of one group may be compared whatever the card's
 temperature.
 """
 
@@ -122,7 +122,7 @@ class Verdict(NamedTuple):
 
 def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
     """What the rows say about the aims; those whose rows are missing are left out. Compares within a group: its rows
-    were timed in turns."""
+    were timed interleaved."""
     by_key = {(row["group"], row["case"], row["entry"]): row for row in rows}
     found = []
 
@@ -130,7 +130,7 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
         with suppress(KeyError):
             found.append(Verdict(text, compute(), must, goal))
 
-    def in_turns(case, entry, other_case, other_entry):
+    def interleaved(case, entry, other_case, other_entry):
         """The rows of both, of the first group that has both. Raises KeyError where none has."""
         for (group, *key), own in by_key.items():
             if key == [case, entry] and (group, other_case, other_entry) in by_key:
@@ -138,11 +138,11 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
         raise KeyError(case)
 
     def faster(case, than, entry="S2"):
-        own, other = in_turns(case, entry, case, than)
+        own, other = interleaved(case, entry, case, than)
         return median(other["total_ms_samples"]) / median(own["total_ms_samples"])
 
     def pace(case, against="128K 32/32 D128"):
-        own, other = in_turns(case, "S2", against, "S2")
+        own, other = interleaved(case, "S2", against, "S2")
         return own["tflops"] / other["tflops"]
 
     main = {"8K": (5.3, 6.0), "32K": (12.5, 14.0), "128K": (20.0, 24.9)}
@@ -174,8 +174,14 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
     ours = [entry for entry in rows if entry["entry"].startswith("S2") and entry["entry"] in OURS]
     if ours:
         worst = max(ours, key=lambda entry: entry["extra_bytes"] / entry["memory_limit"])
-        found.append(Verdict(f"memory limit over use, worst ({worst['case']}, {worst['entry']})",
-                             worst["memory_limit"] / max(1, worst["extra_bytes"]), 1.0, None))  # fmt: skip
+        found.append(
+            Verdict(
+                f"memory limit over use, worst ({worst['case']}, {worst['entry']})",
+                worst["memory_limit"] / max(1, worst["extra_bytes"]),
+                1.0,
+                None,
+            )
+        )
     for kind, limit in (("cold", 60.0), ("warm", 5.0)):
         if first_call:
             found.append(

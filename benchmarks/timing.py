@@ -1,5 +1,5 @@
-"""Clocks and memory counters of one GPU: milliseconds of calls in a row, competitors in turns, bytes beyond the tensors
-that must be."""
+"""Clocks and memory counters of one GPU: milliseconds of calls in a row, entries interleaved, bytes beyond the tensors
+that every implementation needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-SAMPLE_MS = 100.0  # calls in a row make a sample about this long: in training, too, the launches of one call hide behind the one before
+# Calls in a row make a sample about this long: as in training, the launches of one call hide behind the call before.
+SAMPLE_MS = 100.0
 MOST_CALLS = 64
 MOST_ROUNDS = 25
 
@@ -81,35 +82,34 @@ def plan_rounds(estimate_ms: float, seconds: float, fewest: int = 3) -> tuple[in
     return calls, max(fewest, min(MOST_ROUNDS, rounds))
 
 
-def takes_part(turn: int, turns: int, rounds: int) -> bool:
-    """Whether an entry of `rounds` rounds runs in this turn of `turns`: spread evenly, so that everybody meets the same
-    heat."""
-    return (turn + 1) * rounds // turns > turn * rounds // turns
+def takes_part(sweep: int, sweeps: int, rounds: int) -> bool:
+    """Whether an entry of `rounds` rounds runs in this sweep of `sweeps`. Its rounds are spread evenly, so that all
+    entries are timed on an equally hot card."""
+    return (sweep + 1) * rounds // sweeps > sweep * rounds // sweeps
 
 
-def take_turns(
+def time_interleaved(
     runners: dict, measured: dict, ceiling: Callable[[], object] | None, seconds: float, fewest: int = 3
 ) -> list[float]:
-    """Fills measured[key].forward and .backward, all in turns; returns the milliseconds of `ceiling`, a matmul timed in
-    every turn."""
+    """Fills measured[key].forward and .backward, interleaved: a sweep times each entry once at most. Returns the
+    milliseconds of `ceiling`, a matmul timed in every sweep."""
     plans = {key: plan_rounds(sum(measured[key].estimate_ms), seconds, fewest) for key in runners}
-    turns = max((rounds for _, rounds in plans.values()), default=0)
+    sweeps = max((rounds for _, rounds in plans.values()), default=0)
     ceilings: list[float] = []
     order = random.Random(0)
-    for turn in range(-1, turns):  # the first turn warms up
+    for sweep in range(-1, sweeps):  # the first sweep warms up
         if ceiling is not None:
             sample = milliseconds(ceiling, 8)
-            if turn >= 0:
+            if sweep >= 0:
                 ceilings.append(sample)
-        # In another order every turn: whoever follows the hottest of the others, or a rest, shall not always be the
-        # same one.
+        # In another order every sweep: not always the same entry shall come after the hottest one, or after a pause.
         for key, runner in order.sample([*runners.items()], len(runners)):
             calls, rounds = plans[key]
-            if turn < 0:
+            if sweep < 0:
                 if sum(measured[key].estimate_ms) < 100:
                     runner.backward(runner.forward())
                 continue
-            if not takes_part(turn, turns, rounds):
+            if not takes_part(sweep, sweeps, rounds):
                 continue
             outs = []
 

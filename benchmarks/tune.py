@@ -1,14 +1,14 @@
 """Measures tile sizes on the present GPU and prints the rows of the table in kernels/tiles.py with the fastest ones.
 
-    python benchmarks/tune.py                                                # every row: head dims 32, 64, 128, 256 in bf16 and fp32
-    python benchmarks/tune.py --head-dims 256 --dtypes bfloat16              # one of them; fp32 takes shorter sequences, see --seq-length
-    python benchmarks/tune.py --families forward --head-dims 128 --show 8    # one family, its eight fastest candidates
-    python benchmarks/tune.py --together 1,2,4,8                             # also how many heads should share L2
+    python benchmarks/tune.py                                  # every row: head dims 32, 64, 128, 256 in bf16 and fp32
+    python benchmarks/tune.py --head-dims 256 --dtypes bfloat16   # one row; fp32 takes shorter sequences (--seq-length)
+    python benchmarks/tune.py --families forward --head-dims 128 --show 8   # one family, its eight fastest candidates
+    python benchmarks/tune.py --together 1,2,4,8                            # also how many heads should share L2
 
 The paper's pattern (block 64, window 1024, stride 16) in Megatron's layout (strided sbhd views of one fused tensor).
-All candidates of a family are compiled first, then timed in turns: medians of the operator's forward, or of its whole
-backward, with the other kernels' tiles fixed. Candidates that do not fit into registers or shared memory are left out
-with a line. Head dims 96 and 192 use the rows of 128 and 256. Sample of the output:
+All candidates of a family are compiled first, then timed interleaved: medians of the operator's forward, or of its
+whole backward, with the other kernels' tiles fixed. Candidates that do not fit into registers or shared memory are left
+out with a line. Head dims 96 and 192 use the rows of 128 and 256. Sample of the output:
 
     128 bfloat16 forward     Tile(rows=64, columns=64, warps=4, stages=3)       2.410 ms (...)
     (128, False): (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
@@ -55,15 +55,15 @@ class Family(NamedTuple):
 
 
 def portable_candidates(role: str, key: Key) -> list[Tile]:
-    """The grid of one portable kernel. Wide heads and inputs leave room for small tiles only."""
-    dim, wide = key
-    narrow = wide or dim > 128
+    """The grid of one portable kernel. Head dims above 128 and 32-bit inputs leave room for small tiles only."""
+    dim, fp32 = key
+    small = fp32 or dim > 128
     rows, columns = {
-        "forward": ((32, 64, 128) if narrow else (64, 128), (16, 32, 64) if narrow else (32, 64, 128)),
-        "grad_query": ((32, 64, 128) if narrow else (64, 128), (16, 32, 64) if narrow else (32, 64)),
-        "grad_key": ((16, 32, 64) if narrow else (32, 64, 128), (16, 32, 64) if narrow else (32, 64)),
+        "forward": ((32, 64, 128) if small else (64, 128), (16, 32, 64) if small else (32, 64, 128)),
+        "grad_query": ((32, 64, 128) if small else (64, 128), (16, 32, 64) if small else (32, 64)),
+        "grad_key": ((16, 32, 64) if small else (32, 64, 128), (16, 32, 64) if small else (32, 64)),
     }[role]
-    stages = (1, 2) if wide else (2, 3)
+    stages = (1, 2) if fp32 else (2, 3)
     return [Tile(*entry) for entry in itertools.product(rows, columns, (4, 8), stages)]
 
 

@@ -135,7 +135,8 @@ def prepare_corpus(
 
     size = sum(len(document.text.encode()) for document in documents)
     tell(
-        f"corpus: {len(documents)} documents, {size / 1e6:.1f} MB, of Python {sys.version.split()[0]}'s standard library"
+        f"corpus: {len(documents)} documents, {size / 1e6:.1f} MB, "
+        f"of Python {sys.version.split()[0]}'s standard library"
     )
     unfinished = root / f"{key}.unfinished-{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)  # an earlier process of the same number

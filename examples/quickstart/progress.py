@@ -124,7 +124,8 @@ def _follow_plainly(process, loss_log, output, iterations, console, speed) -> in
         rate = speed.tokens_per_second()
         eta = "" if not rate else f", ETA {(iterations - iteration) * speed.tokens_per_iteration / rate:.0f} s"
         console.print(
-            f"iteration {iteration}/{iterations}, loss {loss:.3f}{', ' * bool(rate)}{_speed_text(speed)}, {now - began:.0f} s{eta}",
+            f"iteration {iteration}/{iterations}, loss {loss:.3f}{', ' * bool(rate)}{_speed_text(speed)}, "
+            f"{now - began:.0f} s{eta}",
             highlight=False,
         )
         shown, last_shown = now, iteration

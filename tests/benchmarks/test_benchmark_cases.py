@@ -49,8 +49,16 @@ def test_wrong_flags_are_named(given, words):
 
 def test_pattern_of_a_config_layer():
     args = flags("--config", str(CONFIGS / "phi3_small.yaml"), "--layer", "2", "--num-kv-heads", "8")
-    expected = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, 8)), slide="query", head_step="paper",
-                                  base_offset=1, layer_step=0)  # fmt: skip
+    expected = make_range_pattern(
+        block_size=64,
+        num_heads=32,
+        num_kv_heads=8,
+        ranges=((16, 1), (None, 8)),
+        slide="query",
+        head_step="paper",
+        base_offset=1,
+        layer_step=0,
+    )
     assert pattern_from_flags(args, 8192) == expected
     groups = benchmark.chosen_groups(
         flags("--config", str(CONFIGS / "s2_7b_hybrid.yaml"), "--layer", "1", "--seq-lengths", "1024,3000")

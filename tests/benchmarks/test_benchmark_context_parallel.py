@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import context_parallel as benchmark
-from benchmarks.group_timing import Turns
+from benchmarks.group_timing import InterleavedTimer
 from benchmarks.predict import Layer, explained, predict
 from s2_megatron.context_parallel.copies import Arena
 from s2_megatron.context_parallel.plan import zigzag_blocks
@@ -37,7 +37,7 @@ def bench():
 def test_turns_without_a_lead_are_refused():
     for warmup, repeats in ((1, 5), (2, 0)):
         with pytest.raises(ValueError, match=f"--warmup {warmup} --repeats {repeats}; expected at least --warmup 2"):
-            Turns(None, torch.device("cuda"), warmup, repeats)
+            InterleavedTimer(None, torch.device("cuda"), warmup, repeats)
 
 
 def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):

@@ -24,7 +24,7 @@ def test_verdicts_follow_from_the_rows(name):
     ]
 
 
-def test_only_what_was_timed_in_turns_is_compared():
+def test_only_interleaved_times_are_compared():
     """The case of group 128K is in group patterns, too, measured minutes later on a hotter card."""
 
     def row(group, case, entry, milliseconds):
@@ -115,10 +115,20 @@ def run_of(group: str, length: int, **milliseconds) -> list[dict]:
         for name, time in milliseconds.items()
     }
     return [
-        dict(**kind, group=group, case=group, entry=entry, seq_length=length, total_ms={"median": time}, attended_share=0.5, forward_tflops=1.0,
-             backward_tflops=1.0, speed_over={other: times[other] / time for other in times if other != entry})
+        dict(
+            **kind,
+            group=group,
+            case=group,
+            entry=entry,
+            seq_length=length,
+            total_ms={"median": time},
+            attended_share=0.5,
+            forward_tflops=1.0,
+            backward_tflops=1.0,
+            speed_over={other: times[other] / time for other in times if other != entry},
+        )
         for entry, time in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def test_plots_of_several_files(tmp_path, monkeypatch, capsys):
@@ -126,10 +136,12 @@ def test_plots_of_several_files(tmp_path, monkeypatch, capsys):
     peers in one run."""
     files = {
         "crossover": [
-            *run_of("1K", 1024, S2=2.0, FA2=1.0), *run_of("2K", 2048, S2=2.0, FA2=3.0), *run_of("8K", 8192, S2=2.0, FA2=8.0, FA4=4.0),
+            *run_of("1K", 1024, S2=2.0, FA2=1.0),
+            *run_of("2K", 2048, S2=2.0, FA2=3.0),
+            *run_of("8K", 8192, S2=2.0, FA2=8.0, FA4=4.0),
         ],
         "main": [*run_of("8K", 8192, S2=1.0, FA2=6.0), *run_of("128K", 131072, S2=1.0, FA2=20.0)],
-    }  # fmt: skip
+    }
     for name, rows in files.items():
         content = dict(versions={"torch": "2", "triton": "3"}, hardware={"gpu": name}, rows=rows)
         report.write_json(tmp_path / f"{name}.json", content)

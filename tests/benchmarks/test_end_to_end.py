@@ -48,9 +48,17 @@ grad norm: 6.500 | number of skipped iterations:   0 | number of nan iterations:
 
 def test_log_of_a_run():
     assert read_log(LOG) == dict(
-        step_ms=1100.0, steps_ms=[1000.0, 1200.0], tflops=350.0, dense_equivalent_tflops=700.0, loss=10.2, grad_norm=6.5,
-        peak_gib=6.0, resident_gib=2.0, reserved_gib=7.0, kernels="gluon",
-    )  # fmt: skip
+        step_ms=1100.0,
+        steps_ms=[1000.0, 1200.0],
+        tflops=350.0,
+        dense_equivalent_tflops=700.0,
+        loss=10.2,
+        grad_norm=6.5,
+        peak_gib=6.0,
+        resident_gib=2.0,
+        reserved_gib=7.0,
+        kernels="gluon",
+    )
     assert read_log(LOG.partition("iteration        3/")[0]) == {}
     broken = read_log(LOG.replace("lm loss: 1.020000E+01 | ", "").replace("grad norm: 6.500", "grad norm: nan"))
     assert broken["loss"] is None and math.isnan(broken["grad_norm"])
@@ -160,8 +168,21 @@ def test_megatron_and_s2_accept_every_row_of_the_groups():
 
 
 def fake(row, tokens_per_s, error=None):
-    return dict(row=row.name, error=error, wall_s=50.0, log=f"{row.name}.log", step_ms=1000.0, tokens_per_s=tokens_per_s, peak_gib=80.0,
-                gib_per_1k=2.5, activation_gib_per_1k=1.5, tflops=400.0, utilisation=0.404, loss=10.5, grad_norm=2.0)  # fmt: skip
+    return dict(
+        row=row.name,
+        error=error,
+        wall_s=50.0,
+        log=f"{row.name}.log",
+        step_ms=1000.0,
+        tokens_per_s=tokens_per_s,
+        peak_gib=80.0,
+        gib_per_1k=2.5,
+        activation_gib_per_1k=1.5,
+        tflops=400.0,
+        utilisation=0.404,
+        loss=10.5,
+        grad_norm=2.0,
+    )
 
 
 def test_ratios_and_table():
