@@ -8,6 +8,7 @@ and in the attention.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -39,41 +40,61 @@ SHAPES = {
 }
 RECOMPUTE = {
     "none": (),
-    "selective": ("--recompute-granularity", "selective", "--recompute-modules", "core_attn"),
     "full": ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
 }
+# Parts of a name that add a module to those of selective recompute; `selective` alone is the core attention.
+RECOMPUTED_MODULES = {"selective": "core_attn", "mlp": "mlp", "layernorm": "layernorm"}
 EXCHANGES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "sparse": "sparse"}
 # Where activations of a dense transformer layer can leave for the host: the inputs of these modules.
 OFFLOADED_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 
+
+def _prefixed(prefix: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}-{name}" for name in names)
+
+
+# One GPU, the same memory flags for each of the three, the fewest that fit into 140 GB.
+_ONE_GPU = {
+    "8k": _prefixed("1p3b-8k-none", "s2", "hybrid", "dense"),
+    "32k": _prefixed("1p3b-32k-none", "s2", "hybrid", "dense"),
+    "128k": _prefixed("1p3b-128k-full", "keep-s2", "keep-hybrid", "dense"),
+}
 GROUPS = {
-    "1p3b-128k-cp2": ("1p3b-128k-cp2-full-keep-s2", "1p3b-128k-cp2-full-s2", "1p3b-128k-cp2-full-p2p-dense", "1p3b-128k-cp2-full-a2a-dense"),
-    "1p3b-128k-cp4": (
-        "1p3b-128k-cp4-full-keep-s2", "1p3b-128k-cp4-full-s2", "1p3b-128k-cp4-full-p2p-dense", "1p3b-128k-cp4-full-a2a-dense",
-        "1p3b-128k-cp4-full-allgather-dense",
+    "1p3b-one-gpu": tuple(name for names in _ONE_GPU.values() for name in names),
+    **{f"1p3b-one-gpu-{length}": names for length, names in _ONE_GPU.items()},
+    # Memory flags that may be the best of each side, beside those of 1p3b-one-gpu-128k.
+    "1p3b-128k-best": _prefixed(
+        "1p3b-128k",
+        *("block18-keep-s2", "block18-keep-fusedloss-s2", "mlp-offload-s2"),
+        *("mlp-offload-dense", "mlp-offload-fusedloss-dense", "block18-dense"),
     ),
-    "1p3b-128k-cp8": ("1p3b-128k-cp8-full-keep-s2", "1p3b-128k-cp8-full-s2", "1p3b-128k-cp8-full-p2p-dense", "1p3b-128k-cp8-full-a2a-dense"),
-    "1p3b-32k": ("1p3b-32k-none-s2", "1p3b-32k-none-dense", "1p3b-32k-selective-s2", "1p3b-32k-selective-dense"),
-    "memory": (
-        "1p3b-32k-none-s2", "1p3b-32k-selective-s2", "1p3b-32k-selective-keep-s2", "1p3b-32k-full-s2", "1p3b-32k-full-keep-s2",
-        "1p3b-32k-none-offload-s2", "1p3b-32k-none-offload12-s2",
+    "1p3b-128k-offloaded-optimizer": _prefixed("1p3b-128k-full", "keep-hostoptimizer-s2", "hostoptimizer-dense"),
+    "1p3b-128k-cp2": _prefixed("1p3b-128k-cp2-full", "keep-s2", "s2", "p2p-dense", "a2a-dense"),
+    "1p3b-128k-cp4": _prefixed("1p3b-128k-cp4-full", "keep-s2", "s2", "p2p-dense", "a2a-dense", "allgather-dense"),
+    "1p3b-128k-cp8": _prefixed("1p3b-128k-cp8-full", "keep-s2", "s2", "p2p-dense", "a2a-dense"),
+    "1p3b-32k": _prefixed("1p3b-32k", "none-s2", "none-dense", "selective-s2", "selective-dense"),
+    "memory": _prefixed(
+        "1p3b-32k",
+        *("none-s2", "selective-s2", "selective-keep-s2", "full-s2", "full-keep-s2"),
+        *("none-offload-s2", "none-offload12-s2"),
     ),
     "7b-1m-4gpus": ("7b-4layers-1m-tp2-cp2-full-keep-s2", "7b-8layers-1m-tp2-cp2-full-keep-s2"),
     "7b-1m-8gpus": ("7b-1m-tp8-full-keep-s2", "7b-1m-tp2-cp4-full-keep-s2"),
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
-}  # fmt: skip
+}
 
 FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals.py
 
 EXPECTED = (
-    "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|selective|full][-keep][-received][-offload[N]][-EXCHANGE]-ATTENTION"
+    "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|full|blockN|{selective,mlp,layernorm}][-keep][-received]"
+    "[-offload[N]][-hostoptimizer][-fusedloss][-EXCHANGE]-ATTENTION"
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run. offload: None, "modules" or a number of layers. exchange: a value of EXCHANGES, or None for the
-    default."""
+    """One run. recompute: none, full, selective, or a number of layers (block). modules: of selective recompute.
+    offload: None, "modules" or a number of layers. exchange: a value of EXCHANGES, or None for the default."""
 
     name: str
     shape: Shape
@@ -83,10 +104,13 @@ class Row:
     tp: int = 1
     cp: int = 1
     pp: int = 1
-    recompute: str = "none"
+    recompute: str | int = "none"
+    modules: tuple[str, ...] = ()
     keep: bool = False
     received: bool = False
     offload: str | int | None = None
+    hostoptimizer: bool = False
+    fusedloss: bool = False
     exchange: str | None = None
 
     @property
@@ -94,9 +118,14 @@ class Row:
         """Whether the model is Megatron's own."""
         return self.attention == "dense"
 
+    def task(self) -> tuple:
+        """What rows have in common that may be compared, each with the memory flags that are best for it."""
+        return self.shape, self.layers, self.tokens, self.tp, self.cp, self.pp
+
     def setting(self) -> tuple:
-        """What a sparse row and the dense row that it is compared with have in common."""
-        return self.shape, self.layers, self.tokens, self.tp, self.cp, self.pp, self.recompute, self.offload
+        """What rows with the same flags have in common, those of S2 left out."""
+        memory = self.recompute, self.modules, self.offload, self.hostoptimizer, self.fusedloss
+        return *self.task(), *memory
 
     def settings(self) -> dict:
         """Plain values, for the JSON; the shape is in the name."""
@@ -121,8 +150,10 @@ def _setting(part: str) -> tuple[str, object]:
         return "recompute", part
     if part in EXCHANGES:
         return "exchange", EXCHANGES[part]
-    if part in ("keep", "received"):
+    if part in ("keep", "received", "hostoptimizer", "fusedloss"):
         return part, True
+    if match := re.fullmatch(r"block(\d+)", part):
+        return "recompute", int(match[1])
     if match := re.fullmatch(r"(\d+)layers", part):
         return "layers", int(match[1])
     if match := re.fullmatch(r"(tp|cp|pp|offload)(\d+)", part):
@@ -143,7 +174,20 @@ def parse_row(name: str) -> Row:
         shape, attention = SHAPES[parts[0]], parts[-1]
         if attention != "dense" and attention not in shape.configs:
             raise ValueError(f"{attention!r} at the end; expected an attention: dense, {', '.join(shape.configs)}")
-        settings = dict(layers=shape.layers) | dict(_setting(part) for part in parts[1:-1])
+        modules = tuple(RECOMPUTED_MODULES[part] for part in parts if part in RECOMPUTED_MODULES)
+        others = [_setting(part) for part in parts[1:-1] if part not in RECOMPUTED_MODULES]
+        twice = [name for name, count in Counter(name for name, _ in others).items() if count > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is given twice")
+        settings = dict(layers=shape.layers) | dict(others)
+        if modules:
+            if "recompute" in settings:
+                raise ValueError(
+                    "selective, mlp and layernorm are selective recompute; the name asks for another one too"
+                )
+            settings |= dict(recompute="selective", modules=modules)
+        if isinstance(settings.get("recompute"), int) and not 0 < settings["recompute"] <= settings["layers"]:
+            raise ValueError(f"block{settings['recompute']} of a model of {settings['layers']} layers")
         if "tokens" not in settings:
             raise ValueError("no sequence length, such as 8192, 128k or 1m")
         if attention == "dense" and {"keep", "received"} & settings.keys():
@@ -167,8 +211,8 @@ def model_flags(row: Row) -> list[str]:
     flags = [
         "--num-layers", row.layers, "--hidden-size", shape.hidden, "--num-attention-heads", shape.heads, *groups,
         "--ffn-hidden-size", shape.ffn, "--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear",
-        "--position-embedding-type", "rope", "--rotary-base", shape.rotary_base, "--untie-embeddings-and-output-weights",
-        "--seq-length", row.tokens, "--max-position-embeddings", row.tokens,
+        "--position-embedding-type", "rope", "--rotary-base", shape.rotary_base,
+        "--untie-embeddings-and-output-weights", "--seq-length", row.tokens, "--max-position-embeddings", row.tokens,
         "--attention-dropout", 0, "--hidden-dropout", 0, "--init-method-std", 0.02,
     ]  # fmt: skip
     return list(map(str, flags))
@@ -191,7 +235,17 @@ def parallel_flags(row: Row) -> list[str]:
 
 
 def memory_flags(row: Row) -> list[str]:
-    flags = list(RECOMPUTE[row.recompute])
+    if isinstance(row.recompute, int):
+        flags = ["--recompute-granularity", "full", "--recompute-method", "block"]
+        flags += ["--recompute-num-layers", str(row.recompute)]
+    elif row.recompute == "selective":
+        flags = ["--recompute-granularity", "selective", "--recompute-modules", *row.modules]
+    else:
+        flags = list(RECOMPUTE[row.recompute])
+    if row.hostoptimizer:
+        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--overlap-cpu-optimizer-d2h-h2d"]
+    if row.fusedloss:
+        flags += ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "native"]
     if row.offload == "modules":
         flags += ["--fine-grained-activation-offloading", "--offload-modules", *OFFLOADED_MODULES]
     elif row.offload is not None:
@@ -233,9 +287,11 @@ def implementation_flags(row: Row, machine: Machine) -> list[str]:
 def training_flags(row: Row, machine: Machine, iterations: int, micro_batches: int) -> list[str]:
     flags = [
         "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", row.shape.vocabulary, "--num-workers", 0,
-        "--no-create-attention-mask-in-dataloader", "--micro-batch-size", 1, "--global-batch-size", sequences(row, machine, micro_batches),
-        "--train-iters", iterations, "--lr", 3e-4, "--lr-decay-style", "constant", "--weight-decay", 0.1, "--adam-beta1", 0.9,
-        "--adam-beta2", 0.95, "--clip-grad", 1.0, "--seed", 1234, "--eval-iters", 0, "--eval-interval", 1000000,
+        "--no-create-attention-mask-in-dataloader", "--micro-batch-size", 1,
+        "--global-batch-size", sequences(row, machine, micro_batches), "--train-iters", iterations,
+        "--lr", 3e-4, "--lr-decay-style", "constant", "--weight-decay", 0.1,
+        "--adam-beta1", 0.9, "--adam-beta2", 0.95, "--clip-grad", 1.0, "--seed", 1234,
+        "--eval-iters", 0, "--eval-interval", 1000000,
         "--log-interval", 1, "--log-throughput", "--log-memory-interval", 1,
     ]  # fmt: skip
     return list(map(str, flags))
@@ -249,9 +305,13 @@ def sequences(row: Row, machine: Machine, micro_batches: int) -> int:
 def row_flags(row: Row, machine: Machine, iterations: int, micro_batches: int) -> list[str]:
     """All flags of pretrain_gpt_s2.py."""
     return [
-        *model_flags(row), *parallel_flags(row), *memory_flags(row), *attention_flags(row), *implementation_flags(row, machine),
+        *model_flags(row),
+        *parallel_flags(row),
+        *memory_flags(row),
+        *attention_flags(row),
+        *implementation_flags(row, machine),
         *training_flags(row, machine, iterations, micro_batches),
-    ]  # fmt: skip
+    ]
 
 
 def row_environment(row: Row) -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""The benchmark's steps without a GPU: the gates, the turns, who is left out, rows, verdicts, files, plots, and the
-tuner's table."""
+"""The benchmark's steps without a GPU: the gates, the interleaved rounds, who is left out, rows, verdicts, files and
+plots."""
 
 from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +12,11 @@ import torch
 
 from benchmarks import attention as benchmark
 from benchmarks import gate as gate_module
-from benchmarks import plots, report, timing, tune
+from benchmarks import plots, report, timing
 from benchmarks.cases import Case, Tensors, coarsen
 from benchmarks.entries import ENTRIES, LeftOut, Runner, is_ours
 from benchmarks.gate import WrongResult, check_full, gate
 from benchmarks.suites import SUITES, Group, s2_pattern, verdicts
-from s2_megatron.kernels import tiles
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
@@ -126,10 +124,10 @@ def test_full_check_of_a_peers_pattern():
         check_full(case, "peer", peer)
 
 
-def test_turns_are_spread_evenly():
-    assert [turn for turn in range(12) if timing.takes_part(turn, 12, 3)] == [3, 7, 11]
+def test_rounds_are_spread_evenly_over_the_sweeps():
+    assert [sweep for sweep in range(12) if timing.takes_part(sweep, 12, 3)] == [3, 7, 11]
     for rounds in (1, 3, 5, 7):
-        assert sum(timing.takes_part(turn, 7, rounds) for turn in range(7)) == rounds
+        assert sum(timing.takes_part(sweep, 7, rounds) for sweep in range(7)) == rounds
     assert timing.plan_rounds(1500, 1.5) == (1, 3)
     assert timing.plan_rounds(1500, 1.5, fewest=1) == (1, 1)
     calls, rounds = timing.plan_rounds(2.0, 3.0)
@@ -276,7 +274,7 @@ def test_a_group_from_end_to_end(cpu_clock, monkeypatch, capsys):
     assert "second line" not in printed
 
 
-def test_every_turn_has_an_order_of_its_own(monkeypatch):
+def test_every_sweep_has_an_order_of_its_own(monkeypatch):
     monkeypatch.setattr(timing, "milliseconds", lambda call, calls: call() or 1.0)
     order = []
     runners = {
@@ -284,10 +282,10 @@ def test_every_turn_has_an_order_of_its_own(monkeypatch):
         for name in "abcd"
     }
     measured = {name: timing.Measured(0.0, 0, (200.0, 300.0)) for name in runners}
-    timing.take_turns(runners, measured, None, 0.1, 6)
-    turns = ["".join(order[start : start + 4]) for start in range(0, 24, 4)]
-    assert len(order) == 24 and all(sorted(turn) == [*"abcd"] for turn in turns) and len(set(turns)) > 3
-    assert timing.take_turns({}, {}, None, 0.1) == []
+    timing.time_interleaved(runners, measured, None, 0.1, 6)
+    sweeps = ["".join(order[start : start + 4]) for start in range(0, 24, 4)]
+    assert len(order) == 24 and all(sorted(sweep) == [*"abcd"] for sweep in sweeps) and len(set(sweeps)) > 3
+    assert timing.time_interleaved({}, {}, None, 0.1) == []
 
 
 def test_a_wrong_result_of_ours_ends_the_run(cpu_clock, monkeypatch):
@@ -320,8 +318,11 @@ def test_every_gate_comes_before_any_clock(cpu_clock, monkeypatch):
         benchmark.main(MAIN)
 
 
-MAIN = ["--seq-lengths", "150,64", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "32", "--dtype", "float32", "--entries", "S2",
-        "--block-size", "16", "--local-tokens", "32", "--stride", "4", "--no-first-call", "--seconds", "0.05"]  # fmt: skip
+MAIN = [
+    "--seq-lengths", "150,64", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "32", "--dtype", "float32",
+    "--entries", "S2", "--block-size", "16", "--local-tokens", "32", "--stride", "4", "--no-first-call",
+    "--seconds", "0.05",
+]  # fmt: skip
 
 
 def test_the_file_of_a_run(cpu_clock, tmp_path, capsys, monkeypatch):
@@ -356,39 +357,8 @@ def test_plug_and_lists(tmp_path, monkeypatch, capsys):
 
 def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for module, arguments in ((benchmark, []), (tune, [])):
-        with pytest.raises(SystemExit, match="no GPU"):
-            module.main(arguments)
-
-
-def test_tuner_prints_the_rows_of_the_table_and_leaves_it_alone():
-    source = Path(tiles.__file__).read_text()
-    for key, row in tiles._TABLE.items():
-        assert tune.row_text(key, {}).strip() in source
-        for name, family in tune.FAMILIES.items():
-            candidates = list(family.candidates(key))
-            assert row[tune.PORTABLE.index(name)] in candidates, f"{key} {name}: the present tile is not a candidate"
-    tables = (tiles._TABLE, tiles._AMPERE_TABLE, tiles._SMALL_TABLE)
-    key, before = (256, False), [dict(table) for table in tables]
-    tile = tiles.Tile(32, 16, 4, 2)
-    with tune.FAMILIES["forward"].force(key, tile):
-        assert {tiles.tiles_for(256, False, 64, 8, card)[0] for card in ((8, 0), (8, 6), (9, 0), (12, 0))} == {tile}
-    with pytest.raises(RuntimeError), tune.FAMILIES["grad_key"].force((64, True), tile):
-        raise RuntimeError
-    assert before == list(tables)
-    assert "Tile(32, 16, 4, 2)" in tune.row_text(key, {"forward": tile})
-
-
-def test_the_tuner_measures_every_row_unless_told_otherwise():
-    args = tune.parse_arguments([])
-    assert {tune.key_of(dim, dtype) for dim in args.head_dims for dtype in args.dtypes} == set(tiles._TABLE)
-    assert set(args.families) == set(tune.PORTABLE)
-
-
-def test_tiles_differ_where_shared_memory_does():
-    hopper, ampere, small = (tiles.tiles_for(256, False, 64, 8, card) for card in ((9, 0), (8, 0), (8, 6)))
-    assert hopper == tiles._TABLE[256, False] and ampere == (hopper[0], tiles.Tile(64, 32, 8, 2), hopper[2])
-    assert small == tiles._SMALL_TABLE[256, False]
+    with pytest.raises(SystemExit, match="no GPU"):
+        benchmark.main([])
 
 
 @pytest.mark.gpu
@@ -403,14 +373,3 @@ def test_on_a_gpu(tmp_path):
     assert entries["S2"]["extra_bytes"] <= entries["S2"]["memory_limit"]
     assert content["first_call"]["warm_s"] < content["first_call"]["cold_s"]
     plots.main([str(path), "--out", str(tmp_path)])
-
-
-@pytest.mark.gpu
-def test_tuner_on_a_gpu(capsys, monkeypatch):
-    monkeypatch.setattr(
-        tune,
-        "FAMILIES",
-        {"forward": tune.FAMILIES["forward"]._replace(candidates=lambda key: [tiles.Tile(64, 64, 4, 3)])},
-    )
-    tune.main(["--head-dims", "64", "--seq-length", "2048", "--families", "forward", "--rounds", "2"])
-    assert "(64, False): (Tile(64, 64, 4, 3)" in capsys.readouterr().out

@@ -15,39 +15,61 @@ import pytest
 
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
-from benchmarks.end_to_end_rows import FUSED_ROPE_ELEMENTS, GROUPS, model_flags, parse_row, row_environment
+from benchmarks.end_to_end_rows import (
+    FUSED_ROPE_ELEMENTS,
+    GROUPS,
+    memory_flags,
+    model_flags,
+    parse_row,
+    row_environment,
+)
 from s2_megatron.megatron import refusals
 from tests.megatron.arguments import parse_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = Machine(4, True, True)
 
-LOG = """
-S2 attention backend: gluon (chosen for cuda)
- [2026-01-01 10:00:00.000001] iteration        1/       4 | consumed samples:            1 | elapsed time per iteration (ms): 9000.0 | \
-throughput per GPU (TFLOP/s/GPU): 10.0 | learning rate: 3.000000E-04 | global batch size:     1 | lm loss: 1.050000E+01 | loss scale: 1.0 | \
-grad norm: 9.000 | number of skipped iterations:   0 | number of nan iterations:   0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 1024.00 | max allocated: 9000.00 | reserved: 9999.00 | max reserved: 9999.00
- iteration        1 | dense-equivalent throughput per GPU (TFLOP/s/GPU): 20.0 |
- [2026-01-01 10:00:00.000001] iteration        2/       4 | consumed samples:            2 | elapsed time per iteration (ms): 5000.0 | \
-throughput per GPU (TFLOP/s/GPU): 20.0 | learning rate: 3.000000E-04 | global batch size:     1 | lm loss: 1.040000E+01 | loss scale: 1.0 | \
-grad norm: 8.000 | number of skipped iterations:   0 | number of nan iterations:   0 |
- [2026-01-01 10:00:00.000001] iteration        3/       4 | consumed samples:            3 | elapsed time per iteration (ms): 1000.0 | \
-throughput per GPU (TFLOP/s/GPU): 400.0 | learning rate: 3.000000E-04 | global batch size:     1 | lm loss: 1.030000E+01 | loss scale: 1.0 | \
-grad norm: 7.000 | number of skipped iterations:   0 | number of nan iterations:   0 |
- iteration        3 | dense-equivalent throughput per GPU (TFLOP/s/GPU): 800.0 |
-[Rank 1] (after 3 iterations) memory (MB) | allocated: 2048.00 | max allocated: 5120.00 | reserved: 0.00 | max reserved: 7168.00
-[Rank 0] (after 3 iterations) memory (MB) | allocated: 2048.00 | max allocated: 4096.00 | reserved: 0.00 | max reserved: 6144.00
- [2026-01-01 10:00:00.000001] iteration        4/       4 | consumed samples:            4 | elapsed time per iteration (ms): 1200.0 | \
-throughput per GPU (TFLOP/s/GPU): 300.0 | learning rate: 3.000000E-04 | global batch size:     1 | lm loss: 1.020000E+01 | loss scale: 1.0 | \
-grad norm: 6.500 | number of skipped iterations:   0 | number of nan iterations:   0 |
- iteration        4 | dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 |
-[Rank 1] (after 4 iterations) memory (MB) | allocated: 2048.00 | max allocated: 6144.00 | reserved: 0.00 | max reserved: 7168.00
-"""
+
+def step_line(number, milliseconds, rate, loss, norm):
+    return (
+        f" [2026-01-01 10:00:00.000001] iteration        {number}/       4 | consumed samples:            {number} |"
+        f" elapsed time per iteration (ms): {milliseconds} | throughput per GPU (TFLOP/s/GPU): {rate} |"
+        f" learning rate: 3.000000E-04 | global batch size:     1 | lm loss: {loss} | loss scale: 1.0 |"
+        f" grad norm: {norm} | number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def dense_line(number, rate):
+    return f" iteration        {number} | dense-equivalent throughput per GPU (TFLOP/s/GPU): {rate} |"
+
+
+def memory_line(rank, number, allocated, largest, reserved, largest_reserved):
+    return (
+        f"[Rank {rank}] (after {number} iterations) memory (MB) | allocated: {allocated} | max allocated: {largest}"
+        f" | reserved: {reserved} | max reserved: {largest_reserved}"
+    )
+
+
+LOG = "\n".join(
+    [
+        "S2 attention backend: gluon (chosen for cuda)",
+        step_line(1, 9000.0, 10.0, "1.050000E+01", "9.000"),
+        memory_line(0, 1, "1024.00", "9000.00", "9999.00", "9999.00"),
+        dense_line(1, 20.0),
+        step_line(2, 5000.0, 20.0, "1.040000E+01", "8.000"),
+        step_line(3, 1000.0, 400.0, "1.030000E+01", "7.000"),
+        dense_line(3, 800.0),
+        memory_line(1, 3, "2048.00", "5120.00", "0.00", "7168.00"),
+        memory_line(0, 3, "2048.00", "4096.00", "0.00", "6144.00"),
+        step_line(4, 1200.0, 300.0, "1.020000E+01", "6.500"),
+        dense_line(4, 600.0),
+        memory_line(1, 4, "2048.00", "6144.00", "0.00", "7168.00"),
+    ]
+)
 
 
 def test_log_of_a_run():
-    assert read_log(LOG) == dict(
+    assert read_log(LOG, 4) == dict(
         step_ms=1100.0,
         steps_ms=[1000.0, 1200.0],
         tflops=350.0,
@@ -59,26 +81,31 @@ def test_log_of_a_run():
         reserved_gib=7.0,
         kernels="gluon",
     )
-    assert read_log(LOG.partition("iteration        3/")[0]) == {}
-    broken = read_log(LOG.replace("lm loss: 1.020000E+01 | ", "").replace("grad norm: 6.500", "grad norm: nan"))
+    assert read_log(LOG.partition("iteration        3/")[0], 4) == {}
+    earlier = read_log(LOG, 3)  # the fourth step is the profiler's
+    assert (earlier["steps_ms"], earlier["dense_equivalent_tflops"], earlier["loss"]) == ([1000.0], 800.0, 10.3)
+    broken = read_log(LOG.replace("lm loss: 1.020000E+01 | ", "").replace("grad norm: 6.500", "grad norm: nan"), 4)
     assert broken["loss"] is None and math.isnan(broken["grad_norm"])
-    infinite = read_log(LOG.replace("1.020000E+01", "INF").replace("grad norm: 6.500", "grad norm: -inf"))
+    infinite = read_log(LOG.replace("1.020000E+01", "INF").replace("grad norm: 6.500", "grad norm: -inf"), 4)
     assert (infinite["loss"], infinite["grad_norm"]) == (math.inf, -math.inf)
 
 
 TORCHRUN = """\
 W0101 torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 12 closing signal SIGTERM
-E0101 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 11) of binary: python
+E0101 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 11) of: python
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: pretrain_gpt_s2.py FAILED
 """
 
 
 @pytest.mark.parametrize("output, expected", [
     ("[rank1]: ValueError: seq_length=100; expected 128\n", "ValueError: seq_length=100; expected 128"),
-    ("usage: x\npretrain_gpt_s2.py: error: unrecognized arguments: --foo\n", "pretrain_gpt_s2.py: error: unrecognized arguments: --foo"),
+    ("usage: x\npretrain_gpt_s2.py: error: unrecognized arguments: --foo\n",
+     "pretrain_gpt_s2.py: error: unrecognized arguments: --foo"),
+    ("starting\nerror: --s2-config=x: no such file; name one\n", "error: --s2-config=x: no such file; name one"),
     ("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB.\n[rank1]: RuntimeError: NCCL error\n",
      "out of memory: CUDA out of memory. Tried 2 GiB."),
-    ("AssertionError: first\nduring which\n  megatron.core.SomeError: second\nthe end\n", "megatron.core.SomeError: second"),
+    ("AssertionError: first\nduring which\n  megatron.core.SomeError: second\nthe end\n",
+     "megatron.core.SomeError: second"),
     ("nothing known\nKilled\n", "Killed"),
     ("", "no output"),
 ])  # fmt: skip
@@ -91,10 +118,11 @@ def test_names_of_rows():
     assert (row.layers, row.tokens, row.tp, row.cp, row.pp, row.exchange) == (8, 2**20, 2, 4, 2, "all_gather")
     flags = " ".join(row_flags(row, GPUS, 6, 1))
     for expected in (
-        "--num-layers 8 --hidden-size 4096", "--seq-length 1048576", "--tensor-model-parallel-size 2", "--sequence-parallel",
-        "--pipeline-model-parallel-size 2", "--context-parallel-size 4", "--recompute-granularity full", "--s2-keep-attention-output",
-        "--s2-cp-keep-received", "--s2-cp-comm-type all_gather", "--s2-config configs/s2_7b_hybrid.yaml",
-        "--use-distributed-optimizer", "--bf16", "--seed 1234",
+        "--num-layers 8 --hidden-size 4096", "--seq-length 1048576", "--tensor-model-parallel-size 2",
+        "--sequence-parallel", "--pipeline-model-parallel-size 2", "--context-parallel-size 4",
+        "--recompute-granularity full", "--s2-keep-attention-output", "--s2-cp-keep-received",
+        "--s2-cp-comm-type all_gather", "--s2-config configs/s2_7b_hybrid.yaml", "--use-distributed-optimizer",
+        "--bf16", "--seed 1234",
     ):  # fmt: skip
         assert expected in flags
     assert "--save" not in flags and "--no-gradient-accumulation-fusion" in flags
@@ -105,13 +133,13 @@ def test_names_of_rows():
     dense = row_flags(parse_row("1p3b-128k-cp4-full-a2a-dense"), GPUS, 6, 1)
     assert "--cp-comm-type a2a" in " ".join(dense) and not any(flag.startswith("--s2") for flag in dense)
     assert FUSED_ROPE_ELEMENTS == refusals.FUSED_ROPE_ELEMENTS
-    for name, wide in (
+    for name, unfused in (
         ("7b-8layers-1m-tp2-cp2-s2", True),
         ("7b-1m-tp2-cp4-dense", False),
         ("7b-1m-tp8-s2", False),
         ("1p3b-8k-s2", False),
     ):
-        assert ("--no-rope-fusion" in row_flags(parse_row(name), GPUS, 6, 1)) == wide, (
+        assert ("--no-rope-fusion" in row_flags(parse_row(name), GPUS, 6, 1)) == unfused, (
             "more than its kernel can address"
         )
     assert "--global-batch-size 12 " in " ".join(row_flags(parse_row("1p3b-32k-dense"), GPUS, 6, 3))
@@ -121,9 +149,41 @@ def test_names_of_rows():
         ("8b-32k-s2", "1p3b, 7b, tiny"), ("1p3b-32g-s2", "'32g' is not known"), ("1p3b-cp4-s2", "128k or 1m"),
         ("1p3b-32k-cp-s2", "'cp' is not known"), ("1p3b-32k-none", "hybrid"),
         ("tiny-512-s2", "densekernels"), ("1p3b-32k-full-keep-dense", "keep"), ("no_group", "1p3b-128k-cp4"),
+        ("1p3b-32k-full-mlp-s2", "another one"), ("1p3b-32k-full-block3-s2", "recompute is given twice"),
+        ("1p3b-32k-block25-s2", "block25 of a model of 24 layers"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=expected):
             chosen_rows(name)
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("block18-keep-s2", "--recompute-granularity full --recompute-method block --recompute-num-layers 18"),
+    ("full-dense", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ("selective-dense", "--recompute-granularity selective --recompute-modules core_attn"),
+    ("mlp-layernorm-dense", "--recompute-granularity selective --recompute-modules mlp layernorm"),
+    ("selective-mlp-keep-s2", "--recompute-granularity selective --recompute-modules core_attn mlp"),
+    ("none-hostoptimizer-s2",
+     "--optimizer-cpu-offload --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d"),
+    ("none-fusedloss-dense", "--cross-entropy-loss-fusion --cross-entropy-fusion-impl native"),
+])  # fmt: skip
+def test_memory_flags_of_names(name, expected):
+    assert " ".join(memory_flags(parse_row(f"1p3b-128k-{name}"))) == expected
+
+
+def test_rows_of_one_gpu():
+    """At each length the same memory flags for S2, hybrid and dense; the best of each side is chosen from several."""
+    rows = chosen_rows("1p3b-one-gpu")
+    assert [row.name for row in rows] == [
+        row.name for length in (8, 32, 128) for row in chosen_rows(f"1p3b-one-gpu-{length}k")
+    ]
+    for start in range(0, 9, 3):
+        three = rows[start : start + 3]
+        assert [row.attention for row in three] == ["s2", "hybrid", "dense"]
+        assert all(row.setting() == three[0].setting() for row in three)
+        assert three[0].tp * three[0].cp * three[0].pp == 1
+    best = chosen_rows("1p3b-128k-best")
+    assert all(row.task() == rows[-1].task() for row in best)
+    assert [row.attention for row in best] == ["s2"] * 3 + ["dense"] * 3
 
 
 def test_rows_of_the_groups():
@@ -193,6 +253,7 @@ def test_ratios_and_table():
     add_ratios(rows, results)
     assert results[0]["over_dense"] == 2.0  # the faster of the dense rows, whose recomputation is the same
     assert "over_dense" not in results[1] and results[3]["over_dense"] is None and results[4]["over_dense"] is None
+    assert results[3]["over_best_dense"] == pytest.approx(5000 / 1500)  # dense with other memory flags
     lines = table(results)
     assert lines[0].split()[:9] == ["row", "step", "ms", "tokens/s", "peak", "GiB", "MiB/token", "beside", "weights"]
     assert lines[1].split()[1:] == [
@@ -203,6 +264,8 @@ def test_ratios_and_table():
         "1.500",
         "400.0",
         "40.4%",
+        "2.00",
+        "x",
         "2.00",
         "x",
         "10.5000",
@@ -251,8 +314,8 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("S2_COMMIT", "abc1234")
     path = tmp_path / "results" / "x.json"
     names = [refused, "tiny-512-full-keep-hybrid", "tiny-512-full-dense"]
-    arguments = ["--rows", ",".join(names), "--train-iters", "4", "--logs", str(tmp_path / "logs"), "--json", str(path)]
-    end_to_end.main(arguments)
+    arguments = ["--rows", ",".join(names), "--train-iters", "4", "--logs", str(tmp_path / "logs"), "--profile"]
+    end_to_end.main([*arguments, "--json", str(path)])
     content = json.loads(path.read_text())
     assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
     assert (
@@ -265,7 +328,10 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     assert [row["row"] for row in content["rows"]] == names
     assert failed["error"].startswith("ValueError: --s2-config: --s2-keep-attention-output") and "step_ms" not in failed
     for row in (sparse, dense):
-        assert row["error"] is None and len(row["steps_ms"]) == 2, row
+        assert row["error"] is None and len(row["steps_ms"]) == 2, row  # those of the profiler left out
+        parts = row["profile"]["parts_ms"]
+        assert sum(parts.values()) == pytest.approx(row["profile"]["step_ms"])
+        assert all(parts[part] > 0 for part in ("linear", "attention", "norms/RoPE", "loss", "optimizer", "gaps"))
         finite = (
             "step_ms",
             "tokens_per_s",
@@ -286,6 +352,28 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
         and "beside weights" in printed
         and f"{sparse['over_dense']:.2f} x" in printed
     )
+    assert "norms/RoPE" in printed
+
+
+def test_a_spent_budget_starts_no_row(tmp_path, capsys, monkeypatch):
+    """A row gets what is left of the budget, the time to end its ranks included."""
+    limits = []
+
+    def run(command, log, limit, environment):
+        limits.append(limit)
+        log.parent.mkdir(parents=True)
+        log.write_text(LOG)
+        monkeypatch.setattr(end_to_end.time, "monotonic", lambda: 1e9)
+        return 0
+
+    monkeypatch.setattr(end_to_end, "run_logged", run)
+    path = tmp_path / "x.json"
+    arguments = ["--rows", "tiny-512-none-hybrid,tiny-512-none-dense", "--budget", "100", "--train-iters", "4"]
+    end_to_end.main([*arguments, "--logs", str(tmp_path / "logs"), "--json", str(path)])
+    first, second = json.loads(path.read_text())["rows"]
+    assert len(limits) == 1 and 50 < limits[0] <= 60 and first["error"] is None
+    assert second["error"] == "not started: the budget of 100 s is spent" and "step_ms" not in second
+    assert capsys.readouterr().out.splitlines()[-1].endswith("not started: the budget of 100 s is spent")
 
 
 def test_too_few_steps_are_refused():
