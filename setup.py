@@ -29,6 +29,7 @@ setup(
         "s2_megatron.kernels.hopper.d256",
         "s2_megatron.context_parallel",
         "s2_megatron.megatron",
+        "s2_megatron.huggingface",
         "s2_megatron.tools",
         "s2_megatron.testing",
     ],
@@ -58,5 +59,6 @@ setup(
             "wheel",
         ],
         "te": ["transformer-engine[pytorch]"],
+        "hf": ["transformers>=5", "safetensors"],
     },
 )

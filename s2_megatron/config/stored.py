@@ -1,0 +1,112 @@
+"""A model's resolved sparsity as JSON-able data that is complete, and back: what an exported model carries.
+
+It is the content of `ResolvedSparsity.canonical_json()`, which checkpoints store, and what that leaves out: the rows
+of block masks (the canonical form has only their hashes), the number of heads and the length that masks were made for.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+
+import numpy as np
+
+from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity, canonical_pattern
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+
+
+def stored_sparsity(sparsity: ResolvedSparsity) -> dict:
+    """The sparsity of the decoder's layers as data for a JSON file.
+
+    Raises ValueError for a model with multi-token-prediction layers, which no exported model has.
+    """
+    if sparsity.mtp_layers:
+        raise ValueError(
+            f"the model has {len(sparsity.mtp_layers)} multi-token-prediction layers; expected none; "
+            "only the decoder's layers can be stored"
+        )
+    content = json.loads(sparsity.canonical_json())
+    del content["mtp_layers"]
+    by_form = {json.dumps(canonical_pattern(layer.pattern), sort_keys=True): layer.pattern for layer in sparsity.layers}
+    for form in content["patterns"]:
+        if form["kind"] == "block_mask":
+            pattern = by_form[json.dumps(form, sort_keys=True)]
+            form["tables"] = [_packed_table(*table) for table in pattern.tables]
+    return content | {
+        "num_heads": sparsity.num_heads,
+        "num_kv_heads": sparsity.num_kv_heads,
+        "block_size": sparsity.block_size,
+        "seq_length": sparsity.seq_length,
+    }
+
+
+def sparsity_from_stored(content: dict) -> ResolvedSparsity:
+    """The sparsity that stored_sparsity was given; equal layers share one Pattern object.
+
+    Raises ValueError when the content is not complete or does not describe the number of heads that it names.
+    """
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"stored sparsity has format {found!r}; expected {FORMAT}; export the model again")
+    try:
+        heads, kv_heads = content["num_heads"], content["num_kv_heads"]
+        patterns = [_pattern(form, heads, kv_heads) for form in content["patterns"]]
+        layers = tuple(
+            LayerSparsity("D" if patterns[index] is None else "S", patterns[index]) for index in content["layers"]
+        )
+        return ResolvedSparsity(
+            layers, (), content["softmax_scale"], content["block_size"], heads, kv_heads, content["seq_length"]
+        )
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"stored sparsity is incomplete ({type(error).__name__}: {error}); export the model again"
+        ) from error
+
+
+def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
+    if form["kind"] == "dense":
+        return None
+    if form["kv_heads"] != num_kv_heads:
+        raise ValueError(f"stored sparsity has {form['kv_heads']} KV heads in a layer; expected {num_kv_heads}")
+    if form["kind"] == "ranges":
+        by_head = {
+            head: HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset)
+            for group in form["groups"]
+            for head, offset in zip(group["heads"], group["offsets"], strict=True)
+        }
+        if sorted(by_head) != list(range(num_heads)):
+            raise ValueError(f"stored sparsity names the heads {sorted(by_head)}; expected 0 to {num_heads - 1}")
+        return RangePattern(form["block_size"], num_kv_heads, tuple(by_head[head] for head in range(num_heads)))
+    if form["kind"] == "block_mask":
+        tables = [_unpacked_table(text) for text in form["tables"]]
+        pattern = BlockMaskPattern.from_csr(form["block_size"], num_heads, num_kv_heads, *zip(*tables))
+        if pattern.canonical()["sha256"] != form["sha256"]:
+            raise ValueError("a stored block mask does not have the hash that stands beside it; export the model again")
+        return pattern
+    raise ValueError(f"stored sparsity has a pattern of kind {form['kind']!r}; expected dense, ranges or block_mask")
+
+
+def _packed_table(indptr: np.ndarray, indices: np.ndarray) -> dict:
+    """Row lengths, and the key blocks as differences, which compress well."""
+    return {
+        "counts": _packed(np.diff(indptr).astype("<i4")),
+        "differences": _packed(np.diff(indices, prepend=0).astype("<i4")),
+    }
+
+
+def _unpacked_table(table: dict) -> tuple[np.ndarray, np.ndarray]:
+    counts, differences = (_unpacked(table[name]) for name in ("counts", "differences"))
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]), np.cumsum(differences, dtype=np.int32)
+
+
+def _packed(array: np.ndarray) -> str:
+    return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode("ascii")
+
+
+def _unpacked(text: str) -> np.ndarray:
+    try:
+        return np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype="<i4")
+    except (ValueError, zlib.error) as error:
+        raise ValueError(f"a stored block mask cannot be unpacked ({error}); export the model again") from error

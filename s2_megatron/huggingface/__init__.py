@@ -1,0 +1,33 @@
+"""S2-Attention models in Hugging Face transformers. Importing this package is enough:
+
+    import s2_megatron.huggingface
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, attn_implementation="s2")
+
+It registers the model type `s2_gpt` and the attention `s2` (with its mask).
+"""
+
+try:
+    import transformers as _transformers
+except ImportError as error:
+    raise ImportError(
+        "s2_megatron.huggingface needs transformers 5 or later, which is not installed; pip install 's2-megatron[hf]'"
+    ) from error
+if int(_transformers.__version__.split(".")[0]) < 5:
+    raise ImportError(
+        f"s2_megatron.huggingface needs transformers 5 or later, found {_transformers.__version__}; "
+        "pip install 's2-megatron[hf]'"
+    )
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from s2_megatron.huggingface.attention import register_attention
+from s2_megatron.huggingface.cache import S2Cache
+from s2_megatron.huggingface.configuration import MODEL_TYPE, S2GPTConfig
+from s2_megatron.huggingface.modeling import S2GPTForCausalLM, S2GPTModel
+
+__all__ = ["MODEL_TYPE", "S2Cache", "S2GPTConfig", "S2GPTForCausalLM", "S2GPTModel"]
+
+register_attention()
+AutoConfig.register(MODEL_TYPE, S2GPTConfig, exist_ok=True)
+AutoModel.register(S2GPTConfig, S2GPTModel, exist_ok=True)
+AutoModelForCausalLM.register(S2GPTConfig, S2GPTForCausalLM, exist_ok=True)

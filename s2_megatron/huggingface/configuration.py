@@ -1,0 +1,79 @@
+"""The configuration of an S2-Attention model in transformers: a Llama- or Qwen-shaped decoder, and every layer's
+sparsity."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.config.stored import sparsity_from_stored
+
+MODEL_TYPE = "s2_gpt"
+
+
+@strict
+class S2GPTConfig(LlamaConfig):
+    """A decoder with RoPE, RMSNorm, SwiGLU and grouped-query attention, and the sparsity of its layers.
+
+    All fields of LlamaConfig keep their meaning. qkv_bias: biases of the query, key and value projections (Qwen2).
+    qk_norm: an RMSNorm over the head dim of every query and key head, before RoPE (Qwen3). s2_sparsity: what
+    `s2_megatron.config.stored.stored_sparsity` returns; it is complete, nothing else is read.
+    Raises ValueError when the sparsity is missing or was made for another number of layers or heads.
+    """
+
+    model_type = MODEL_TYPE
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    s2_sparsity: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}; every KV head needs the same number of query heads"
+            )
+        if self.s2_sparsity is not None:  # transformers also builds a config without arguments, to compare with
+            sparsity = self.sparsity
+            stored = (len(sparsity.layers), sparsity.num_heads, sparsity.num_kv_heads)
+            wanted = (self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads)
+            if stored != wanted:
+                raise ValueError(
+                    f"s2_sparsity is of a model with {stored[0]} layers, {stored[1]} query and {stored[2]} KV heads; "
+                    f"the config has {wanted[0]}, {wanted[1]} and {wanted[2]}; "
+                    "resolve the sparsity for this model's shape"
+                )
+
+    def validate_architecture(self):
+        """Nothing: Llama wants a hidden_size that is a multiple of the heads, which a head_dim of its own makes
+        needless."""
+
+    @property
+    def sparsity(self) -> ResolvedSparsity:
+        """The pattern of every layer. Equal configs share the objects."""
+        return resolved_sparsity(self)
+
+
+def resolved_sparsity(config) -> ResolvedSparsity:
+    """The sparsity in any transformers config with the field s2_sparsity.
+
+    Raises ValueError when there is none: attention over a model without sparsity would be dense without a word.
+    """
+    stored = getattr(config, "s2_sparsity", None)
+    if stored is None:
+        raise ValueError(
+            f"the config of type {config.model_type!r} has no s2_sparsity, so the attention 's2' does not know what to "
+            "attend; set config.s2_sparsity = stored_sparsity(...) (s2_megatron.config.stored), or load a folder that "
+            "s2-megatron export-hf wrote"
+        )
+    return _resolved(json.dumps(stored, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _resolved(text: str) -> ResolvedSparsity:
+    return sparsity_from_stored(json.loads(text))

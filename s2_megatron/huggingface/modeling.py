@@ -1,0 +1,132 @@
+"""The model: transformers' Llama with S2-Attention in it, Qwen's biases and norms where the config has them.
+
+The weights have Llama's names (q_norm and k_norm are Qwen3's). B batch, T tokens, D head dim.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import LlamaForCausalLM, LlamaModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from s2_megatron.huggingface.attention import NAME
+from s2_megatron.huggingface.cache import S2Cache
+from s2_megatron.huggingface.configuration import S2GPTConfig
+
+
+class S2GPTAttention(LlamaAttention):
+    """Llama's attention module with Qwen's options, around the attention function `s2`."""
+
+    def __init__(self, config: S2GPTConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        if config.qkv_bias:
+            heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+            for name, count in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+                setattr(self, name, nn.Linear(config.hidden_size, count * self.head_dim, bias=True))
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+        """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        compact = past_key_values if isinstance(past_key_values, S2Cache) else None
+        if past_key_values is not None and compact is None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            compact_cache=compact,
+        )
+        return self.o_proj(out.flatten(-2)), weights
+
+
+class S2GPTDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: S2GPTConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.self_attn = S2GPTAttention(config, layer_idx)
+
+
+class S2GPTPreTrainedModel(LlamaPreTrainedModel):
+    config_class = S2GPTConfig
+    config: S2GPTConfig
+    _no_split_modules = ["S2GPTDecoderLayer"]  # noqa: RUF012
+    _supports_flash_attn = False
+    _supports_sdpa = False
+    _supports_flex_attn = False
+    _can_compile_fullgraph = False
+    _can_record_outputs = {"hidden_states": S2GPTDecoderLayer}  # noqa: RUF012
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs) -> str:
+        """ "s2", which is also the default. Any other implementation would attend what the model was not trained
+        with."""
+        if attn_implementation not in (None, NAME):
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} for a model of type {self.config.model_type}: it was "
+                f"trained with the sparsity in its config, which only attn_implementation='{NAME}' computes; leave the "
+                "argument out"
+            )
+        return NAME
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # asked by set_attn_implementation, before the check above refuses all but one
+
+
+class S2GPTModel(S2GPTPreTrainedModel, LlamaModel):
+    def __init__(self, config: S2GPTConfig):
+        LlamaPreTrainedModel.__init__(self, config)  # not LlamaModel's, which would build layers of its own
+        _ = config.sparsity  # refuses a config without sparsity, before any weight is made
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([S2GPTDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+
+class S2GPTForCausalLM(S2GPTPreTrainedModel, LlamaForCausalLM):
+    """Generation takes an S2Cache unless it is given another one (cache_implementation="dynamic": the full cache)."""
+
+    def __init__(self, config: S2GPTConfig):
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = S2GPTModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic", "offloaded", "quantized"):
+            raise ValueError(
+                f"cache_implementation={wanted!r} for a model of type {self.config.model_type}: a static cache returns "
+                "keys that do not exist yet; expected none (then S2Cache) or 'dynamic'; for static shapes give "
+                "past_key_values=S2Cache(config, max_length=...)"
+            )
+        none_given = model_kwargs.get("past_key_values") is None
+        if none_given and wanted is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = S2Cache(self.config)
+            return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

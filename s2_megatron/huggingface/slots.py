@@ -1,0 +1,318 @@
+"""Which key blocks a KV head must keep while a text grows, and where they lie: the arithmetic of the compact cache.
+
+A KV head keeps a block as long as one of its query heads, now or later, attends it. The memory of a head is a row of
+slots of one block each. Positions, blocks and slots are computed on the device, without a look at their values, so that
+a decoding step can be captured in a CUDA graph.
+
+B batch, K the KV heads of one group of equal form, R query heads of a KV head, S slots, W places that one token is
+written to. "Query block": that of the newest token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
+
+_NO_END = 2**40
+
+
+class Slots:
+    """The slots of KV heads that can be held in one tensor.
+
+    kv_heads: the heads, ascending. n_blocks: of the longest text that fits. n_slots: S.
+    """
+
+    def __init__(self, block_size: int, kv_heads: Sequence[int], n_blocks: int, n_slots: int):
+        self.block_size, self.kv_heads, self.n_blocks, self.n_slots = block_size, list(kv_heads), n_blocks, n_slots
+        self._tables: dict[torch.device, dict[str, torch.Tensor]] = {}
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """What the arithmetic reads."""
+        raise NotImplementedError
+
+    def _table(self, device: torch.device) -> dict[str, torch.Tensor]:
+        if device not in self._tables:
+            self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in self._arrays().items()}
+        return self._tables[device]
+
+    def held_blocks(self, query_block: torch.Tensor) -> torch.Tensor:
+        """The key block in every slot, int64 [B, K or 1, S]; -1: none. query_block: int64 [B]."""
+        raise NotImplementedError
+
+    def attended_slots(self, query_block: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """Whether a slot's block is attended, bool [B, K or 1, R or 1, S]. held: what held_blocks returned."""
+        raise NotImplementedError
+
+    def write_slots(self, query_block: torch.Tensor) -> torch.Tensor:
+        """The slots that the query block itself lies in, int64 [B, K or 1, W]; repeated where they are fewer than W."""
+        raise NotImplementedError
+
+    def grown(self, n_blocks: int) -> tuple[Slots, torch.Tensor]:
+        """Slots for a longer text, and where the present ones lie among them: int64 [S]."""
+        raise NotImplementedError
+
+    def token_mask(self, position: torch.Tensor) -> torch.Tensor:
+        """Which of the kept tokens the token at `position` attends: bool [B, K or 1, R or 1, S * block_size]."""
+        query_block = position // self.block_size
+        held = self.held_blocks(query_block)
+        inside = torch.arange(self.block_size, device=position.device)
+        seen = held[..., None] * self.block_size + inside <= position[:, None, None, None]
+        return (self.attended_slots(query_block, held)[..., None] & seen[:, :, None]).flatten(-2)
+
+    def write_tokens(self, position: torch.Tensor) -> torch.Tensor:
+        """Where the token at `position` [B] is written: int64 [B, K or 1, W], places among S * block_size."""
+        inside = (position % self.block_size)[:, None, None]
+        return self.write_slots(position // self.block_size) * self.block_size + inside
+
+    def held_tokens(self, n_tokens: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a text of n_tokens: the position of every kept token, int64 [K or 1, S * block_size] (0 where there is
+        none), and bool, whether there is one."""
+        held = self.held_blocks(torch.tensor([(n_tokens - 1) // self.block_size], device=device))[0]
+        position = held[..., None] * self.block_size + torch.arange(self.block_size, device=device)
+        there = (held[..., None] >= 0) & (position < n_tokens)
+        return position.where(there, 0).flatten(-2), there.flatten(-2)
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The newest blocks that are `residue` modulo `stride`; attended at distances from `first` to `limit` (not
+    included)."""
+
+    first: int
+    limit: int | None
+    stride: int
+    residue: int
+
+    @property
+    def form(self) -> tuple:
+        return self.first, self.limit, self.stride
+
+    def size(self, n_blocks: int) -> int:
+        span = n_blocks if self.limit is None else min(self.limit, n_blocks)
+        return -(-span // self.stride)
+
+
+class RingSlots(Slots):
+    """Slots of heads with ranges of distance. Every range (and every different offset among the query heads) has a ring
+    of slots for the newest blocks of its stride; a block in two ranges' rings is held twice, as the range that it is
+    attended by changes with the distance. Everything is arithmetic on a few numbers a ring."""
+
+    def __init__(self, block_size: int, kv_heads: Sequence[int], rings: Sequence[Sequence[_Ring]], applies, n_blocks):
+        """rings: of every KV head, equal but for their residues; the first one has stride 1. applies: bool [R, rings],
+        which of them a query head attends by."""
+        self._rings, self._applies, self._sizes = rings, applies, np.array([ring.size(n_blocks) for ring in rings[0]])
+        super().__init__(block_size, kv_heads, n_blocks, int(self._sizes.sum()))
+
+    def _arrays(self):
+        sizes, rings = self._sizes, self._rings[0]
+        ring_of = np.repeat(np.arange(len(sizes)), sizes)
+        residues = np.array([[ring.residue for ring in of_head] for of_head in self._rings])
+        if (residues == residues[0]).all():
+            residues = residues[:1]
+        stride = np.array([ring.stride for ring in rings])
+        limit = np.array([_NO_END if ring.limit is None else ring.limit for ring in rings])
+        base = np.cumsum(sizes) - sizes
+        applies = self._applies[:1] if self._applies.all() else self._applies
+        return dict(
+            stride=stride,
+            size=sizes,
+            base=base,
+            residue=residues,
+            slot_stride=stride[ring_of],
+            slot_size=sizes[ring_of],
+            slot_index=np.arange(self.n_slots) - base[ring_of],
+            slot_residue=residues[:, ring_of],
+            slot_first=np.array([ring.first for ring in rings])[ring_of],
+            slot_limit=limit[ring_of],
+            slot_applies=applies[:, ring_of],
+        )
+
+    def held_blocks(self, query_block):
+        table = self._table(query_block.device)
+        last = (query_block[:, None, None] - table["slot_residue"]).div(table["slot_stride"], rounding_mode="floor")
+        member = last - (last - table["slot_index"]) % table["slot_size"]
+        return (table["slot_residue"] + member * table["slot_stride"]).where(member >= 0, -1)
+
+    def attended_slots(self, query_block, held):
+        table = self._table(query_block.device)
+        distance = query_block[:, None, None] - held
+        attended = (held >= 0) & (distance >= table["slot_first"]) & (distance < table["slot_limit"])
+        return attended[:, :, None] & table["slot_applies"]
+
+    def write_slots(self, query_block):
+        table = self._table(query_block.device)
+        since = query_block[:, None, None] - table["residue"]
+        slot = table["base"] + since.div(table["stride"], rounding_mode="floor") % table["size"]
+        return slot.where(since % table["stride"] == 0, slot[..., :1])
+
+    def grown(self, n_blocks):
+        larger = RingSlots(self.block_size, self.kv_heads, self._rings, self._applies, n_blocks)
+        starts = np.cumsum(larger._sizes) - larger._sizes
+        places = [start + np.arange(size) for start, size in zip(starts, self._sizes)]
+        return larger, torch.from_numpy(np.concatenate(places))
+
+
+class WholeSlots(Slots):
+    """Slots of heads whose query heads together attend every block, at whatever distance: one for each block."""
+
+    def __init__(self, block_size: int, kv_heads: Sequence[int], ranges: Sequence[Sequence[Sequence[_Ring]]], n_blocks):
+        """ranges: [KV head][query head] of the group."""
+        super().__init__(block_size, kv_heads, n_blocks, n_blocks)
+        self._ranges = ranges
+
+    def _arrays(self):
+        longest = max(len(of_head) for group in self._ranges for of_head in group)
+        never = _Ring(0, 0, 1, 0)
+        padded = [[[*of_head, *[never] * (longest - len(of_head))] for of_head in group] for group in self._ranges]
+        fields = np.array(
+            [
+                [
+                    [
+                        (ring.first, _NO_END if ring.limit is None else ring.limit, ring.stride, ring.residue)
+                        for ring in of_head
+                    ]
+                    for of_head in group
+                ]
+                for group in padded
+            ]
+        )  # [K, R, ranges, 4]
+        for axis in (0, 1):
+            if (fields == fields.take([0], axis)).all():
+                fields = fields.take([0], axis)
+        return {name: fields[..., index, None] for index, name in enumerate(("first", "limit", "stride", "residue"))}
+
+    def held_blocks(self, query_block):
+        blocks = torch.arange(self.n_blocks, device=query_block.device)
+        return blocks.where(blocks <= query_block[:, None, None], -1)
+
+    def attended_slots(self, query_block, held):
+        table = self._table(query_block.device)
+        held = held[:, :, None, None]  # [B, 1, 1, 1, S] against [K, R, ranges, 1]
+        distance = query_block[:, None, None, None, None] - held
+        inside = (distance >= table["first"]) & (distance < table["limit"])
+        return ((held >= 0) & inside & ((held - table["residue"]) % table["stride"] == 0)).any(3)
+
+    def write_slots(self, query_block):
+        return query_block[:, None, None]
+
+    def grown(self, n_blocks):
+        return WholeSlots(self.block_size, self.kv_heads, self._ranges, n_blocks), torch.arange(self.n_slots)
+
+
+class TableSlots(Slots):
+    """Slots of a block mask: a block has its slot from when it is written until the last query block that attends it,
+    by a table made once for a text of n_blocks. The text can be no longer than the mask."""
+
+    def __init__(self, pattern: BlockMaskPattern, blocks: int):
+        kv_heads = pattern.num_kv_heads
+        ratio = pattern.num_heads // kv_heads
+        until, slot = np.empty((kv_heads, blocks), np.int64), np.empty((kv_heads, blocks), np.int64)
+        needed = 0
+        for head in range(kv_heads):
+            tables = {pattern.table_of(h) for h in range(head * ratio, (head + 1) * ratio)}
+            until[head] = _last_use(blocks, [pattern.tables[table] for table in tables])
+            slot[head], count = _assigned_slots(until[head])
+            needed = max(needed, count)
+        super().__init__(pattern.block_size, range(kv_heads), blocks, needed)
+        by_query_head = len(pattern.tables) == pattern.num_heads and ratio > 1
+        heads = range(0, pattern.num_heads, 1 if by_query_head else ratio)
+        starts = np.cumsum([0, *(len(indices) for _, indices in pattern.tables)])
+        # Where each head's rows start in the key blocks of all tables, one table after the other.
+        rows = np.stack([pattern.tables[pattern.table_of(head)][0] + starts[pattern.table_of(head)] for head in heads])
+        keys = np.concatenate([keys for _, keys in pattern.tables]).astype(np.int64)
+        self._until, self._slot, self._rows, self._keys = until, slot, rows, keys
+        self._query_heads = ratio if by_query_head else 1
+        self._longest_row = int(np.diff(rows, axis=1).max())
+
+    def _arrays(self):
+        return dict(until=self._until, slot=self._slot, rows=self._rows, keys=self._keys)
+
+    def held_blocks(self, query_block):
+        table = self._table(query_block.device)
+        blocks = torch.arange(self.n_blocks, device=query_block.device)
+        query = query_block[:, None, None]
+        alive = (blocks <= query) & (query <= table["until"])  # [B, K, blocks]
+        held = query_block.new_full((len(query_block), len(self.kv_heads), self.n_slots + 1), -1)
+        # Of the blocks that are not there, all go to one more slot, which is cut off.
+        held.scatter_(2, table["slot"].where(alive, self.n_slots), blocks.expand_as(alive))
+        return held[..., :-1]
+
+    def attended_slots(self, query_block, held):
+        table = self._table(query_block.device)
+        first, end = (table["rows"][:, query_block + step].T for step in (0, 1))  # [B, heads]
+        entry = first[..., None] + torch.arange(self._longest_row, device=query_block.device)
+        keys = table["keys"][entry.clamp(max=len(table["keys"]) - 1)]
+        keys = keys.unflatten(1, (-1, self._query_heads))  # [B, K, R, row]
+        slot = torch.gather(table["slot"].expand(len(keys), -1, -1), 2, keys.flatten(2)).view_as(keys)
+        slot = slot.where((entry < end[..., None]).view_as(keys), self.n_slots)
+        attended = torch.zeros((*keys.shape[:3], self.n_slots + 1), dtype=torch.bool, device=keys.device)
+        return attended.scatter_(3, slot, True)[..., :-1]
+
+    def write_slots(self, query_block):
+        return self._table(query_block.device)["slot"][:, query_block].T[..., None]
+
+
+def _last_use(blocks: int, tables) -> np.ndarray:
+    """The last query block that attends each key block in any of the tables, at least the block itself (it is there
+    while it is written)."""
+    last = np.arange(blocks)
+    for indptr, indices in tables:
+        indptr = indptr[: blocks + 1]
+        np.maximum.at(last, indices[: indptr[-1]], np.repeat(np.arange(blocks), np.diff(indptr)))
+    return last
+
+
+def _assigned_slots(until: np.ndarray) -> tuple[np.ndarray, int]:
+    """A slot for each block, free again after `until`; and how many there are."""
+    slots, count = np.empty(len(until), np.int64), 0
+    busy: list[tuple[int, int]] = []
+    for block, end in enumerate(until.tolist()):
+        if busy and busy[0][0] < block:
+            slots[block] = heapq.heappop(busy)[1]
+        else:
+            slots[block], count = count, count + 1
+        heapq.heappush(busy, (end, int(slots[block])))
+    return slots, count
+
+
+def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
+    """The slots of every KV head for texts of up to n_blocks blocks; heads that keep as much stand together.
+
+    Raises ValueError for a block mask that is shorter.
+    """
+    if isinstance(pattern, BlockMaskPattern):
+        pattern.check_length(n_blocks * pattern.block_size)
+        return [TableSlots(pattern, n_blocks)]
+    assert isinstance(pattern, RangePattern)
+    ratio = pattern.num_heads // pattern.num_kv_heads
+    groups: dict[tuple, list] = {}
+    for kv_head in range(pattern.num_kv_heads):
+        by_query_head = [_rings_of(head) for head in pattern.heads[kv_head * ratio : (kv_head + 1) * ratio]]
+        rings = list(dict.fromkeys(ring for of_head in by_query_head for ring in of_head))
+        if sum(1 / ring.stride for ring in rings if ring.limit is None) >= 1:
+            groups.setdefault((), []).append((kv_head, by_query_head))
+            continue
+        applies = np.array([[ring in of_head for ring in rings] for of_head in by_query_head])
+        form = (tuple(ring.form for ring in rings), applies.shape, applies.tobytes())
+        groups.setdefault(form, []).append((kv_head, rings, applies))
+    result: list[Slots] = []
+    for form, members in groups.items():
+        kv_heads, rings = [member[0] for member in members], [member[1] for member in members]
+        if form:
+            result.append(RingSlots(pattern.block_size, kv_heads, rings, members[0][2], n_blocks))
+        else:
+            result.append(WholeSlots(pattern.block_size, kv_heads, rings, n_blocks))
+    return result
+
+
+def _rings_of(head) -> list[_Ring]:
+    ranges, offset = head.canonical
+    starts = [0, *(end for end, _ in ranges[:-1])]
+    return [_Ring(start, end, stride, -offset % stride) for start, (end, stride) in zip(starts, ranges)]
