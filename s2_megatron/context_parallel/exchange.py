@@ -1,4 +1,5 @@
-"""The blocks of context parallelism on a device, on their way and back, and the order of tokens over the ranks.
+"""What travels between context-parallel ranks, and how it is enqueued: collectives that count their bytes, and the
+exchange of blocks of K and V, which runs beside the attention that does not need them.
 
 S/c tokens of one of c ranks, B batch, G KV heads, D head dim. A slot is one block of one KV head; a buffer of slots is
 [slots, block, 2 (K, V), B, D], so that the rows of all slots have one stride.
@@ -6,28 +7,149 @@ S/c tokens of one of c ranks, B batch, G KV heads, D head dim. A slot is one blo
 
 from __future__ import annotations
 
-from functools import lru_cache
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from s2_megatron.context_parallel.copies import PeerCopies
 from s2_megatron.context_parallel.plan import ExchangePlan
-from s2_megatron.context_parallel.transport import Pending, Route, all_to_all
-from s2_megatron.ops.layout import PackedSequence
+
+# Bytes a second that a rank receives. Through NVLink, by NCCL beside attention: 150e9 and 167e9 measured on four H200s
+# (115 MB in 0.77 and 0.69 ms). Between hosts: a network of 400 Gb/s a GPU, not measured.
+NVLINK_RATE, NETWORK_RATE = 170e9, 40e9
+GRACE_SECONDS = 3.0  # ranks that wait for the same one give up a little apart
+
+
+@dataclass
+class Traffic:
+    """What this rank gave to its collectives for other ranks."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+
+
+_listeners: list[Traffic] = []
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Counts, at the collectives themselves, what this rank sends to others while the context is open."""
+    traffic = Traffic()
+    _listeners.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _listeners.remove(traffic)
+
+
+def _count(n_bytes: int) -> None:
+    for traffic in _listeners:
+        traffic.calls += 1
+        traffic.bytes_sent += n_bytes
+
+
+def _run(collective, group, *args) -> None:
+    """collective(*args, group=group). Where it raises, as gloo does when a rank has died or has not come before the
+    timeout, RuntimeError names the ranks of the group that did not come; under NCCL torch's watchdog ends the process
+    instead, and its flight recorder has what each rank waited for."""
+    try:
+        collective(*args, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {dist.get_rank()}: context-parallel exchange failed; {_absent(group)}") from error
+
+
+def _absent(group) -> str:
+    """Which ranks did not come to a collective that failed here: the others fail there too, and all write that into
+    the store, which all can read."""
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"s2_exchange_failed/{dist.get_rank()}", "1")
+        time.sleep(GRACE_SECONDS)
+        missing = [rank for rank in ranks if not store.check([f"s2_exchange_failed/{rank}"])]
+    except RuntimeError:
+        return f"one of the ranks {ranks} ended first"
+    return f"did not come: rank {', '.join(map(str, missing))}" if missing else f"all of the ranks {ranks} came"
+
+
+def all_to_all(received: torch.Tensor, sent: torch.Tensor, receive_counts, send_counts, group) -> None:
+    """torch's all_to_all_single over dim 0, counted. Enqueued on the current stream; both tensors contiguous.
+
+    receive_counts, send_counts: rows from and to every rank of the group. Raises RuntimeError as _run does.
+    """
+    per_row = sent.numel() // sent.shape[0] * sent.itemsize if sent.shape[0] else 0
+    _count(per_row * (sum(send_counts) - send_counts[group.rank()]))
+    _run(dist.all_to_all_single, group, received, sent, list(receive_counts), list(send_counts))
+
+
+def all_gather(tensor: torch.Tensor, group) -> torch.Tensor:
+    """[ranks, *tensor.shape], counted. Raises RuntimeError as _run does."""
+    gathered = tensor.new_empty((group.size(), *tensor.shape))
+    _count(tensor.numel() * tensor.itemsize * (group.size() - 1))
+    _run(dist.all_gather_into_tensor, group, gathered.flatten(0, 1), tensor.contiguous())
+    return gathered
+
+
+def one_host(group) -> bool:
+    """Whether the ranks of a group are on one host, by torchrun's numbering (or that of one process for each GPU)."""
+    ranks_a_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(torch.cuda.device_count(), 1)
+    return len({rank // ranks_a_host for rank in dist.get_process_group_ranks(group)}) == 1
+
+
+def receive_rate(group) -> float:
+    """Bytes a second that a rank of the group is expected to receive."""
+    return NVLINK_RATE if one_host(group) else NETWORK_RATE
+
+
+@cache
+def _side_stream(device: torch.device):
+    return torch.cuda.Stream(device)
+
+
+class Pending:
+    """A transfer that runs beside what is enqueued next: `work`, which fills `received`, on a stream of its own that
+    first waits for what the current stream holds. On a CPU it has run when the constructor returns.
+
+    received: the result, which may be read after `result()`. held: tensors that must not be freed before.
+    """
+
+    def __init__(self, received: torch.Tensor, held: tuple, work: Callable[[], None]):
+        self.received, self._held = received, held
+        self._stream = _side_stream(received.device) if received.is_cuda else None
+        if self._stream is None:
+            work()
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(received.device))
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def result(self) -> torch.Tensor:
+        """The received rows, for what is enqueued on the current stream from now on.
+
+        `received` and what is held come from the current stream's memory pool. They are referenced here until that
+        stream waits for the transfer, so the pool cannot hand out their memory too early.
+        """
+        if self._stream is not None:
+            torch.cuda.current_stream(self.received.device).wait_stream(self._stream)
+        self._held = None
+        return self.received
 
 
 class BlockExchange:
     """An ExchangePlan on a device: sends blocks of K and V, and gradients back. group: the context-parallel process
-    group. copies: what copies them into the memory of other ranks, None for all_to_all_single.
+    group.
 
-    backend, where it is asked for: 'reference' copies with PyTorch, the others with a kernel.
+    backend, where it is asked for: 'reference' packs with PyTorch, the others with a kernel.
     """
 
-    def __init__(self, plan: ExchangePlan, group, device, copies: PeerCopies | None = None):
-        self.plan, self.group, self.copies = plan, group, copies
-        self.routes = Route.of(plan.counts, plan.rank), Route.of(plan.counts.T, plan.rank)  # there and back
-        self._early: dict[int, tuple[int, ...]] = {}
+    def __init__(self, plan: ExchangePlan, group, device):
+        self.plan, self.group = plan, group
         self.heads, self.blocks = (torch.from_numpy(index).to(device) for index in (plan.send_heads, plan.send_blocks))
         place = plan.send_blocks * plan.num_kv_heads + plan.send_heads
         order = np.argsort(place, kind="stable")  # a block's slots stay in the order of ranks
@@ -38,49 +160,25 @@ class BlockExchange:
             torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts
         )
 
-    def start(self, key: torch.Tensor, value: torch.Tensor, backend: str, early_heads: int = 0) -> Pending:
+    def start(self, key: torch.Tensor, value: torch.Tensor, backend: str) -> Pending:
         """Sends the blocks that other ranks need of key and value [S/c, B, G, D], any strides; the result is the buffer
-        of received slots.
-
-        early_heads: KV heads, the last ones, whose blocks go first, so that they are there before the result is
-        (Pending.early); the same on all ranks. For blocks that are copied.
-        """
+        of received slots."""
         sent = key.new_empty((len(self.heads), self.plan.block_size, 2, key.shape[1], key.shape[3]))
-        return self._travel(
-            0, sent, (key, value), lambda: self._pack(key, value, sent, backend), self._early_rows(early_heads)
-        )
+        counts = self.plan.counts
+        return self._travel(counts, sent, (key, value), lambda: self._pack(key, value, sent, backend))
 
     def start_return(self, gradients: torch.Tensor) -> Pending:
         """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
-        return self._travel(1, gradients, (), lambda: None, None)
+        return self._travel(self.plan.counts.T, gradients, (), lambda: None)
 
-    def _early_rows(self, heads: int) -> tuple[int, ...] | None:
-        """Of each piece of the route, how many of its last rows go first; None where all go at once. A piece is ordered
-        by KV head."""
-        if heads and heads not in self._early:
-            first_head, all_heads = self.plan.num_kv_heads - heads, self.plan.send_heads
-            self._early[heads] = tuple(
-                rows - int(np.searchsorted(all_heads[first : first + rows], first_head))
-                for _, first, rows, _ in self.routes[0].pieces
-            )
-        return self._early[heads] if heads else None
-
-    def reserve(self, head_dim: int, itemsize: int, batch: int = 1) -> None:
-        """Makes room for what tensors of this kind will need, where blocks are copied; a collective call then."""
-        if self.copies is not None:
-            self.copies.reserve(self.plan.slot_bytes(head_dim, itemsize, batch), self.routes)
-
-    def _travel(self, lane, sent, held, prepare, early_rows) -> Pending:
-        """prepare: fills `sent`, on the stream of the transfer."""
-        route = self.routes[lane]
-        if self.copies is not None:
-            return self.copies.start(lane, sent, self.routes, held, prepare, early_rows)
-        assert early_rows is None, "a collective brings all at once"
-        received = sent.new_empty((sum(route.received), *sent.shape[1:]))
+    def _travel(self, counts: np.ndarray, sent: torch.Tensor, held: tuple, prepare: Callable[[], None]) -> Pending:
+        """counts: int[ranks, ranks], slots from each rank to each. prepare: fills `sent`, on the transfer's stream."""
+        to_each, from_each = counts[self.plan.rank].tolist(), counts[:, self.plan.rank].tolist()
+        received = sent.new_empty((sum(from_each), *sent.shape[1:]))
 
         def work():
             prepare()
-            all_to_all(received, sent, route.received, route.sent, self.group)
+            all_to_all(received, sent, from_each, to_each, self.group)
 
         return Pending(received, (sent, *held), work)
 
@@ -102,61 +200,3 @@ def slot_views(buffer: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, t
     """K and V of a buffer of slots as sbhd tensors [slots * block, B, G, D], whose heads share memory."""
     rows = buffer.flatten(0, 1)
     return tuple(rows[:, part].unsqueeze(2).expand(-1, -1, num_kv_heads, -1) for part in range(2))
-
-
-@lru_cache(maxsize=16)
-def sequence_order(tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """int64 [tokens]: where each token lies after the ranks' rows are joined, when one sequence was cut in zigzag."""
-    return cut_order(torch.tensor([0, tokens], dtype=torch.int32), tokens, size).to(device)
-
-
-def cut_order(borders: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
-    """int64 [tokens]: where each token lies after the ranks' rows are joined, when every document was cut in zigzag by
-    itself.
-
-    borders: int32 [documents + 1], the documents with their padding, all lengths multiples of 2 * size. Computed on the
-    device of `borders`, without waiting for it. Tokens after the last border count as one more document.
-    """
-    position = torch.arange(tokens, device=borders.device)
-    ends = torch.cat([borders[1:].long(), torch.full((1,), tokens, device=borders.device)])
-    document = torch.searchsorted(ends, position, right=True).clamp(max=len(ends) - 1)
-    start = torch.cat([borders.long(), ends[-1:]])[document]
-    length = ends[document] - start
-    chunk_length = (length // (2 * size)).clamp(min=1)
-    inside = position - start
-    chunk = inside // chunk_length
-    second = chunk >= size
-    rank = torch.where(second, 2 * size - 1 - chunk, chunk)
-    local = start // size + torch.where(second, chunk_length, 0) + inside % chunk_length
-    return rank * (tokens // size) + local
-
-
-def documents_of_rank(packed: PackedSequence, rank: int, size: int, tokens: int) -> PackedSequence:
-    """The part of packed documents that a rank's queries need, when the whole row was cut in zigzag as one sequence:
-    documents without a query of this rank are empty, the others end with its last query. Without waiting for the
-    device."""
-    starts, lengths = packed.starts[:-1].long(), packed.cu_seqlens.diff().long()
-    chunk = tokens // (2 * size)
-    kept = torch.zeros_like(lengths)
-    for number in (rank, 2 * size - 1 - rank):
-        first, end = number * chunk, (number + 1) * chunk
-        last = torch.minimum(starts + lengths, torch.full_like(starts, end))
-        kept = torch.where((starts < end) & (starts + lengths > first), torch.maximum(kept, last - starts), kept)
-    ends = torch.cat([kept.new_zeros(1), kept.cumsum(0)]).to(torch.int32)
-    return PackedSequence(ends, packed.max_seqlen, packed.starts)
-
-
-def returned_sum(grad: torch.Tensor, order: torch.Tensor, group) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of grad [S, ...], in fp32 (or wider) and in the order of ranks: a
-    reduce-scatter whose result does not depend on how the library reduces. order: see cut_order."""
-    size = group.size()
-    by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format)
-    by_rank[order] = grad
-    parts = torch.empty_like(by_rank)
-    counts = [len(grad) // size] * size
-    all_to_all(parts, by_rank, counts, counts, group)
-    parts = parts.unflatten(0, (size, -1))
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

@@ -26,8 +26,9 @@ def check_block_count(seq_length: int, size: int, block_size: int) -> int:
         below, above = seq_length // unit * unit, (seq_length // unit + 1) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"--seq-length {seq_length} with --context-parallel-size {size} and block_size {block_size}: expected a multiple of "
-            f"2 * context-parallel size * block_size = {unit}; use --seq-length {nearest}, or a smaller block_size"
+            f"--seq-length {seq_length} with --context-parallel-size {size} and block_size {block_size}: expected a "
+            f"multiple of 2 * context-parallel size * block_size = {unit}; use --seq-length {nearest}, or a smaller "
+            "block_size"
         )
     return seq_length // block_size
 
@@ -210,52 +211,22 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
 
 
 ATTENTION_RATE = 600e12  # FLOP a second of the kernels on a Hopper GPU
-IN_PARTS_FROM = (
-    1.2e-3  # seconds of a rank's forward: below them a step is short beside what the CPU takes for its launches
-)
-
-
-def _seconds_of_heads(
-    pattern: Pattern, plan: ExchangePlan, held: np.ndarray, head_dim: int, products: int
-) -> np.ndarray:
-    """float[G]: what every KV head's attention to the held key blocks takes on the plan's rank."""
-    pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
-    return pairs * (plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE)
 
 
 @lru_cache(maxsize=256)
-def heads_beside(
-    pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float, early: int = 0
-) -> int:
-    """KV heads, the first ones, whose own keys' part of the attention takes as long as the blocks take to come, or
-    those of the `early` last heads where these come first; all other heads at most.
+def heads_beside(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
+    """How many KV heads, the first ones, attend the rank's own keys while the blocks travel: as many as that takes,
+    at least one.
 
-    products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate, the same in
-    every run: the order of sums depends on it.
+    products: matmuls of a tile, 2 in the forward. rate: bytes a second that a rank receives. An estimate from bytes and
+    FLOPs, the same in every run: the order of sums depends on it.
     """
-    slots = (plan.remote_slot[-early:] >= 0).sum() if early else plan.received_slots
     held = np.zeros(plan.n_blocks, dtype=bool)
     held[plan.query_blocks] = True
-    work = np.cumsum(_seconds_of_heads(pattern, plan, held, head_dim, products))
-    return min(
-        int(np.searchsorted(work, slots * plan.slot_bytes(head_dim, itemsize) / rate)) + 1, plan.num_kv_heads - early
-    )
-
-
-@lru_cache(maxsize=256)
-def early_heads(pattern: Pattern, plan: ExchangePlan, head_dim: int, itemsize: int, products: int, rate: float) -> int:
-    """KV heads, the last ones, whose blocks go first: so many that their attention takes as long as the blocks of the
-    others take to come. 0: all go at once, as where the forward of one sequence is too short for another launch
-    (IN_PARTS_FROM). Arguments as in heads_beside. An estimate by the work of rank 0, so that all ranks find the same.
-    """
-    first = make_plan(pattern, 0, plan.size, plan.n_blocks)
-    seconds = _seconds_of_heads(pattern, first, np.ones(plan.n_blocks, dtype=bool), head_dim, products)
-    slots = (first.remote_slot >= 0).sum(1)
-    if seconds.sum() < IN_PARTS_FROM * products / 2 or not slots.any():
-        return 0
-    coming = np.cumsum(slots)[::-1] - slots[::-1]  # of the other heads, when the last one, two, ... are there
-    enough = np.cumsum(seconds[::-1]) >= coming * first.slot_bytes(head_dim, itemsize) / rate
-    return (int(np.argmax(enough)) + 1) % plan.num_kv_heads
+    pairs = block_pairs(pattern, plan.query_blocks, held).reshape(plan.num_kv_heads, -1).sum(1)
+    seconds = np.cumsum(pairs) * (plan.block_size**2 * products * 2 * head_dim / ATTENTION_RATE)
+    exchange = plan.received_slots * plan.slot_bytes(head_dim, itemsize) / rate
+    return min(int(np.searchsorted(seconds, exchange)) + 1, plan.num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -311,8 +282,8 @@ def layer_costs(
     slot = plan.slot_bytes(head_dim, itemsize)
     if comm_type == "all_gather":
         forward = (slot * plan.all_gather_slots,) * size
-        wide = 2 * pattern.block_size * head_dim * max(itemsize, 4) * plan.all_gather_slots
-        return LayerCosts(forward, tuple(wide + (0 if keep_received else sent) for sent in forward), pairs)
+        gradients = 2 * pattern.block_size * head_dim * max(itemsize, 4) * plan.all_gather_slots
+        return LayerCosts(forward, tuple(gradients + (0 if keep_received else sent) for sent in forward), pairs)
     forward = tuple(slot * count for count in plan.sent_slots)
     returned = (slot * count for count in plan.needed_slots)
     return LayerCosts(

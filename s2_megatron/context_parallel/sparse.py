@@ -1,11 +1,10 @@
-"""The attention of comm type `sparse`: what a rank computes before and after the blocks of other ranks come, with
-autograd.
+"""Comm type `sparse`: what a rank computes before and after the blocks of other ranks come, with autograd.
 
-To attend the rank's own keys first and to continue with what came hides the exchange, but visits every query tile
-twice. Where the kernels take keys from two tensors (joins_keys), only so many KV heads do that as it takes
-(cp_plan.heads_beside): the first ones. The others attend all keys at once afterwards, from where they lie. Blocks that
-are copied come in two parts: those of a few early heads, the last ones, come first, and their attention hides what the
-others wait for (cp_plan.early_heads). Fewer heads then go twice.
+A KV head is computed in two passes when its queries attend the rank's own keys first, while the blocks travel, and
+continue the same softmax over the received keys afterwards. That hides the exchange, but visits every query tile twice.
+Where the kernels take keys from two tensors (joins_keys), only as many KV heads as it takes to hide the exchange are
+computed in two passes (plan.heads_beside): the first ones. The others attend own and received keys in one pass, when
+the blocks have come.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from s2_megatron.context_parallel.copies import peer_copies
-from s2_megatron.context_parallel.exchange import BlockExchange, slot_views
-from s2_megatron.context_parallel.plan import ExchangePlan, early_heads, heads_beside
-from s2_megatron.context_parallel.transport import COPY_RATE, LINK_RATE, NETWORK_RATE, one_host
+from s2_megatron.context_parallel.exchange import BlockExchange, receive_rate, slot_views
+from s2_megatron.context_parallel.plan import ExchangePlan, heads_beside
 from s2_megatron.ops.api import (
     attention_backward_dkdv,
     attention_backward_dq,
@@ -43,37 +40,31 @@ class SparseState(NamedTuple):
     own: Placement  # this rank's queries and keys
     received: Placement | None  # its queries, and where received blocks lie; None when there are none
     joined: Placement | None  # its queries, its keys, and from own_slots on the received blocks
-    chosen: dict  # what heads() has found
+    known: dict  # what two_pass_heads() has found
 
     @classmethod
-    def make(cls, layout, plan: ExchangePlan, group, device, transport: str = "auto") -> SparseState:
-        copies = peer_copies(group, device, transport)
-        rate = COPY_RATE if copies is not None else LINK_RATE if one_host(group) else NETWORK_RATE
-        return cls(layout, BlockExchange(plan, group, device, copies), rate, *place(plan, layout.pattern, device), {})
+    def make(cls, layout, plan: ExchangePlan, group, device) -> SparseState:
+        return cls(
+            layout, BlockExchange(plan, group, device), receive_rate(group), *place(plan, layout.pattern, device), {}
+        )
 
-    def heads(self, head_dim: int, itemsize: int, products: int) -> tuple[int, int]:
-        """(KV heads whose blocks come early, KV heads that attend own keys while those are on their way). products:
-        matmuls of a tile.
-
-        The first number is the same on all ranks, so it does not depend on what kernels make of it; the second is for
-        those that join keys.
-        """
+    def two_pass_heads(self, head_dim: int, itemsize: int, products: int) -> int:
+        """KV heads that are computed in two passes where the kernels join keys. products: matmuls of a tile."""
         kind = head_dim, itemsize, products
-        if kind not in self.chosen:
-            call = self.layout.pattern, self.exchange.plan, *kind, self.rate
-            early = early_heads(*call) if self.exchange.copies is not None else 0
-            self.chosen[kind] = early, heads_beside(*call, early)
-        return self.chosen[kind]
+        if kind not in self.known:
+            self.known[kind] = heads_beside(self.layout.pattern, self.exchange.plan, *kind, self.rate)
+        return self.known[kind]
 
     def read_by_kernels(self, head_dim: int, itemsize: int, keep_received: bool) -> list[Placement]:
         """Those whose lists calls will ask for, where the kernels join keys."""
         if self.received is None:
             return [self.own]
-        twice = [
-            self.heads(head_dim, itemsize, products)[1] for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS)
-        ]
-        rest = keep_received or min(twice) < self.layout.num_kv_heads
-        return [self.own, self.received, *([self.joined] if rest else [])]
+        fewest = min(
+            self.two_pass_heads(head_dim, itemsize, products)
+            for products in (FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS)
+        )
+        one_pass = keep_received or fewest < self.layout.num_kv_heads
+        return [self.own, self.received, *([self.joined] if one_pass else [])]
 
 
 def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Placement | None, Placement | None]:
@@ -93,32 +84,23 @@ def place(plan: ExchangePlan, pattern: Pattern, device) -> tuple[Placement, Plac
 
 
 class _Heads:
-    """The KV heads by how they attend: `twice` visit their query tiles for own keys and again for received ones;
-    `early` attend all keys when their blocks have come, the `rest` when all have. Falsy: none; `ends` is what kernels
-    take of them."""
+    """How many KV heads of a call are computed in two passes, the first ones, and in one pass, the others. two_pass,
+    one_pass: those heads as the op's kv_heads, (first, end), None for all of them."""
 
-    def __init__(self, query, key, early: int, twice: int):
-        groups = key.shape[2]
-        assert early + twice <= groups, "a head is one or the other"
-        self.twice, self.rest, self.early = range(twice), range(twice, groups - early), range(groups - early, groups)
-        self._groups, self._query = groups, query
-
-    def ends(self, heads: range) -> tuple[int, int] | None:
-        """None: all of them, which is all that other kernels compute."""
-        return None if len(heads) == self._groups else (heads.start, heads.stop)
+    def __init__(self, query, key, value, slots, joined, state: SparseState, two_pass: int):
+        """two_pass: KV heads in two passes where the kernels join keys; elsewhere it is all of them."""
+        self._groups, self._query = key.shape[2], query
+        one_pass_possible = state.received is not None and joins_keys(query, key, value, slots, joined)
+        self.n_two_pass = two_pass if one_pass_possible else self._groups
+        self.n_one_pass = self._groups - self.n_two_pass
+        self.two_pass = (0, self.n_two_pass) if self.n_one_pass else None
+        self.one_pass = (self.n_two_pass, self._groups) if self.n_two_pass else None
 
     def partial(self) -> torch.Tensor:
-        """For what the heads that go twice get from their own keys, which is rounded after the received ones."""
+        """For what the heads in two passes get from their own keys, which is rounded after the received ones."""
         query = self._query
-        shape = *query.shape[:2], query.shape[2] // self._groups * len(self.twice), query.shape[3]
+        shape = *query.shape[:2], query.shape[2] // self._groups * self.n_two_pass, query.shape[3]
         return query.new_empty(shape, dtype=torch.promote_types(query.dtype, torch.float32))
-
-
-def _heads(query, key, value, slots, joined, state: SparseState, chosen: tuple[int, int]) -> _Heads:
-    """chosen: early heads, and those that go twice where the kernels join keys."""
-    if state.received is None or not joins_keys(query, key, value, slots, joined):
-        return _Heads(query, key, 0, key.shape[2])
-    return _Heads(query, key, *chosen)
 
 
 class SparseAttention(torch.autograd.Function):
@@ -142,77 +124,61 @@ class SparseAttention(torch.autograd.Function):
 
 
 def compute(query, key, value, call, state, keep_received=False):
-    """(out, LSE), and the received blocks where they are to be kept."""
+    """(out, LSE), and the received blocks where keep_received asks for them."""
     own, received, joined = (
         call._replace(placement=placement) for placement in (state.own, state.received, state.joined)
     )
-    chosen = state.heads(query.shape[3], query.itemsize, FORWARD_PRODUCTS)
-    pending = state.exchange.start(key, value, call.backend, chosen[0])
+    pending = state.exchange.start(key, value, call.backend)
     slots = slot_views(pending.received, key.shape[2])
-    heads = _heads(query, key, value, slots, joined, state, chosen)
+    two_pass = state.two_pass_heads(query.shape[3], query.itemsize, FORWARD_PRODUCTS)
+    heads = _Heads(query, key, value, slots, joined, state, two_pass)
     result = torch.empty(query.shape, dtype=query.dtype, device=query.device), empty_lse(query, call.tensor_format)
     # Where nothing is received, the own keys' part is the result.
     partial = result if state.received is None else (heads.partial(), result[1])
-
-    def attend_all(some):
-        if some:
-            attention_forward(query, key, value, joined, kv_heads=heads.ends(some), more=slots, into=result)
-
-    if heads.twice:
-        attention_forward(query, key, value, own, kv_heads=heads.ends(heads.twice), into=partial)
-    pending.early()
-    attend_all(heads.early)
-    pending.result()
-    if heads.twice and state.received is not None:
-        attention_forward(query, *slots, received, initial=partial, kv_heads=heads.ends(heads.twice), into=result)
-    attend_all(heads.rest)
-    kept = (pending.kept(),) if keep_received else ()
-    pending.release()
-    return *result, *kept
+    if heads.n_two_pass:
+        attention_forward(query, key, value, own, kv_heads=heads.two_pass, into=partial)
+    buffer = pending.result()
+    if heads.n_two_pass and state.received is not None:
+        attention_forward(query, *slots, received, initial=partial, kv_heads=heads.two_pass, into=result)
+    if heads.n_one_pass:
+        attention_forward(query, key, value, joined, kv_heads=heads.one_pass, more=slots, into=result)
+    return *result, *((buffer,) if keep_received else ())
 
 
-def gradients(grad_out, query, key, value, out, lse, *kept, call, state):
-    """(dQ, dK, dV). kept: the received blocks, where they were saved; then no head goes twice where the kernels join
-    keys."""
+def gradients(grad_out, query, key, value, out, lse, *saved, call, state):
+    """(dQ, dK, dV). saved: the received blocks, where the forward saved them; then all heads are computed in one pass
+    where the kernels join keys."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (
         call._replace(placement=placement) for placement in (state.own, state.received, state.joined)
     )
-    chosen = (0, 0) if kept else state.heads(query.shape[3], query.itemsize, QUERY_GRADIENT_PRODUCTS)
     # Enqueued first: it comes while delta and parts of dQ are computed.
-    pending = None if kept else exchange.start(key, value, call.backend, chosen[0])
-    buffer = kept[0] if kept else pending.received
+    pending = None if saved else exchange.start(key, value, call.backend)
+    buffer = saved[0] if saved else pending.received
     slots, slot_gradients = slot_views(buffer, groups), torch.empty_like(buffer)
-    heads = _heads(query, key, value, slots, joined, state, chosen)
+    two_pass = 0 if saved else state.two_pass_heads(query.shape[3], query.itemsize, QUERY_GRADIENT_PRODUCTS)
+    heads = _Heads(query, key, value, slots, joined, state, two_pass)
     row_sums = attention_delta(grad_out, out, lse, own)
     grad_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     partial = grad_query if state.received is None else heads.partial()
     shared = (grad_out, query)
-
-    def attend_all(some):
-        if some:
-            attention_backward_dq(
-                *shared, key, value, lse, row_sums, joined, kv_heads=heads.ends(some), more=slots, into=grad_query
-            )
-
-    if heads.twice:
-        attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.ends(heads.twice), into=partial)
+    if heads.n_two_pass:
+        attention_backward_dq(*shared, key, value, lse, row_sums, own, kv_heads=heads.two_pass, into=partial)
     if pending is not None:
-        pending.early()
-        attend_all(heads.early)
         pending.result()
     if state.received is not None:
         attention_backward_dkdv(*shared, *slots, lse, row_sums, *slot_views(slot_gradients, groups), received)
+    # The gradients travel beside the rest of dQ.
     returning = exchange.start_return(slot_gradients)
-    if heads.twice and state.received is not None:
+    if heads.n_two_pass and state.received is not None:
         attention_backward_dq(
-            *shared, *slots, lse, row_sums, received, initial=partial, kv_heads=heads.ends(heads.twice), into=grad_query
+            *shared, *slots, lse, row_sums, received, initial=partial, kv_heads=heads.two_pass, into=grad_query
         )
-    attend_all(heads.rest)
-    if pending is not None:
-        pending.release()
+    if heads.n_one_pass:
+        attention_backward_dq(
+            *shared, key, value, lse, row_sums, joined, kv_heads=heads.one_pass, more=slots, into=grad_query
+        )
     grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
     returned = exchange.returned(returning.result())
     attention_backward_dkdv(*shared, key, value, lse, row_sums, *grads, own, returned)
-    returning.release()
     return grad_query, *grads

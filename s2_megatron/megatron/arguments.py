@@ -8,12 +8,11 @@ prepare_s2(args)`, the latter before it derives a model config from `args`. `spa
 from __future__ import annotations
 
 import dataclasses
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
 from s2_megatron.context_parallel.attention import COMM_TYPES
-from s2_megatron.context_parallel.copies import TRANSPORTS
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.flops import install_flop_accounting
@@ -31,6 +30,15 @@ from s2_megatron.printing import print_once
 DENSE_CORES = ("auto", "stock", "s2")
 # Largest over mean work of the tensor-parallel ranks from which on start-up warns.
 BALANCE_LIMIT = 1.1
+
+
+class _RemovedTransport(Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        raise ArgumentError(
+            self,
+            "removed in version 0.1; expected no such flag: the blocks of --s2-cp-comm-type sparse always travel by "
+            "NCCL's all-to-all; drop --s2-cp-transport",
+        )
 
 
 def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -76,13 +84,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving them again: "
         "faster, more memory.",
     )
-    group.add_argument(
-        "--s2-cp-transport",
-        choices=TRANSPORTS,
-        default="auto",
-        help="How the blocks of --s2-cp-comm-type sparse travel. collective: by all_to_all_single. copies: by copy engines into the memory of "
-        "the other GPUs, on one host. auto: copies where that is possible, and a line that says which.",
-    )
+    group.add_argument("--s2-cp-transport", action=_RemovedTransport, nargs="?", default=SUPPRESS, help=SUPPRESS)
     group.add_argument(
         "--s2-keep-attention-output",
         action="store_true",
@@ -158,7 +160,6 @@ def _warn_of_ignored(args: Namespace) -> None:
             (f"--s2-dense-core {args.s2_dense_core}", args.s2_dense_core != "auto"),
             (f"--s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}", args.s2_cp_comm_type != ["sparse"]),
             ("--s2-cp-keep-received", args.s2_cp_keep_received),
-            (f"--s2-cp-transport {args.s2_cp_transport}", args.s2_cp_transport != "auto"),
             ("--s2-keep-attention-output", args.s2_keep_attention_output),
             ("--s2-allow-python-patterns", args.s2_allow_python_patterns),
         )
@@ -173,13 +174,8 @@ def _report_no_effect(args: Namespace) -> None:
     given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + [
         "--s2-cp-keep-received"
     ] * args.s2_cp_keep_received
-    given += ["--s2-cp-transport"] * (args.s2_cp_transport != "auto")
     if given and args.context_parallel_size == 1:
         print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
-    elif args.s2_cp_transport != "auto" and "sparse" not in args.s2_cp_comm_type:
-        print_once(
-            f"S2: --s2-cp-transport without comm type sparse in --s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}: no effect"
-        )
 
 
 def prepare_s2(args: Namespace) -> ResolvedSparsity | None:

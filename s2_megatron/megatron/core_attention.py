@@ -78,7 +78,7 @@ class S2CoreAttention(MegatronModule):
     Megatron passes them. pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing.
     layer_index: the 0-based layer that the pattern is meant for, to check against layer_number. backend, deterministic:
     see s2_attention; config.deterministic_mode also selects the deterministic backward. With context parallelism:
-    s2_cp_comm_type, keep_received, packed_cut and transport as in ContextParallel, whose cp_comm_type this layer does
+    s2_cp_comm_type, keep_received and packed_cut as in ContextParallel, whose cp_comm_type this layer does
     not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation keep the result
     of the first pass, so that the second computes no attention.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
@@ -104,7 +104,6 @@ class S2CoreAttention(MegatronModule):
         s2_cp_comm_type: str = "sparse",
         keep_received: bool = False,
         packed_cut: str = "document",
-        transport: str = "auto",
         seq_length: int | None = None,
         keep_output: bool = False,
     ):
@@ -159,7 +158,7 @@ class S2CoreAttention(MegatronModule):
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
             self.context_parallel = self._shared_context(
-                pg_collection.cp, s2_cp_comm_type, keep_received=keep_received, cut=packed_cut, transport=transport
+                pg_collection.cp, s2_cp_comm_type, keep_received=keep_received, cut=packed_cut
             )
             if seq_length is not None:
                 head_dim, dtype = config.kv_channels, config.params_dtype

@@ -36,7 +36,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from s2_megatron.context_parallel.attention import packed_cut
-from s2_megatron.context_parallel.exchange import cut_order
+from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
 from s2_megatron.ops.layout import PackedSequence
 

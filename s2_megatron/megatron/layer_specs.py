@@ -133,7 +133,6 @@ class _CoreChoice:
             keep_received=self.context.keep_received,
             keep_output=self.context.keep_output,
             packed_cut=self.context.packed_cut,
-            transport=self.context.transport,
             seq_length=self.planned_length,
         )
         return ModuleSpec(module=S2CoreAttention, params=settings)
@@ -367,9 +366,7 @@ def apply_s2(model_config, args, sparsity: ResolvedSparsity | None) -> None:
     _set_softmax_scale(transformer, sparsity)
     packed = bool(args.sft or args.dataloader_inter_document_masking)
     cut = packed_cut(args)
-    context = ContextSettings(
-        tuple(args.s2_cp_comm_type), args.s2_cp_keep_received, cut, args.s2_keep_attention_output, args.s2_cp_transport
-    )
+    context = ContextSettings(tuple(args.s2_cp_comm_type), args.s2_cp_keep_received, cut, args.s2_keep_attention_output)
     core, reason = resolve_dense_core(
         args.s2_dense_core,
         use_transformer_engine=use_transformer_engine,

@@ -17,7 +17,6 @@ def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
         "s2_dense_core": args.s2_dense_core,
         "s2_cp_comm_type": list(args.s2_cp_comm_type),
         "s2_cp_keep_received": args.s2_cp_keep_received,
-        "s2_cp_transport": args.s2_cp_transport,
         "s2_keep_attention_output": args.s2_keep_attention_output,
         "s2_density": sparsity.density(),
         "s2_layers": dict(Counter(layer.kind for layer in sparsity.all_layers)),

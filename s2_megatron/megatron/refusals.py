@@ -79,10 +79,6 @@ class _FusedRope:
         return args.seq_length // args.context_parallel_size * args.micro_batch_size * heads * args.kv_channels
 
 
-def _copies_blocks(args: Namespace) -> bool:
-    return args.context_parallel_size > 1 and "sparse" in args.s2_cp_comm_type and args.s2_cp_transport != "collective"
-
-
 def _graphs_with_attention(args: Namespace) -> bool:
     """Whether CUDA graphs hold the attention: always with Megatron's own graphs, with Transformer Engine's unless the
     modules leave it out."""
@@ -196,12 +192,6 @@ REFUSALS: tuple[Refusal, ...] = (
         f"holds a rank's queries and keys), but Transformer Engine's kernel addresses {FUSED_ROPE_ELEMENTS} and would read other memory "
         "for the last tokens, without an error",
         "add --no-rope-fusion, or take a larger --context-parallel-size",
-    ),
-    Refusal(
-        "inprocess_restart",
-        lambda args: args.inprocess_restart and _copies_blocks(args),
-        "--inprocess-restart with --s2-cp-transport {args.s2_cp_transport}: a stream that waits for another GPU's copy cannot be aborted",
-        "use --s2-cp-transport collective",
     ),
     Refusal(
         "kv_channels",

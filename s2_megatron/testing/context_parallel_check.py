@@ -9,9 +9,6 @@ waiting for the GPU.
     ...
     15 combinations in 50 s: all right
 
-Where blocks are copied, `in parts` is sparse once more, with those of some KV heads before the others, as of long
-sequences.
-
 The numbers are the error (norm-wise, against fp64) over that of one GPU; at most 2 is right. --dtypes, --cases and
 --comm-types choose: most of the time goes into compiling. On a machine without GPUs it runs over gloo with small cases,
 and nothing can wait.
@@ -23,17 +20,13 @@ import argparse
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
-from s2_megatron.context_parallel.copies import TRANSPORTS
+from s2_megatron.context_parallel.exchange import count_traffic
 from s2_megatron.context_parallel.plan import make_plan
-from s2_megatron.context_parallel.sparse import SparseState
-from s2_megatron.context_parallel.transport import count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern
@@ -49,7 +42,6 @@ from s2_megatron.testing.context_parallel_cases import (
 )
 
 FACTOR = 2.0
-IN_PARTS = "in parts"
 
 
 def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
@@ -100,26 +92,12 @@ def waits(function, device) -> str:
     return ""
 
 
-@contextmanager
-def blocks_in_parts():
-    """Where blocks are copied, those of a third of the KV heads come before the others, and one head goes twice, in
-    calls however short."""
-
-    def heads(state, *_):
-        groups = state.layout.num_kv_heads
-        early = min(max(groups // 3, 1), groups - 1) if state.exchange.copies is not None else 0
-        return early, min(1, groups - early)
-
-    with patch.object(SparseState, "heads", heads):
-        yield
-
-
 def check_case(
-    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True, transport: str = "auto"
+    case: Case, comm_types, dtype, group, device, backend: str, deterministic: bool = True
 ) -> dict[str, dict]:
     """{comm type: {name: error over one GPU's own}, whether a second run repeats every bit, whether the sent bytes are
-    the plan's, and what a third run said that waited for the GPU}. comm_types: also IN_PARTS, which is sparse (see
-    blocks_in_parts). backend, deterministic: of s2_attention, on one GPU and on several. transport: of sparse."""
+    the plan's, and what a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU
+    and on several."""
     rank, size = group.rank(), group.size()
     whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
     layout = build_layout(case.pattern, device)
@@ -133,18 +111,16 @@ def check_case(
 
     own = relative_errors([rows(tensor) for tensor in alone], truth, group, rows)
     found = {}
-    for kind in comm_types:
-        comm_type = "sparse" if kind == IN_PARTS else kind
-        cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received, transport=transport)
+    for comm_type in comm_types:
+        cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received)
 
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
 
-        with blocks_in_parts() if kind == IN_PARTS else nullcontext():
-            cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
-            with count_traffic() as traffic:
-                got = step()
-            again, waited = step(), waits(step, device)
+        cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
+        with count_traffic() as traffic:
+            got = step()
+        again, waited = step(), waits(step, device)
         errors = relative_errors(got, truth, group, rows)
         # A result that is exact to a unit of roundoff or better has nothing to be compared with.
         roundoff = torch.finfo(dtype).eps
@@ -157,7 +133,7 @@ def check_case(
             expected = plan.sent_slots[rank] * (1 if case.keep_received else 2) + plan.needed_slots[rank]
             flags[1] = traffic.bytes_sent == expected * plan.slot_bytes(case.dim, got[0].itemsize, case.batch)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
-        found[kind] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
+        found[comm_type] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
     return found
 
 
@@ -175,11 +151,10 @@ def line_of(name, dtype, comm_type, found) -> tuple[str, bool]:
     """(a line of the table, whether everything in it is right)"""
     right = is_right(found)
     texts = "".join(f"{found[part]:.2f}".ljust(8) + " " for part in NAMES)
-    words = f"{'yes' if found['repeats'] else 'NO':<9}{'plan' if found['bytes'] else 'WRONG':<7}{'YES' if found['waited'] else 'no':<7}"
-    return (
-        f"{name:<15}{str(dtype)[6:]:<10}{comm_type:<12}{texts}{words}{'' if right else 'WRONG ' + found['waited']}".rstrip(),
-        right,
-    )
+    repeats, n_bytes = "yes" if found["repeats"] else "NO", "plan" if found["bytes"] else "WRONG"
+    words = f"{repeats:<9}{n_bytes:<7}{'YES' if found['waited'] else 'no':<7}"
+    end = "" if right else f"WRONG {found['waited']}"
+    return f"{name:<15}{str(dtype)[6:]:<10}{comm_type:<12}{texts}{words}{end}".rstrip(), right
 
 
 def main() -> int:
@@ -188,7 +163,6 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", choices=cases(on_gpu, 64), help=f"default: all but {', '.join(EXTRA)}")
     parser.add_argument("--comm-types", nargs="+", choices=COMM_TYPES, default=COMM_TYPES)
-    parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="of sparse")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -209,11 +183,8 @@ def main() -> int:
             comm_types = [
                 kind for kind in args.comm_types if kind != "a2a" or case.pattern.num_kv_heads % group.size() == 0
             ]
-            comm_types += [IN_PARTS] if on_gpu and "sparse" in comm_types and args.transport != "collective" else []
             torch_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-            for comm_type, found in check_case(
-                case, comm_types, torch_dtype, group, device, backend, transport=args.transport
-            ).items():
+            for comm_type, found in check_case(case, comm_types, torch_dtype, group, device, backend).items():
                 line, right = line_of(name, torch_dtype, comm_type, found)
                 wrong, lines = wrong + (not right), lines + 1
                 say(line, flush=True)

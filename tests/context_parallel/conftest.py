@@ -23,7 +23,6 @@ def found(tmp_path_factory):
             file = tmp_path_factory.mktemp("context_parallel") / f"{ranks}.json"
             parts = [
                 "gradients",
-                "copies",
                 "wrong",
                 "packed",
                 *{2: ["triton"], 4: ["triton"], 8: ["volume"]}.get(ranks, []),

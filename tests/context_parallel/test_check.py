@@ -1,4 +1,4 @@
-"""check.py, which is for GPUs, runs over gloo too, and says so when something is wrong."""
+"""The check of context parallelism, which is for GPUs, runs over gloo too, and says so when something is wrong."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from s2_megatron.context_parallel.sparse import SparseState
-from s2_megatron.testing.context_parallel_check import blocks_in_parts, line_of
+from s2_megatron.testing.context_parallel_check import line_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": True, "waited": ""}
@@ -48,15 +46,3 @@ def test_a_line_that_is_wrong(change):
     assert right and "WRONG" not in line
     line, right = line_of("paper", torch.float32, "sparse", {**RIGHT, **change})
     assert not right and "WRONG" in line and change.get("waited", "") in line
-
-
-@pytest.mark.parametrize(
-    "groups, copied, parts", [(1, True, (0, 1)), (2, True, (1, 1)), (9, True, (3, 1)), (9, False, (0, 1))]
-)
-def test_heads_of_blocks_in_parts(groups, copied, parts):
-    """No head is both early and twice, and a collective brings all at once."""
-    state = SimpleNamespace(
-        layout=SimpleNamespace(num_kv_heads=groups), exchange=SimpleNamespace(copies=object() if copied else None)
-    )
-    with blocks_in_parts():
-        assert SparseState.heads(state, 64, 2, 2) == parts

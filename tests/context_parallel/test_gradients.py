@@ -3,8 +3,6 @@ and pattern kind."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from s2_megatron.context_parallel.attention import COMM_TYPES
@@ -112,34 +110,3 @@ def test_triton_kernels(found, ranks):
         for name, result in results["triton"].items():
             assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
             assert result["repeats"]
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_copied_blocks_are_those_of_the_collective(found, ranks):
-    """In processes that share memory. Arenas grow from case to case; ranks are shaken apart; what was released is
-    poisoned."""
-    for results in found(ranks):
-        copies = results["copies"]
-        assert copies["watched"] > 2 * len(CASES), "every arrival is noted"
-        assert not copies["broken promises"], "a buffer was written to while it was read"
-        for name, case in CASES.items():
-            assert max(copies[name][part] for part in NAMES) <= EXACT, (name, copies[name])
-            assert copies[name]["same"] and copies[name]["repeats"], name
-            assert [copies[name]["forward bytes"], copies[name]["backward bytes"]] == copies[name]["plan"]
-            assert copies[name]["calls"] == [1, 1 if case.keep_received else 2]
-            assert copies[name]["handed over"] == [[], []], "nothing goes through torch's collectives"
-            assert copies[name]["in parts"] == [True] * (2 if case.keep_received else 3), (
-                "results, and what was there early"
-            )
-        arenas = copies["arenas"]
-        assert arenas[0] == [0, 0] and arenas == found(ranks)[0]["copies"]["arenas"], "of one size on all ranks"
-        for before, after in pairwise(arenas):
-            assert before != after and all(a <= b for a, b in zip(before, after))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_all_ranks_copy_or_none_does(found, ranks):
-    for results in found(ranks):
-        assert results["copies"]["where it works"] == [True, None]
-        for step, found_there in results["copies"]["where it fails"].items():
-            assert found_there == [False, f"rank 1: OSError: no {step}"], step

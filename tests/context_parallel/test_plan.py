@@ -5,22 +5,19 @@ from __future__ import annotations
 import dataclasses
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from s2_megatron.context_parallel import attention as context_parallel
+from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.context_parallel import plan as cp_plan
 from s2_megatron.context_parallel import sparse as cp_sparse
-from s2_megatron.context_parallel import transport as cp_transport
 from s2_megatron.context_parallel.attention import ContextParallel, check_comm_type
-from s2_megatron.context_parallel.exchange import BlockExchange
 from s2_megatron.context_parallel.plan import (
     block_pairs,
     check_block_count,
-    early_heads,
     heads_beside,
     make_plan,
     needed_blocks,
@@ -28,7 +25,6 @@ from s2_megatron.context_parallel.plan import (
     rank_pairs,
     zigzag_blocks,
 )
-from s2_megatron.context_parallel.transport import Route
 from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.ops import layout
@@ -84,86 +80,34 @@ def test_heads_that_hide_the_exchange(monkeypatch):
         <= flops[found[2, 160e9] - 1] / cp_plan.ATTENTION_RATE
     )
     assert 1 < found[3, 160e9] < found[2, 160e9] < found[3, 40e9] <= found[2, 40e9] <= 16
-    # Of the blocks of early heads alone, which are the last ones.
-    few = heads_beside(pattern, plan, 128, 2, 2, 40e9, early=8)
-    seconds = (plan.remote_slot[8:] >= 0).sum() * 2 * 64 * 128 * 2 / 40e9
-    assert (
-        flops[few - 2] / cp_plan.ATTENTION_RATE < seconds <= flops[few - 1] / cp_plan.ATTENTION_RATE
-        and 1 < few < found[2, 40e9]
-    )
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1.0)
     heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 1
     monkeypatch.setattr(cp_plan, "ATTENTION_RATE", 1e30)
     heads_beside.cache_clear()
     assert heads_beside(pattern, plan, 128, 2, 2, 160e9) == 16
-    assert heads_beside(pattern, plan, 128, 2, 2, 160e9, 5) == 11, "an early head does not go twice"
     heads_beside.cache_clear()
 
 
-def test_heads_whose_blocks_come_first(monkeypatch):
-    """So many that their attention hides the blocks of the others; the same on all ranks; none where a step is short,
-    nor all."""
-    pattern = make_range_pattern(
-        block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), dense_heads={"spread": 2}
-    )
-    plans = [make_plan(pattern, rank, 8, 2048) for rank in range(8)]
-    (early,) = {early_heads(pattern, plan, 128, 2, 2, 260e9) for plan in plans}
-    seconds = (
-        block_pairs(pattern, plans[0].query_blocks, np.ones(2048, dtype=bool))
-        * 64
-        * 64
-        * 4
-        * 128
-        / cp_plan.ATTENTION_RATE
-    )
-    coming = (plans[0].remote_slot >= 0).sum(1) * 2 * 64 * 128 * 2 / 260e9
-    assert (
-        seconds[-early:].sum() >= coming[:-early].sum()
-        and seconds[1 - early :].sum() < coming[: 1 - early].sum()
-        and early > 1
-    )
-    assert early_heads(pattern, plans[3], 128, 2, 3, 260e9) <= early <= early_heads(pattern, plans[3], 128, 2, 2, 40e9)
-    assert early_heads(pattern, plans[3], 128, 2, 2, 1.0) == 0, "all heads early is none early"
-    monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", seconds.sum() * 1.01)
-    early_heads.cache_clear()
-    assert early_heads(pattern, plans[3], 128, 2, 2, 260e9) == early_heads(pattern, plans[3], 128, 2, 3, 260e9) == 0
-    monkeypatch.setattr(cp_plan, "IN_PARTS_FROM", 0.0)
-    early_heads.cache_clear()
-    alone = make_range_pattern(block_size=64, num_heads=4, num_kv_heads=4, ranges=((1, 1),))
-    assert early_heads(alone, make_plan(alone, 3, 8, 2048), 128, 2, 2, 260e9) == 0, "nothing travels"
-    early_heads.cache_clear()
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_rows_that_go_first_are_those_of_the_last_heads(name, size):
-    """The rows of every piece that a sender sends first come to the slots in which the receiver has the early heads'
-    blocks of that sender."""
-    pattern = CASES[name].pattern
-    n_blocks = 2 * size * (48 // (2 * size))
-    plans = [make_plan(pattern, rank, size, n_blocks) for rank in range(size)]
-    owner = owners(size, n_blocks)
-    for plan in plans:
-        exchange = BlockExchange(plan, None, "cpu")
-        for early in range(1, pattern.num_kv_heads):
-            pieces = exchange.routes[0].pieces
-            for (peer, _, rows, place), first in zip(pieces, exchange._early_rows(early), strict=True):
-                slots = plans[peer].remote_slot[-early:, owner == plan.rank]
-                assert sorted(slots[slots >= 0]) == list(range(place + rows - first, place + rows))
-        assert exchange._early_rows(0) is None
-
-
-@pytest.mark.parametrize("local, ranks, same", [("8", [0, 2, 4, 6], True), ("4", [0, 2, 4, 6], False), ("4", [4, 5, 6, 7], True),
-                                                 (None, [4, 5], True), (None, [3, 4], False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "local, ranks, same",
+    [
+        ("8", [0, 2, 4, 6], True),
+        ("4", [0, 2, 4, 6], False),
+        ("4", [4, 5, 6, 7], True),
+        (None, [4, 5], True),
+        (None, [3, 4], False),
+    ],
+)
 def test_one_host(local, ranks, same, monkeypatch):
-    """By torchrun's number of processes, without it by that of GPUs."""
+    """By torchrun's number of processes, without it by that of GPUs. The expected rate follows."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    monkeypatch.setattr(cp_transport.dist, "get_process_group_ranks", lambda group: ranks)
-    assert cp_transport.one_host(None) == same
+    monkeypatch.setattr(cp_exchange.dist, "get_process_group_ranks", lambda group: ranks)
+    assert cp_exchange.one_host(None) == same
+    assert cp_exchange.receive_rate(None) == (cp_exchange.NVLINK_RATE if same else cp_exchange.NETWORK_RATE)
 
 
 @pytest.mark.parametrize("name", ["paper-gqa", "mask-kv-heads", "dense-heads"])
@@ -176,14 +120,8 @@ def test_what_one_rank_sends_the_other_expects(name):
         filled = {}
         slot = 0
         for sender in plans:
-            there, back = Route.of(sender.counts, sender.rank), Route.of(sender.counts.T, sender.rank)
-            first, count = sum(there.sent[:receiver]), there.sent[receiver]
-            assert count == Route.of(plan.counts, receiver).received[sender.rank] == back.received[receiver]
-            assert (
-                (receiver, first, count, slot) in there.pieces
-                if count
-                else receiver not in [piece[0] for piece in there.pieces]
-            )
+            assert np.array_equal(sender.counts, plan.counts), "all ranks know the same counts"
+            first, count = sender.counts[sender.rank, :receiver].sum(), sender.counts[sender.rank, receiver]
             for position in range(first, first + count):
                 block = int(sender.query_blocks[sender.send_blocks[position]])
                 assert owner[block] == sender.rank != receiver
@@ -193,8 +131,7 @@ def test_what_one_rank_sends_the_other_expects(name):
             (head, block): plan.remote_slot[head, block] for head, block in zip(*np.nonzero(plan.remote_slot >= 0))
         } == filled
         assert plan.sent_slots[receiver] == len(plan.send_heads)
-        assert plan.needed_slots[receiver] == plan.received_slots == len(filled) <= there.most
-    assert there.most == max(plan.needed_slots) and back.most == max(plan.sent_slots)
+        assert plan.needed_slots[receiver] == plan.received_slots == len(filled)
 
 
 def test_work_of_the_ranks():
@@ -239,24 +176,18 @@ class Ranks:
         return 1
 
 
-@pytest.mark.parametrize(
-    "rest, early", [("", 0), ("1", 0), ("1", 1)], ids=["all heads twice", "one head once", "that one early"]
-)
+@pytest.mark.parametrize("one_pass", [0, 1], ids=["all heads in two passes", "one head in one pass"])
 @pytest.mark.parametrize("dtype, made", [(torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize(
     "comm_type, pattern", [("sparse", "paper-gqa"), ("sparse", "mask-kv-heads"), ("all_gather", "paper-gqa")]
 )
-def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, rest, early, monkeypatch):
+def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dtype, made, one_pass, monkeypatch):
     """Prepared as for a Hopper GPU, launches need no new list; dtypes that those kernels do not compute get none."""
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(context_parallel, "resolve_backend", lambda name, device_type: name)
-    monkeypatch.setattr(cp_sparse, "one_host", lambda group: True)
-    monkeypatch.setattr(cp_sparse, "heads_beside", lambda pattern, *_: pattern.num_kv_heads - len(rest))
-    monkeypatch.setattr(cp_sparse, "early_heads", lambda *_: early)
-    monkeypatch.setattr(
-        cp_sparse, "peer_copies", lambda *_: SimpleNamespace(reserve=lambda *_: None) if early else None
-    )
+    monkeypatch.setattr(cp_exchange, "one_host", lambda group: True)
+    monkeypatch.setattr(cp_sparse, "heads_beside", lambda pattern, *_: pattern.num_kv_heads - one_pass)
     pattern = CASES[pattern].pattern
     if isinstance(pattern, BlockMaskPattern):
         pattern = dataclasses.replace(pattern, block_size=64)
@@ -268,8 +199,8 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     state = cp.state(48 * 64, cpu)
     assert cp._prepared == {(48 * 64, cpu): state}
     placements = state.read_by_kernels(64, 2, False) if comm_type == "sparse" else [state.placement]
-    assert len(placements) == (len(rest) + 2 if comm_type == "sparse" else 1)
-    assert comm_type != "sparse" or len(state.read_by_kernels(64, 2, True)) == 3, "dQ of kept blocks takes one pass"
+    assert len(placements) == (one_pass + 2 if comm_type == "sparse" else 1)
+    assert comm_type != "sparse" or len(state.read_by_kernels(64, 2, True)) == 3, "dQ with saved blocks takes one pass"
 
     made_now = []
     for name in ("query_lists", "key_lists"):

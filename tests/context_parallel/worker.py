@@ -1,17 +1,15 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [gradients|copies|triton|packed|wrong|volume ...]
+    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|wrong|volume ...]
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
-import tempfile
 import traceback
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,14 +19,10 @@ import torch
 import torch.distributed as dist
 
 from s2_megatron.context_parallel import attention as context_parallel
-from s2_megatron.context_parallel import copies as cp_copies
 from s2_megatron.context_parallel import plan as cp_plan
-from s2_megatron.context_parallel import sparse as cp_sparse
-from s2_megatron.context_parallel import transport as cp_transport
-from s2_megatron.context_parallel import watch as cp_watch
 from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
-from s2_megatron.context_parallel.exchange import BlockExchange, cut_order
-from s2_megatron.context_parallel.transport import all_gather, count_traffic
+from s2_megatron.context_parallel.dense import cut_order
+from s2_megatron.context_parallel.exchange import BlockExchange, all_gather, count_traffic
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.testing.context_parallel_cases import (
@@ -41,7 +35,6 @@ from s2_megatron.testing.context_parallel_cases import (
     ranges,
     tokens_of,
 )
-from tests.context_parallel.shared_arena import SharedArenas
 
 
 def difference(mine, truth, scale_of=None):
@@ -121,115 +114,6 @@ def gradients(group):
         for comm_type in COMM_TYPES:
             if comm_type != "a2a" or case.pattern.num_kv_heads % group.size() == 0:
                 results[f"{name}/{comm_type}"] = run_case(case, comm_type, group, truth)
-    return results
-
-
-def write_now(address, number):
-    ctypes.c_uint64.from_address(address).value = number
-
-
-def what_is_open():
-    """Descriptors and children of this process, and its boards."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    boards = sum("s2-exchange-" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return len(os.listdir("/proc/self/fd")), len(children), boards
-
-
-@contextmanager
-def in_parts():
-    """The blocks of one KV head in three, or of one, come before the others. Whether they were all there by then, of
-    every exchange."""
-    looked, start, result = [], BlockExchange.start, cp_transport.Pending.result
-
-    def started(exchange, key, value, backend, early_heads):
-        assert early_heads == early(key.shape[2])
-        pending = start(exchange, key, value, backend, early_heads)
-        slots = exchange.plan.remote_slot[exchange.plan.num_kv_heads - early_heads :]
-        pending.rows = torch.from_numpy(slots[slots >= 0]).long()
-        return pending
-
-    def finished(pending):
-        if not hasattr(pending, "rows"):
-            return result(pending)
-        pending.early()
-        before = pending.received[pending.rows]
-        looked.append(torch.equal(before, result(pending)[pending.rows]) and bool(before.isfinite().all()))
-        return pending.received
-
-    def early(groups):
-        return max(groups // 3, 1)
-
-    with ExitStack() as stack:
-        stack.enter_context(
-            patch.object(cp_sparse.SparseState, "heads", lambda state, *_: (early(state.layout.num_kv_heads), 0))
-        )
-        stack.enter_context(patch.object(BlockExchange, "start", started))
-        stack.enter_context(patch.object(cp_transport.Pending, "result", finished))
-        yield looked
-
-
-def copies(group):
-    """Blocks copied into the memory of other ranks, as copy engines do: the same, to the bit, as what the collective
-    brings."""
-    results = {}
-    arenas, rank, size = SharedArenas(group), group.rank(), group.size()
-    board, _ = cp_copies.shared_board(group)
-    shared = cp_copies.PeerCopies(arenas.make, cp_watch.Watch(board, rank, list(range(size)), lambda: 60.0), write_now)
-    for (name, case), truth in zip(CASES.items(), truths(list(CASES.values()), group)):
-        whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, torch.float64)
-        mine, settings = [own_rows(tensor, rank, size) for tensor in whole], dict(keep_received=case.keep_received)
-        collective = differentiate(
-            mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
-        )
-        with patch.object(cp_sparse, "peer_copies", lambda *_: shared):
-            results[name] = run_case(case, "sparse", group, truth)
-            copied = differentiate(
-                mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
-            )
-            results[name]["same"] = all(map(torch.equal, collective, copied))
-            with in_parts() as looked:
-                parted = differentiate(
-                    mine, ContextParallel(case.pattern, group, **settings).attention, backend="reference"
-                )
-            results[name]["in parts"] = [all(map(torch.equal, collective, parted)), *looked]
-    results["arenas"], results["watched"] = arenas.made, shared.watch.arrived()
-    results["broken promises"] = arenas.broken
-
-    def made(broken=None):
-        """broken: a step that fails on rank 1."""
-
-        def failing(step, function):
-            def run(*arguments):
-                fails = step == broken and group.rank() == 1
-                result = function(*arguments) if step == "arena" or not fails else None  # arenas are made together
-                if fails:
-                    raise OSError(f"no {step}\nand more lines")
-                return result
-
-            return run
-
-        with ExitStack() as stack:
-            arena = failing("arena", lambda group, device, lane_bytes: SharedArenas(group).make(lane_bytes))
-            stack.enter_context(patch.object(cp_copies, "symmetric_arena", arena))
-            stack.enter_context(patch.object(cp_copies, "Watch", failing("watch", cp_watch.Watch)))
-            stack.enter_context(patch.object(cp_copies, "Board", failing("board", cp_watch.Board)))
-            stack.enter_context(patch.object(cp_copies.Board, "create", cp_watch.Board.create, create=True))
-            stack.enter_context(patch.object(cp_copies, "one_host", lambda group: True))
-            stack.enter_context(patch.object(cp_copies, "_stream_operations", lambda operations: operations))
-            stack.enter_context(patch.object(cp_copies, "_note", write_now))
-            stack.enter_context(patch.object(cp_copies, "_shareable", failing("memory", lambda n_bytes, device: None)))
-            stack.enter_context(patch.object(cp_copies, "_lock", failing("lock", lambda board: None)))
-            stack.enter_context(patch.object(cp_copies, "_unlock", lambda board: None))
-            before = what_is_open()
-            found, reason = cp_copies._try_copies(group, torch.device("cpu"))
-        if found is None:
-            assert what_is_open() == before, "something is left"
-        return [found is not None, reason]
-
-    with tempfile.TemporaryDirectory() as folder, patch.object(cp_watch, "LOCKED_MEMORY", folder):
-        results["where it works"] = made()
-        results["where it fails"] = {step: made(step) for step in ("memory", "board", "watch", "lock", "arena")}
-        assert not os.listdir(folder)
     return results
 
 
@@ -355,7 +239,7 @@ def packed(group):
     return results
 
 
-PARTS = {"gradients": gradients, "copies": copies, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
+PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
 
 
 def rank_main(rank, size, file, parts):

@@ -201,22 +201,15 @@ class Handed:
     def __init__(self, plan, blocks):
         self.plan, self.blocks, self.received, self.returned_gradients = plan, blocks, None, []
 
-    def start(self, key, value, backend, early_heads):
-        self.received, self.early_heads = torch.full_like(self.blocks, float("nan")), early_heads
+    def start(self, key, value, backend):
+        self.received = torch.full_like(self.blocks, float("nan"))
         return self
-
-    def early(self):
-        slots = torch.from_numpy(self.plan.remote_slot[self.plan.num_kv_heads - self.early_heads :])
-        come = slots[slots >= 0].long().to(self.blocks.device)
-        self.received[come] = self.blocks[come]
 
     def result(self):
         return self.received.copy_(self.blocks)
 
-    def release(self, *_):
-        """Nothing is lent, and nothing comes back."""
-
-    returned = release
+    def returned(self, *_):
+        """Nothing comes back."""
 
     def start_return(self, gradients):
         self.returned_gradients.append(gradients)
@@ -224,11 +217,10 @@ class Handed:
 
 
 class Chosen(SparseState):
-    """Early KV heads, and such that attend the own keys first: 1 and 1, none and all, 2 and none, none and 2."""
+    """KV heads in two passes: one, all, none and two, by rank."""
 
-    def heads(self, *shape):
-        groups = self.layout.num_kv_heads  # 2 or more
-        return ((1, 1), (0, groups), (min(2, groups - 1), 0), (0, 2))[self.exchange.plan.rank % 4]
+    def two_pass_heads(self, *shape):
+        return (1, self.layout.num_kv_heads, 0, 2)[self.exchange.plan.rank % 4]  # there are 2 KV heads or more
 
 
 def placed_results(inputs, pattern, size, n_blocks, rank):

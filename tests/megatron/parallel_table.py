@@ -66,7 +66,6 @@ A2A, GATHER, TYPES = (
     "--s2-cp-comm-type all_gather",
     "--s2-cp-comm-type all_gather sparse a2a sparse",
 )
-COLLECTIVE = "--s2-cp-transport collective"  # without it blocks are copied between GPUs of one host
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 KEEP = f"{RECOMPUTE} --s2-keep-attention-output"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall"
@@ -98,7 +97,6 @@ LAYOUTS = {
     "tp2_sp_ep2": Layout(2, f"{TP} 2 {SP} {EP} 2 {ETP} 1", MOE),
     "cp2_ep2": Layout(2, f"{CP} 2 {EP} 2", MOE),
     "cp4": Layout(4, f"{CP} 4"),
-    "cp4_nccl": Layout(4, f"{CP} 4 {COLLECTIVE}"),
     "cp4_a2a": Layout(4, f"{CP} 4 {A2A}"),
     "cp4_gather_packed": Layout(4, f"{CP} 4 {GATHER}", PACKED),
     "cp2_dp2": Layout(4, f"{CP} 2"),
@@ -299,11 +297,7 @@ def main() -> int:
     )
     backend, size = "nccl" if gpus else "gloo", args.size or ("small" if gpus else "tiny")
     precisions = args.precisions or (["fp32", "bf16"] if gpus else ["fp32"])
-    possible = [
-        name
-        for name, layout in LAYOUTS.items()
-        if layout.processes <= args.processes and (gpus or COLLECTIVE not in layout.flags)
-    ]
+    possible = [name for name, layout in LAYOUTS.items() if layout.processes <= args.processes]
     names = args.only or possible
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -68,7 +68,6 @@ def test_flags():
         "s2_dense_core": "auto",
         "s2_cp_comm_type": ["sparse"],
         "s2_cp_keep_received": False,
-        "s2_cp_transport": "auto",
         "s2_keep_attention_output": False,
         "s2_allow_python_patterns": False,
         "s2_allow_sparsity_change": False,
@@ -95,40 +94,32 @@ def test_ignored_flags_are_said(cases):
 
 
 @pytest.mark.parametrize(
-    "size, types, keep, transport, said",
+    "size, types, keep, said",
     [
-        (
-            1,
-            ["a2a"],
-            True,
-            "copies",
-            "--s2-cp-comm-type, --s2-cp-keep-received, --s2-cp-transport with --context-parallel-size 1: no effect",
-        ),
-        (
-            *(2, ["a2a", "all_gather"], False, "copies"),
-            "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a all_gather: no effect",
-        ),
-        (
-            2,
-            ["a2a"],
-            False,
-            "collective",
-            "--s2-cp-transport without comm type sparse in --s2-cp-comm-type a2a: no effect",
-        ),
-        (2, ["a2a", "sparse"], True, "copies", None),
-        (2, ["a2a"], True, "auto", None),
-        (1, ["sparse"], False, "auto", None),
+        (1, ["a2a"], True, "--s2-cp-comm-type, --s2-cp-keep-received with --context-parallel-size 1: no effect"),
+        (1, ["a2a"], False, "--s2-cp-comm-type with --context-parallel-size 1: no effect"),
+        (2, ["a2a", "sparse"], True, None),
+        (1, ["sparse"], False, None),
     ],
 )
-def test_flags_without_effect_are_said(size, types, keep, transport, said, monkeypatch):
+def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     lines = []
     monkeypatch.setattr("s2_megatron.megatron.arguments.print_once", lines.append)
-    _report_no_effect(
-        argparse.Namespace(
-            context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep, s2_cp_transport=transport
-        )
-    )
-    assert lines == ([f"S2: {said}"] if said else [])
+    _report_no_effect(argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep))
+    assert lines == ([] if said is None else [f"S2: {said}"])
+
+
+@pytest.mark.parametrize("given", [[], ["copies"], ["collective"]])
+def test_the_removed_transport_is_refused(given, capsys):
+    """One error: line and status 2 for whoever still passes --s2-cp-transport, with or without a value."""
+    parser = add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--s2-cp-transport", *given])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "error: argument --s2-cp-transport: removed in version 0.1" in said
+    assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
+    assert "--s2-cp-transport" not in parser.format_help()
 
 
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])

@@ -73,13 +73,6 @@ def test_deterministic_mode_repeats_every_bit(resumed):
     assert first.grad_norms == second.grad_norms
 
 
-def test_copies_without_gpus_are_refused_before_the_first_step(lab):
-    """The flag reaches the layers, which say so when they are built."""
-    run = lab.run("context_copies", f"--train-iters 2 {CP2} --s2-cp-transport copies", processes=2, fails=True)
-    assert "ValueError: --s2-cp-transport copies: there is no GPU; expected GPUs of one host" in run.output
-    assert not run.losses
-
-
 def run_with_a_bad_rank(lab, scripts, name, flags, environment):
     """The output of a job of two ranks under torchrun that must fail, and be over long before Megatron's ten
     minutes."""

@@ -276,7 +276,7 @@ def test_transformer_engine_does_not_take_rows_cut_as_one_sequence():
 def make_args(**settings):
     return SimpleNamespace(**{**dict(
         sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None,
-        s2_cp_comm_type=["sparse"], s2_cp_keep_received=False, s2_cp_transport="auto", s2_keep_attention_output=False,
+        s2_cp_comm_type=["sparse"], s2_cp_keep_received=False, s2_keep_attention_output=False,
     ), **settings})  # fmt: skip
 
 

@@ -59,21 +59,3 @@ def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
         tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1], micro_batch_size=micro_batch, apply_rope_fusion=True,
         qk_layernorm=False, attention_output_gate=False,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "restart, size, types, transport, refused",
-    [
-        (True, 2, ["a2a", "sparse"], "auto", True),
-        (True, 2, ["sparse"], "copies", True),
-        (True, 2, ["sparse"], "collective", False),
-        (True, 2, ["a2a"], "auto", False),
-        (True, 1, ["sparse"], "auto", False),
-        (False, 2, ["sparse"], "copies", False),
-    ],
-)
-def test_which_restarts_are_refused(restart, size, types, transport, refused):
-    args = Namespace(
-        inprocess_restart=restart, context_parallel_size=size, s2_cp_comm_type=types, s2_cp_transport=transport
-    )
-    assert named("inprocess_restart").refused(args) == refused

@@ -40,10 +40,6 @@ CASES = {
         ),
         "fused RoPE of 2147500032 elements",
     ),
-    "inprocess_restart": (
-        dict(flags={"--context-parallel-size": "2"}, attributes={"inprocess_restart": True}, world_size=2),
-        "use --s2-cp-transport collective",
-    ),
     "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
     "multi_latent_attention": (
         dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
