@@ -27,6 +27,8 @@ from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
+HEADER = "run"  # the key of the first record of each process: its arguments, and FLOPs per token
+
 _writer: _Writer | None = None
 
 
@@ -162,28 +164,40 @@ def install_loss_log(path: str | Path | None) -> None:
     logger.info("losses are appended to %s", path)
 
 
-def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
-    """The records of the training iterations by iteration, and of the evaluations by name; later lines win.
+def read_records(path: str | Path) -> list[dict]:
+    """Every record of a loss log in the order of writing, headers included; [] where there is no file.
 
     A last line without its end (the run was killed while writing it) is left out. Raises ValueError on any other line
     that is no JSON object.
     """
-    iterations: dict[int, dict] = {}
-    evaluations: dict[str, dict] = {}
     path = Path(path)
     if not path.exists():
-        return iterations, evaluations
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):
+        return []
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not {HEADER, "iteration"} & set(record):
             raise ValueError(
-                f"{path}, line {number}: expected one JSON object, got {line[:80]!r}; remove the line"
-            ) from error
+                f"{path}, line {number}: expected one JSON object of a loss log, got {line[:80]!r}; remove the line"
+            )
+        records.append(record)
+    return records
+
+
+def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
+    """The records of the training iterations by iteration, and of the evaluations by name; later lines win.
+
+    Raises ValueError as read_records does.
+    """
+    iterations: dict[int, dict] = {}
+    evaluations: dict[str, dict] = {}
+    for record in read_records(path):
         if "validation" in record:
             evaluations[record["validation"]] = record
-        else:
+        elif HEADER not in record:
             iterations[record["iteration"]] = record
     return iterations, evaluations
 
@@ -200,10 +214,12 @@ def truncate_loss_log(path: str | Path, iteration: int, wait_seconds: float = 60
         return
     with _locked(path, wait_seconds):
         records, evaluations = read_loss_log(path)
-        kept = [record for number, record in records.items() if number <= iteration]
+        # A header stands before the first record of its process: one without a record that stays goes, too.
+        headers = [record for record in read_records(path) if HEADER in record and record["iteration"] <= iteration]
+        kept = headers + [record for number, record in records.items() if number <= iteration]
         # The evaluation at the checkpoint itself is repeated, too, or belongs to the end of a shorter run.
         kept += [record for record in evaluations.values() if record["iteration"] < iteration]
-        kept.sort(key=lambda record: (record["iteration"], "validation" in record))
+        kept.sort(key=lambda record: (record["iteration"], HEADER not in record, "validation" in record))
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         unfinished.replace(path)

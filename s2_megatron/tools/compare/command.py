@@ -1,0 +1,153 @@
+"""The command `s2-megatron compare`.
+
+    s2-megatron compare runs/quickstart_dense runs/quickstart --html compare.html
+    s2-megatron compare dense=a/tensorboard s2=b/tensorboard --x hours --at-most 0.005
+
+The first run's settings are the baseline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from s2_megatron.tools.compare.runs import AXES
+from s2_megatron.tools.compare.settings import check_comparable, make_arms
+from s2_megatron.tools.compare.statistics import RUN_OFFSET, RUN_OFFSET_SOURCE
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="[NAME=]PLACE[,PLACE...]: a --s2-loss-log file, a TensorBoard folder, an offline wandb folder, or "
+        "entity/project/run of a wandb server. Commas join the pieces of a resumed run, or several logs of one run. Runs of equal settings "
+        "and several seeds "
+        "are one arm; runs with the same NAME, too. The first run's arm is the baseline.",
+    )
+    parser.add_argument("--x", choices=AXES, default="tokens", help="the axis of the curves (default: tokens)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as one self-contained page")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves as one picture")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--wandb-project", metavar="ENTITY/PROJECT", help="where RUNs that are no files are looked up: their ids there"
+    )
+    parser.add_argument(
+        "--vary",
+        metavar="NAME,...",
+        default="",
+        help="arguments of Megatron that may differ beside sparsity and seed, e.g. lr,min_lr; all: no check",
+    )
+    parser.add_argument(
+        "--target-loss", type=float, help="default: the largest final training loss, which all runs reach"
+    )
+    parser.add_argument(
+        "--at-most",
+        type=float,
+        metavar="SHARE",
+        help="exit with status 1 unless every arm's training loss is shown to be at most this share above the "
+        "baseline's (the upper end of the interval), e.g. 0.005",
+    )
+    parser.add_argument(
+        "--run-offset",
+        type=float,
+        default=RUN_OFFSET,
+        metavar="NATS",
+        help="standard deviation of the loss of runs that differ in nothing but rounding and seed; used for fewer "
+        f"than three pairs (default: {RUN_OFFSET}, {RUN_OFFSET_SOURCE})",
+    )
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, value, low in (("--at-most", args.at_most, 0.0), ("--run-offset", args.run_offset, 0.0)):
+        if value is not None and not value >= low:
+            raise ValueError(f"{name} {value}: expected a number of {low:g} or more")
+    if len(args.runs) < 2:
+        raise ValueError(f"one run ({args.runs[0]}): expected two or more to compare; give the baseline first")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command. Returns the exit status: 0, or 1 when --at-most is not met. Raises ValueError for runs that cannot
+    be compared."""
+    _check(args)
+    from s2_megatron.tools.compare import table
+    from s2_megatron.tools.compare.measure import compare
+    from s2_megatron.tools.compare.readers import read_run
+
+    vary = [name.strip().lstrip("-").replace("-", "_") for name in args.vary.split(",") if name.strip()]
+    read = [read_run(text, args.wandb_project) for text in args.runs]
+    runs = [each for each, _ in read]
+    check_comparable(runs, vary)
+    arms = make_arms(runs, vary, [named for _, named in read])
+    for each in runs:
+        each.axis(args.x)
+    comparison = compare(arms, vary, args.target_loss, args.run_offset)
+    if args.json:
+        print(json.dumps(table.as_json(comparison), indent=1))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(table.rich_table(comparison), highlight=False)
+        for line in [*table.remarks(comparison), *_verdicts(comparison)]:
+            console.print(line, highlight=False, markup=False)
+    for file, write in ((args.html, _write_page), (args.png, _write_png)):
+        if file is not None:
+            write(comparison, args.x, file)
+            print(f"wrote {file}", file=sys.stderr if args.json else sys.stdout)
+    return 0 if args.at_most is None else _gate(comparison, args.at_most)
+
+
+def _verdicts(comparison) -> list[str]:
+    from s2_megatron.tools.compare.table import verdict_line
+
+    if len(comparison.results) == 1:
+        return ["All runs have the same settings: there is nothing to compare but their spread over seeds."]
+    return [verdict_line(result, comparison) for result in comparison.results[1:]]
+
+
+def _gate(comparison, at_most: float) -> int:
+    """Status 1 unless every arm is shown to be within the bound."""
+    if len(comparison.results) == 1:
+        raise ValueError(
+            f"--at-most {at_most}: all runs have the same settings; expected two arms; name them (one=PATH two=PATH)"
+        )
+    beyond = [result for result in comparison.results[1:] if result.difference.relative[2] > at_most]
+    for result in beyond:
+        print(
+            f"--at-most {at_most:g}: {result.arm.name} may be worse by {result.difference.relative[2]:.2%} (upper end "
+            "of the interval)",
+            file=sys.stderr,
+        )
+    return 1 if beyond else 0
+
+
+def _write_page(comparison, x: str, file: Path) -> None:
+    from s2_megatron.tools.compare.page import write_page
+
+    write_page(comparison, x, file)
+
+
+def _write_png(comparison, x: str, file: Path) -> None:
+    from s2_megatron.tools.compare.figures import write_png
+
+    write_png(comparison, x, file)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command by itself. Returns the exit status: 2, with one `error:` line on stderr, for runs that cannot be
+    compared."""
+    parser = argparse.ArgumentParser(prog="s2-megatron compare")
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
