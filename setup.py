@@ -31,6 +31,7 @@ setup(
         "s2_megatron.megatron",
         "s2_megatron.huggingface",
         "s2_megatron.tools",
+        "s2_megatron.tools.compare",
         "s2_megatron.testing",
     ],
     py_modules=["pretrain_gpt_s2"],
@@ -44,6 +45,7 @@ setup(
         "tensorboard",
         "tokenizers",
         "matplotlib",
+        "scipy",
     ],
     extras_require={
         # numpy: from 2.4 on, int() of a one-element array raises, which Triton 3.6's interpreter relies on (tests of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LENGTH, BATCH = 512, 4
@@ -25,21 +25,29 @@ def s2_arguments() -> dict:
     return {"s2_config": str(config), "s2_sparsity": load_config(config).resolve(**QUICKSTART).canonical_json()}
 
 
-def losses(seed: int, own: int, steps: int = 300, gap: float = 0.0, noise: float = 0.004, offset: float = 0.0):
+def losses(seed: int, own: int, steps: int = 300, gap: float = 0.0, noise: float = 0.004):
     """Training losses float64 [steps]. seed: of the batches, whose noise all runs of the seed share. own: of this run's
-    own noise, correlated from step to step. gap: share by which the loss is higher. offset: in nats."""
+    own noise, correlated from step to step. gap: share by which the loss is higher."""
     step = np.arange(1, steps + 1)
     batches = np.random.default_rng(seed).normal(0, 0.05, steps)
     shocks = np.random.default_rng([own, 1]).normal(0, noise * np.sqrt(1 - 0.8**2), steps)
     drift = np.zeros(steps)
     for index in range(1, steps):
         drift[index] = 0.8 * drift[index - 1] + shocks[index]
-    return (3 + 4 * step**-0.5) * (1 + gap) + batches + drift + offset
+    return (3 + 4 * step**-0.5) * (1 + gap) + batches + drift
 
 
 def write_loss_log(
-    path: Path, values, *, header: bool = True, start: float = 1000.0, seconds: float = 0.5, first: int = 1, append=False, **arguments
-) -> Path:  # fmt: skip
+    path: Path,
+    values,
+    *,
+    header: bool = True,
+    start: float = 1000.0,
+    seconds: float = 0.5,
+    first: int = 1,
+    append: bool = False,
+    **arguments,
+) -> Path:
     """A --s2-loss-log file. values: the losses from iteration `first` on."""
     records = []
     if header:

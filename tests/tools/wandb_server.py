@@ -11,13 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 @contextmanager
 def wandb_server(path: str, config: dict, rows: list[dict]):
     """The address of a server that holds one run. path: entity/project/run. rows: of its history, with `_step`."""
-    entity, project, name = path.split("/")
+    entity, _, name = path.split("/")
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args) -> None:
             pass
 
-        def do_POST(self) -> None:  # noqa: N802
+        def do_POST(self) -> None:
             if self.path != "/graphql":  # telemetry
                 self.send_error(404)
                 return
@@ -41,11 +41,19 @@ def wandb_server(path: str, config: dict, rows: list[dict]):
             run = {"history": [json.dumps(row) for row in rows if low <= row["_step"] < high]}
         else:
             run = {
-                "id": "1", "projectId": "1", "name": name, "displayName": name, "state": "finished", "tags": [],
-                "config": json.dumps({key: {"value": value} for key, value in config.items()}), "user": {"name": entity, "username": entity},
-                "summaryMetrics": "{}", "systemMetrics": "{}", "historyLineCount": len(rows),
+                "id": "1",
+                "projectId": "1",
+                "name": name,
+                "displayName": name,
+                "state": "finished",
+                "tags": [],
+                "user": {"name": entity, "username": entity},
+                "config": json.dumps({key: {"value": value} for key, value in config.items()}),
+                "summaryMetrics": "{}",
+                "systemMetrics": "{}",
+                "historyLineCount": len(rows),
                 "historyKeys": {"lastStep": max(row["_step"] for row in rows)},
-            }  # fmt: skip
+            }
         return {"project": {"run": run}}
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         help="[NAME=]PLACE[,PLACE...]: a --s2-loss-log file, a TensorBoard folder, an offline wandb folder, or "
-        "entity/project/run of a wandb server. Commas join the pieces of a resumed run, or several logs of one run. Runs of equal settings "
-        "and several seeds "
-        "are one arm; runs with the same NAME, too. The first run's arm is the baseline.",
+        "entity/project/run of a wandb server. Commas join the pieces of a resumed run, or several logs of one run. "
+        "Runs of equal settings and several seeds are one arm; runs with the same NAME, too. The first run's arm is "
+        "the baseline.",
     )
     parser.add_argument("--x", choices=AXES, default="tokens", help="the axis of the curves (default: tokens)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as one self-contained page")

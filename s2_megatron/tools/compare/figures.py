@@ -157,7 +157,10 @@ def _panel(axis, name: str, comparison: Comparison, x: str) -> bool:
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.spines[["top", "right"]].set_visible(False)
     if name != "positions":
+        from matplotlib.ticker import EngFormatter
+
         axis.set_xlabel(AXIS_NAMES[x], fontsize=8)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if drawn:
         axis.legend(fontsize=8, frameon=False)
     return drawn
@@ -172,11 +175,13 @@ def _pyplot():
     return pyplot
 
 
-def _svg(figure) -> str:
-    """Without the XML prologue, and without the time of day: equal comparisons give equal pages."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    _pyplot().close(figure)
+def _svg(figure, name: str) -> str:
+    """Without the XML prologue. Equal comparisons give equal pages: no time of day, and ids that `name` makes unique in
+    the page. Text stays text."""
+    pyplot, text = _pyplot(), io.StringIO()
+    with pyplot.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
@@ -187,7 +192,7 @@ def svg_panels(comparison: Comparison, x: str) -> dict[str, str]:
     for name in PANELS:
         figure, axis = pyplot.subplots(figsize=(5.6, 3.4), layout="constrained")
         if _panel(axis, name, comparison, x):
-            panels[name] = _svg(figure)
+            panels[name] = _svg(figure, f"{name}-{x}")
         else:
             pyplot.close(figure)
     return panels
@@ -252,4 +257,4 @@ def pattern_svg(arm: Arm) -> str | None:
         axis.set_xticks([])
         axis.set_yticks([])
     axes[0, 0].set_ylabel(f"query block (first {DRAWN_BLOCKS})", fontsize=8)
-    return _svg(figure)
+    return _svg(figure, arm.name)

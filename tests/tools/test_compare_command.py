@@ -1,0 +1,165 @@
+"""`s2-megatron compare` from the command line to the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from s2_megatron.tools.compare import measure
+from s2_megatron.tools.compare.command import main
+from s2_megatron.tools.compare.readers import read_run
+from tests.tools.logged_runs import BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
+
+
+@pytest.fixture
+def dense(tmp_path):
+    return str(write_loss_log(tmp_path / "dense.jsonl", losses(1, 11), seconds=0.6))
+
+
+@pytest.fixture
+def s2(tmp_path):
+    """Half a percent worse, and a sixth faster."""
+    return str(write_loss_log(tmp_path / "s2.jsonl", losses(1, 21, gap=0.005), **s2_arguments()))
+
+
+@pytest.fixture
+def equal(tmp_path):
+    """Another run with the noise of its own and nothing else."""
+    return str(write_loss_log(tmp_path / "equal.jsonl", losses(1, 31), **s2_arguments()))
+
+
+def test_a_gap_of_half_a_percent_from_files(dense, s2, capsys):
+    assert main([dense, s2]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "quickstart is worse than dense: training loss +0.01" in printed
+    assert "one pair of runs" in printed and "0.0013 apart (ten runs of modded-nanogpt" in printed
+    assert re.search(r"effective speed-up \(time to that loss\) │ 1.000x │ 1\.\d+x", printed)
+    assert "loss at equal attended FLOPs" in printed and "loss at equal dense-equivalent FLOPs" in printed
+
+
+def test_equal_runs_are_not_told_apart(dense, equal, capsys):
+    assert main([dense, equal]) == 0
+    assert "quickstart and dense are not told apart" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_gate_for_ci(dense, s2, equal, capsys):
+    assert main([dense, equal, "--at-most", "0.005"]) == 0
+    assert main([dense, s2, "--at-most", "0.005"]) == 1
+    assert "quickstart may be worse by" in capsys.readouterr().err
+    assert main([dense, s2, "--at-most", "0.02"]) == 0
+    # The bound is on what is shown, not on the mean: a wide interval is no pass.
+    assert main([dense, equal, "--at-most", "0.005", "--run-offset", "0.05"]) == 1
+
+
+def test_json_has_what_the_table_shows(dense, s2, capsys):
+    assert main([dense, s2, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    baseline, arm = content["arms"]
+    assert content["baseline"] == "dense" and baseline["difference"] is None
+    assert arm["difference"]["verdict"] == "worse" and arm["difference"]["relative"][0] == pytest.approx(
+        0.005, abs=0.002
+    )
+    assert arm["difference"]["steps"] == 75
+    assert arm["loss_at_equal"]["tokens"] == arm["final_loss"] > baseline["final_loss"]
+    # The dense run is slower: at equal time it has done 250 of its 300 steps.
+    dense_run, _ = read_run(dense)
+    assert baseline["loss_at_equal"]["hours"] == pytest.approx(float(measure.smoothed(dense_run)[249]))
+    assert content["limits"]["tokens"] == 300 * BATCH * SEQ_LENGTH
+    hours = [each["to_target"]["hours"] for each in (baseline, arm)]
+    assert arm["speed_up"] == pytest.approx(hours[0] / hours[1])
+
+
+def test_several_seeds(tmp_path, capsys):
+    runs = []
+    for seed in (1, 2, 3):
+        runs.append(write_loss_log(tmp_path / f"dense{seed}.jsonl", losses(seed, 10 + seed), seed=seed))
+        values = losses(seed, 20 + seed, gap=0.005)
+        runs.append(write_loss_log(tmp_path / f"s2{seed}.jsonl", values, seed=seed, **s2_arguments()))
+    assert main([*map(str, runs), "--json"]) == 0
+    arm = json.loads(capsys.readouterr().out)["arms"][1]
+    assert arm["seeds"] == ["1", "2", "3"] and arm["difference"]["pairs"] == 3 and arm["spread"] > 0
+    assert arm["difference"]["verdict"] == "worse"
+    assert main(list(map(str, runs))) == 0
+    assert "spread of 3 pairs of seeds" in " ".join(capsys.readouterr().out.split())
+    # One arm alone: its spread, and no verdict.
+    assert main([str(run) for run in runs[::2]]) == 0
+    assert "nothing to compare but their spread" in capsys.readouterr().out
+
+
+def test_batches_of_two_sizes_meet_at_equal_tokens(tmp_path):
+    values = losses(1, 2, steps=200)
+    twice = (values[::2] + values[1::2]) / 2
+    small, _ = read_run(str(write_loss_log(tmp_path / "small.jsonl", values)))
+    path = write_loss_log(tmp_path / "large.jsonl", twice)
+    path.write_text(path.read_text().replace('"samples"', '"other"').replace('_size": 4', '_size": 8'))
+    large, _ = read_run(str(path))
+    assert large.axis("tokens")[-1] == small.axis("tokens")[-1]
+    for paired in (measure.paired_steps(small, large), measure.paired_steps(large, small)):
+        np.testing.assert_allclose(paired.arm, paired.baseline, rtol=1e-12)
+        assert len(paired.steps) == 99
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["{dense}"], "expected two or more to compare"),
+        (["{dense}", "/nowhere/run"], "no such file or folder"),
+        (["{dense}", "{s2}", "--at-most", "-1"], "--at-most -1.0: expected a number of 0 or more"),
+        (["{dense}", "{s2}", "--vary", "seeds"], "--vary seeds: not among the settings"),
+        (["{dense}", "{other}"], "pass --vary global_batch_size"),
+        (["{dense}", "{short}"], "have 12 logged steps in common; expected 20 or more"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, message, dense, s2, tmp_path, capsys):
+    files = {
+        "dense": dense,
+        "s2": s2,
+        "other": write_loss_log(tmp_path / "other.jsonl", losses(1, 2), global_batch_size=8),
+        "short": write_loss_log(tmp_path / "short.jsonl", losses(1, 2, steps=12), **s2_arguments()),
+    }
+    assert main([argument.format(**files) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+# What a reader sees, put into the page's title by a script that runs after the page's own.
+SEEN = """<script>
+const seen = id => document.getElementById(id).getBoundingClientRect().height > 50;
+const before = [seen('loss-tokens'), seen('loss-hours')];
+document.querySelector('button[data-axis=hours]').click();
+document.title = JSON.stringify({before, after: [seen('loss-tokens'), seen('loss-hours')],
+  figures: document.querySelectorAll('svg').length, rows: document.querySelectorAll('tbody tr').length,
+  verdict: document.querySelector('.verdict').innerText,
+  data: JSON.parse(document.getElementById('comparison').textContent).baseline,
+  outside: performance.getEntriesByType('resource').length});
+</script></body>"""
+
+
+def test_the_page_in_a_browser(dense, s2, tmp_path, capsys):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium: `apt-get install chromium` lets this test open the page")
+    page = tmp_path / "out/compare.html"
+    assert main([dense, s2, "--html", str(page), "--png", str(tmp_path / "compare.png")]) == 0
+    assert f"wrote {page}" in capsys.readouterr().out
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text)  # the page needs nothing but itself
+    looked_at = tmp_path / "looked_at.html"
+    looked_at.write_text(text.replace("</body>", SEEN))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([browser, *flags, looked_at.as_uri()], capture_output=True, text=True, timeout=120)
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    found = json.loads(title[1].replace("&amp;", "&"))
+    assert found["before"] == [True, False] and found["after"] == [False, True]
+    # Four axes with loss, difference, validation and gradient norm; and the picture of the quickstart's patterns.
+    assert found["figures"] == 4 * 4 + 1
+    assert found["rows"] >= 15 and found["outside"] == 0
+    assert found["verdict"].startswith("quickstart is worse than dense") and found["data"] == "dense"

@@ -1,0 +1,100 @@
+"""What `s2-megatron compare` calls different: planted effects are found, noise alone is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from s2_megatron.tools.compare.statistics import RUN_OFFSET, block_steps, bootstrap_error, difference_of_pairs
+
+PAIRS = 200
+# The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %.
+CALLED_AT_MOST = 17
+
+
+def noise(rng, steps: int, correlation: float, size: float) -> np.ndarray:
+    """A stationary series, correlated from step to step. Returns float64 [steps]."""
+    shocks = rng.normal(0, size * np.sqrt(1 - correlation**2), steps + 200)
+    series = np.zeros(steps + 200)
+    for step in range(1, steps + 200):
+        series[step] = correlation * series[step - 1] + shocks[step]
+    return series[200:]
+
+
+def pair(rng, steps: int, correlation: float, gap: float = 0.0, offset: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Two runs with common batches. gap: share by which the first is higher. offset: deviation of each run's own."""
+    batches = 3.3 + rng.normal(0, 0.05, steps)
+    own = noise(rng, steps, correlation, 0.01) + rng.normal(0, np.sqrt(2) * offset)
+    return batches * (1 + gap) + own, batches
+
+
+@pytest.mark.parametrize("steps, correlation", [(75, 0.0), (75, 0.8), (250, 0.0), (250, 0.9), (250, 0.95), (1000, 0.8)])
+def test_noise_alone_is_not_called_different(steps, correlation):
+    rng = np.random.default_rng(1)
+    found = [difference_of_pairs([pair(rng, steps, correlation, offset=RUN_OFFSET)]) for _ in range(PAIRS)]
+    assert sum(difference.verdict != "not told apart" for difference in found) <= CALLED_AT_MOST
+
+
+@pytest.mark.parametrize("steps, correlation", [(75, 0.5), (250, 0.9), (1000, 0.8)])
+def test_the_bootstrap_alone_covers_the_noise_of_steps(steps, correlation):
+    rng = np.random.default_rng(2)
+    found = [difference_of_pairs([pair(rng, steps, correlation)], run_offset=0.0) for _ in range(PAIRS)]
+    called = sum(difference.verdict != "not told apart" for difference in found)
+    assert called <= CALLED_AT_MOST
+    assert called >= 1  # intervals that never miss are too wide to be of use
+
+
+def test_a_gap_of_half_a_percent_is_found():
+    rng = np.random.default_rng(3)
+    for sign, verdict in ((1, "worse"), (-1, "better")):
+        found = [difference_of_pairs([pair(rng, 250, 0.8, sign * 0.005, RUN_OFFSET)]) for _ in range(PAIRS)]
+        verdicts = [difference.verdict for difference in found]
+        assert verdicts.count(verdict) >= 0.95 * PAIRS
+        assert verdicts.count(verdict) + verdicts.count("not told apart") == PAIRS
+        assert np.mean([difference.relative[0] for difference in found]) == pytest.approx(sign * 0.005, rel=0.1)
+
+
+def test_equal_batches_are_what_finds_it():
+    """The noise of batches alone is three times the gap: with batches of another order the interval is wider."""
+    rng = np.random.default_rng(4)
+    (arm, same_batches), (_, other_batches) = (pair(rng, 250, 0.8, 0.005) for _ in range(2))
+    paired, unpaired = (difference_of_pairs([(arm, batches)], 0.0) for batches in (same_batches, other_batches))
+    assert paired.verdict == "worse"
+    assert unpaired.high - unpaired.low > 1.5 * (paired.high - paired.low)
+
+
+def test_one_pair_carries_the_offset_between_equal_runs():
+    """Two runs without any noise of steps, 0.002 apart: a bootstrap over steps would be certain."""
+    baseline = np.linspace(3.5, 3.3, 100)
+    assert difference_of_pairs([(baseline + 0.002, baseline)]).verdict == "not told apart"
+    certain = difference_of_pairs([(baseline + 0.002, baseline)], run_offset=0.0)
+    assert certain.verdict == "worse" and certain.step_error < 1e-9
+    assert difference_of_pairs([(baseline + 0.01, baseline)]).verdict == "worse"
+
+
+def test_three_pairs_measure_their_own_spread():
+    baseline = np.linspace(3.5, 3.3, 100)
+    spread = [(baseline + offset, baseline) for offset in (0.02, -0.01, 0.03)]
+    difference = difference_of_pairs(spread)
+    # Student's t for two degrees of freedom: 4.303.
+    assert difference.offset_error == pytest.approx(4.303 * np.std([0.02, -0.01, 0.03], ddof=1) / np.sqrt(3), rel=1e-3)
+    assert difference.verdict == "not told apart" and difference.pairs == 3
+    close = [(baseline + offset, baseline) for offset in (0.0201, 0.0199, 0.02)]
+    assert difference_of_pairs(close).verdict == "worse"
+    rng = np.random.default_rng(5)
+    triples = [[pair(rng, 100, 0.8, offset=0.01) for _ in range(3)] for _ in range(PAIRS)]
+    assert sum(difference_of_pairs(each).verdict != "not told apart" for each in triples) <= CALLED_AT_MOST
+
+
+def test_blocks_grow_with_correlation():
+    rng = np.random.default_rng(6)
+    lengths = [block_steps(noise(rng, 1000, correlation, 1.0)) for correlation in (0.0, 0.5, 0.9)]
+    assert lengths[0] < 20 < lengths[2] and lengths[0] <= lengths[1] <= lengths[2]
+    assert block_steps(np.ones(100)) == 1
+    assert block_steps(np.arange(30.0)) == 10  # a trend: a third of the steps
+
+
+def test_the_bootstrap_of_independent_steps_is_the_standard_error():
+    values = np.random.default_rng(7).normal(0, 1, 2000)
+    assert bootstrap_error(values, 1) == pytest.approx(1.96 / np.sqrt(2000), rel=0.05)
+    assert bootstrap_error(values, 20) == pytest.approx(1.96 / np.sqrt(2000), rel=0.15)
