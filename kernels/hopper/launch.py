@@ -130,7 +130,7 @@ class Geometry:
     def _kept(self, kind, tile, make):
         if self.packed is not None:
             return make(tile)
-        kept = (self.layout if self.steps is None else self.steps).kept
+        kept = (self.layout if self.steps is None else self.steps).cache
         entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
         if entry not in kept:
             kept[entry] = make(tile)
@@ -222,7 +222,7 @@ class Geometry:
             longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
             mean = self._mean_steps()
         else:
-            words = self.steps.column_words()
+            words = self.steps.column_steps()
             longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
         part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))  # no step at all: nothing is placed
         parts = triton.cdiv(longest, part_steps)

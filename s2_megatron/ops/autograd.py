@@ -1,8 +1,8 @@
 """`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
 
 An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those
-and put together again inside: index tensors go as tensors, so that nothing of them is kept or compared; the layout goes
-as its handle, a number of which a compiled graph is an owner (see `_keep`). B batch, H query
+and put together again inside: index tensors go as tensors, so that a graph neither stores nor compares them; the layout goes
+as its handle, a number that a compiled graph holds (see `_hold_for_graph`). B batch, H query
 heads, D head dim.
 """
 
@@ -23,7 +23,7 @@ _CALL = (
 )
 
 _library = torch.library.Library("s2_megatron", "DEF")
-_kept: dict[int, Layout] = {}  # layouts that a graph was made for: the graph holds only their number
+_layouts_of_graphs: dict[int, Layout] = {}  # the graph itself holds only their number
 
 
 def _taken_apart(call: AttentionCall) -> tuple:
@@ -55,13 +55,13 @@ def _put_together(cu_seqlens, padded, ids, rank, slot, layout, scale, form, back
     return AttentionCall(layout_of(layout), scale, form, packed, placement, backend, deterministic)
 
 
-def _keep(handle: int) -> None:
+def _hold_for_graph(handle: int) -> None:
     """Called while a graph is traced: the layout lives from here on as long as the process, as the graph may."""
-    _kept[handle] = layout_of(handle)
+    _layouts_of_graphs[handle] = layout_of(handle)
 
 
 def _is_plain(*tensors) -> bool:
-    """Whether nobody looks on who wants to see an operator: no tracing, no mode, no transform, no subclass."""
+    """Whether autograd alone sees the call: no tracing, no dispatch mode, no functorch transform, no tensor subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -107,7 +107,7 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
 
     def fake_forward(query, key, value, *call):
         handle, form = call[5], call[7]
-        _keep(handle)
+        _hold_for_graph(handle)
         batch, heads, rows, _ = FORMATS[form]
         shape = [1 if batch is None else query.shape[batch], query.shape[heads], query.shape[rows]]
         return query.new_empty(query.shape), query.new_empty(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from s2_megatron.ops.block_lists import column_words, key_lists, query_lists
+from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
 
@@ -41,83 +41,6 @@ class PackedSequence(NamedTuple):
     @property
     def starts(self) -> torch.Tensor:
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-
-
-class DeviceSteps:
-    """The step lists of a pattern (block_lists.py) as int32 tensors on a device, made when a kernel first asks for
-    them.
-
-    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
-    """
-
-    def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
-        self.pattern, self.n_slots = pattern, n_slots
-        self._place, self._device = (query_blocks, key_slot, n_blocks), device
-        self.kept = {}  # for launches
-        self._made = {}
-
-    def _on_device(self, *arrays) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(self._device) for array in arrays]
-
-    def query(self, pack: bool) -> list[torch.Tensor]:
-        """[rows, tiles, steps] of QueryLists."""
-        if pack not in self._made:
-            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack))
-        return self._made[pack]
-
-    def key(self) -> list:
-        """[rows, columns, words] of KeyLists, columns that are long, other columns. The words end with one too many,
-        which is not used."""
-        if "key" not in self._made:
-            lists = key_lists(self.pattern, *self._place, self.n_slots)
-            tensors = self._on_device(lists.rows, lists.columns, np.append(lists.words, np.int32(0)))
-            self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
-            self._made["column words"] = column_words(lists)
-        return self._made["key"]
-
-    def column_words(self) -> np.ndarray:
-        """int [KV heads, columns]: so many words has every column of `key`, none where it only pads."""
-        self.key()
-        return self._made["column words"]
-
-
-class KeyRuns(NamedTuple):
-    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks
-    meet no absent one.
-
-    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts
-    the present ones before each candidate, slots lists theirs. Query heads that share both share the lists.
-    """
-
-    index: torch.Tensor  # int32 [H, R, 2]: where the prefix and the slots of a range begin
-    prefix: torch.Tensor  # int32
-    slots: torch.Tensor  # int32
-
-    @classmethod
-    def make(cls, pattern: RangePattern, key_slot: np.ndarray, device="cpu") -> KeyRuns:
-        """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
-        ratio = pattern.num_heads // pattern.num_kv_heads
-        first_row: dict[bytes, int] = {}
-        row_of = [
-            first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)
-        ]  # np.unique would sort
-        known: dict[tuple[int, int, int], tuple[int, int]] = {}
-        prefixes, slots, sizes = [], [], [0, 0]
-        index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
-        for number, head in enumerate(pattern.heads):
-            for position, (_, _, stride) in enumerate(head.bounds()):
-                key = (row_of[number // ratio], stride, head.offset % stride)
-                if key not in known:
-                    candidates = key_slot[key[0], -head.offset % stride :: stride]
-                    present = candidates >= 0
-                    known[key] = tuple(sizes)
-                    prefixes.append(np.concatenate([[0], np.cumsum(present)]))
-                    slots.append(candidates[present])
-                    sizes = [sizes[0] + len(prefixes[-1]), sizes[1] + len(slots[-1])]
-                index[number, position] = known[key]
-        slots.append(np.zeros(1))  # never empty: a kernel takes its address
-        parts = (index, np.concatenate(prefixes), np.concatenate(slots))
-        return cls(*(torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,8 +146,8 @@ class Layout:
         raise NotImplementedError
 
     def steps(self, n_blocks: int) -> DeviceSteps:
-        """The step lists of a sequence of n_blocks blocks. Kept for every length, for a captured graph reads them as
-        long as it lives."""
+        """The step lists of a sequence of n_blocks blocks. They stay for every length, for a captured graph reads
+        them as long as it lives."""
         if n_blocks not in self._steps:
             self._steps[n_blocks] = DeviceSteps(
                 self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device
@@ -246,7 +169,7 @@ class Layout:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device) -> Layout:
-        """This layout on a device; a copy is made once and kept with the original."""
+        """This layout on a device; a copy is made once and stays with the original."""
         device = torch.device(device)
         if self.device == device:
             return self
@@ -284,14 +207,14 @@ class RangeLayout(Layout):
         return (self.ranges,)
 
     @cached_property
-    def kept(self) -> dict:
-        """What follows from the layout and is asked for again and again."""
+    def cache(self) -> dict:
+        """What follows from the layout and is asked for again and again, launches too."""
         return {}
 
     def head_order(self, group: int) -> torch.Tensor | None:
         """int32 [H / group]: groups of neighbouring heads, those with the most work first. None when all heads have the
         same ranges."""
-        if group not in self.kept:
+        if group not in self.cache:
             heads = self.pattern.heads
             order = None
             if len({head.ranges for head in heads}) > 1:
@@ -301,8 +224,8 @@ class RangeLayout(Layout):
                 }
                 of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
                 order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
-            self.kept[group] = order
-        return self.kept[group]
+            self.cache[group] = order
+        return self.cache[group]
 
     @cached_property
     def largest_stride(self) -> int:
@@ -346,13 +269,13 @@ class RangeLayout(Layout):
         """Pairs of key blocks of a KV head with n_blocks blocks, at most: (of the blocks of its last range, of all
         others)."""
         key = ("columns", n_blocks)
-        if key not in self.kept:
+        if key not in self.cache:
             if self._pair_distances is not None:  # not read off the device: a new length must not wait for it
                 rows = [(n_blocks // (2 * d) * d + min(d, n_blocks % (2 * d)), 0) for d in self._pair_distances]
             else:
                 rows = [_columns_of_classes(head, n_blocks) for head in set(self.pattern.heads)]
-            self.kept[key] = tuple(max(column) for column in zip(*rows))
-        return self.kept[key]
+            self.cache[key] = tuple(max(column) for column in zip(*rows))
+        return self.cache[key]
 
     def _copy(self, device):
         return RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)

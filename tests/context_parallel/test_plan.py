@@ -27,7 +27,7 @@ from s2_megatron.context_parallel.plan import (
 )
 from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels.hopper import launch as hopper
-from s2_megatron.ops import layout
+from s2_megatron.ops import device_lists, layout
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement
 from s2_megatron.patterns.block_mask import BlockMaskPattern
@@ -205,7 +205,9 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
     made_now = []
     for name in ("query_lists", "key_lists"):
         monkeypatch.setattr(
-            layout, name, partial(lambda make, *args: made_now.append(make) or make(*args), getattr(layout, name))
+            device_lists,
+            name,
+            partial(lambda make, *args: made_now.append(make) or make(*args), getattr(device_lists, name)),
         )
     for placement in placements:
         query = torch.empty(1, pattern.num_heads, 12 * 64, 64)

@@ -214,7 +214,7 @@ def test_what_has_been_launched_can_be_copied(started):
     """A compiled kernel cannot, and its copy is not needed."""
     case = Case()
     CALLS["own keys"](case)
-    (kept,) = case.placement.steps.kept.values()
+    (kept,) = case.placement.steps.cache.values()
     twin = copy.deepcopy(kept)
     assert (
         twin.grid == kept.grid

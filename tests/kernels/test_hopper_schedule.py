@@ -20,7 +20,7 @@ from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from tests.gluon_emulator.schedule import BARRIERS, STAND_IN, TABLE, joined, on_memory, plain_functions
-from tests.ops.test_block_lists import PATTERNS, placements
+from tests.ops.step_cases import PATTERNS, placements
 
 SCHEDULE = plain_functions()
 

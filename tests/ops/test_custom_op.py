@@ -153,14 +153,14 @@ def test_a_graph_keeps_its_layout():
     out, lse = compiled(*leaves, layout)
     del layout
     gc.collect()
-    assert handle in attention_op._kept
+    assert handle in attention_op._layouts_of_graphs
     grads = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
     assert equal((out, lse, *grads), expected)
 
 
 def test_eager_calls_keep_nothing():
     leaves, options = make_call("padded", "cpu")
-    kept = len(attention_op._kept)
+    before = len(attention_op._layouts_of_graphs)
     layout = build_layout(options["layout"].pattern)
     out = s2_attention(*leaves, **{**options, "layout": layout})[0]
     gone = [weakref.ref(item) for item in (layout, options["packed"].cu_seqlens)]
@@ -172,7 +172,7 @@ def test_eager_calls_keep_nothing():
     del out
     gc.collect()
     assert [item() for item in gone] == [None, None]
-    assert len(attention_op._kept) == kept
+    assert len(attention_op._layouts_of_graphs) == before
     with pytest.raises(RuntimeError, match=f"layout {handle} no longer exists"):
         layout_of(handle)
 

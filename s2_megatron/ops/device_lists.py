@@ -1,0 +1,92 @@
+"""What kernels read of a placement, on a device: the steps of the Hopper kernels, the runs of the portable ones.
+
+H query heads, R ranges of distance.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from s2_megatron.ops.key_steps import column_steps, key_lists
+from s2_megatron.ops.query_steps import query_lists
+from s2_megatron.patterns.ranges import Pattern, RangePattern
+
+
+class DeviceSteps:
+    """The step lists of a pattern (query_steps.py, key_steps.py) as int32 tensors on a device, made when a kernel first
+    asks for them.
+
+    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
+    """
+
+    def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
+        self.pattern, self.n_slots = pattern, n_slots
+        self._place, self._device = (query_blocks, key_slot, n_blocks), device
+        self.cache = {}  # of launches
+        self._made = {}
+
+    def _on_device(self, *arrays) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).to(self._device) for array in arrays]
+
+    def query(self, pack: bool) -> list[torch.Tensor]:
+        """[rows, tiles, steps] of QueryLists."""
+        if pack not in self._made:
+            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack))
+        return self._made[pack]
+
+    def key(self) -> list:
+        """[rows, columns, steps] of KeyLists, columns that are long, other columns. The steps end with one too many,
+        which is not used."""
+        if "key" not in self._made:
+            lists = key_lists(self.pattern, *self._place, self.n_slots)
+            tensors = self._on_device(lists.rows, lists.columns, np.append(lists.steps, np.int32(0)))
+            self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
+            self._made["column steps"] = column_steps(lists)
+        return self._made["key"]
+
+    def column_steps(self) -> np.ndarray:
+        """int [KV heads, columns]: so many steps has every column of `key`, none where it only pads."""
+        self.key()
+        return self._made["column steps"]
+
+
+class KeyRuns(NamedTuple):
+    """The placed key blocks of a range pattern as lists without gaps, so that a kernel's loops over a run of blocks
+    meet no absent one.
+
+    The candidates of a range of a query head are the blocks k with (k + offset) % stride == 0, in order; prefix counts
+    the present ones before each candidate, slots lists theirs. Query heads that share both share the lists.
+    """
+
+    index: torch.Tensor  # int32 [H, R, 2]: where the prefix and the slots of a range begin
+    prefix: torch.Tensor  # int32
+    slots: torch.Tensor  # int32
+
+    @classmethod
+    def make(cls, pattern: RangePattern, key_slot: np.ndarray, device="cpu") -> KeyRuns:
+        """key_slot: int [KV heads, n_blocks], -1 when absent. Memory O(heads * n_blocks / stride)."""
+        ratio = pattern.num_heads // pattern.num_kv_heads
+        first_row: dict[bytes, int] = {}
+        row_of = [
+            first_row.setdefault(row.tobytes(), number) for number, row in enumerate(key_slot)
+        ]  # np.unique would sort
+        known: dict[tuple[int, int, int], tuple[int, int]] = {}
+        prefixes, slots, sizes = [], [], [0, 0]
+        index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
+        for number, head in enumerate(pattern.heads):
+            for position, (_, _, stride) in enumerate(head.bounds()):
+                key = (row_of[number // ratio], stride, head.offset % stride)
+                if key not in known:
+                    candidates = key_slot[key[0], -head.offset % stride :: stride]
+                    present = candidates >= 0
+                    known[key] = tuple(sizes)
+                    prefixes.append(np.concatenate([[0], np.cumsum(present)]))
+                    slots.append(candidates[present])
+                    sizes = [sizes[0] + len(prefixes[-1]), sizes[1] + len(slots[-1])]
+                index[number, position] = known[key]
+        slots.append(np.zeros(1))  # never empty: a kernel takes its address
+        parts = (index, np.concatenate(prefixes), np.concatenate(slots))
+        return cls(*(torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts))
