@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from s2_megatron.config.schema import load_config
+from s2_megatron.config.load import load_config
 from s2_megatron.huggingface import S2Cache
 from s2_megatron.huggingface.attention import attend
 from tests.huggingface.tiny import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from s2_megatron.config.schema import S2Config, load_config
+from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.huggingface.cache import cache_summary, kept_tokens
 from s2_megatron.huggingface.slots import kept_slots
@@ -125,6 +125,6 @@ def test_a_text_longer_than_the_mask_is_refused():
 
 
 def test_config_without_stride_keeps_its_window_alone():
-    config = S2Config.model_validate(dict(block_size=64, layers="S", specs=dict(S=dict(local_tokens=1024))))
+    config = SparsityConfig.from_data(dict(block_size=64, layers="S", specs=dict(S=dict(local_tokens=1024))))
     sparsity = config.resolve(num_layers=1, num_heads=8, num_kv_heads=8, seq_length=65536)
     assert kept_tokens(sparsity, 65536) == [[1024] * 8]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from s2_megatron.config.schema import S2Config
+from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import S2GPTConfig, S2GPTForCausalLM
@@ -56,7 +56,7 @@ def mixed_windows() -> RangePattern:
 def sparsity_named(name: str) -> ResolvedSparsity:
     """A dense layer, then one with the pattern. Names: SPECS, mask_1, mask_kv, mask_heads, mixed, dense."""
     if name in SPECS:
-        config = S2Config.model_validate(dict(block_size=BLOCK, layers="DS", specs=dict(S=SPECS[name])))
+        config = SparsityConfig.from_data(dict(block_size=BLOCK, layers="DS", specs=dict(S=SPECS[name])))
         return config.resolve(num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_length=256)
     patterns = {
         "mask_1": lambda: random_mask(1),
