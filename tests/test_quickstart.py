@@ -257,13 +257,6 @@ def test_a_gap_in_the_log_is_no_summary():
         summary.make_summary({1: record(1, 5.0)}, {}, resolve(run.DEFAULT_CONFIG))
 
 
-def test_other_settings_do_not_continue_a_run(tmp_path):
-    run.check_settings(tmp_path, {"seed": 1, "corpus": "a"})
-    run.check_settings(tmp_path, {"seed": 1, "corpus": "a"})
-    with pytest.raises(run.QuickstartError, match="seed 1 -> 2"):
-        run.check_settings(tmp_path, {"seed": 2, "corpus": "a"})
-
-
 def test_another_sparsity_does_not_continue_a_run(tmp_path):
     (tmp_path / "other.yaml").write_text("block_size: 32\nlayers: DS\nspecs: {S: {local_blocks: 2, stride: 8}}")
     run.check_settings(tmp_path, {"sparsity": resolve(run.DEFAULT_CONFIG).canonical_json()})
@@ -277,14 +270,6 @@ def test_the_backend_is_what_the_last_run_said():
         == "reference"
     )
     assert run.backend_in("noise\n") is None
-
-
-def test_a_failure_is_shown_without_torchruns_report():
-    output = "\n".join(["noise"] * 30 + ["[rank0]: ValueError: the reason"])
-    report = (
-        "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\nChildFailedError"
-    )
-    assert run.failure_text(f"{output}\n{report}").endswith("the reason")
 
 
 def test_the_attention_table_is_picked_from_megatrons_output(tmp_path):
@@ -350,7 +335,9 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     assert content["last_loss"] < content["first_loss"]
     assert content["tokens_per_second"] > 0
     assert Path(content["checkpoint"]).is_dir()
-    assert content["corpus_file_sha256"]["lib/dataclasses.py"]
+    assert not [name for name in content if "sha256" in name] and len(json.dumps(content)) < 4000
+    corpus = json.loads((runs / "quickstart" / "corpus.json").read_text())
+    assert corpus["file_sha256"]["lib/dataclasses.py"] and corpus["sha256"] == content["corpus"]["sha256"]
     assert len(read_loss_log(runs / "quickstart" / "losses.jsonl")[0]) == ITERATIONS
 
 
@@ -403,12 +390,3 @@ def test_on_a_gpu_the_same_command_takes_the_kernels_and_bf16(uninterrupted):
     content = json.loads((runs / "quickstart" / "summary.json").read_text())
     assert content["backend"] == "triton"
     assert re.search(r"\bbf16 \.+ True", (runs / "quickstart" / "train.log").read_text())
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_says_where_to_look(tmp_path):
-    (tmp_path / "config.yaml").write_text("block_size: 32\nlayers: DSS\nspecs: {S: {local_blocks: 2, stride: 4}}")
-    result = finish(tmp_path, "--config", str(tmp_path / "config.yaml"))
-    assert result.returncode == 1
-    assert "error: " in result.stderr
-    assert "DSS" in result.stderr

@@ -4,16 +4,16 @@
     python -m examples.quickstart.run --config configs/quickstart_dense.yaml
     python -m examples.quickstart.run --iterations 500        # continues a finished run
 
-Everything goes to runs/<name of the config>/: train.log, losses.jsonl, checkpoints/, tensorboard/, summary.json. A run
-that was stopped, by whatever, continues from its last checkpoint, and its losses.jsonl ends up the same as an
-uninterrupted run's.
+Everything goes to runs/<name of the config>/: train.log, losses.jsonl, checkpoints/, tensorboard/, summary.json, and
+corpus.json with the hash of every file of the corpus. A run that was stopped, by whatever, continues from its last
+checkpoint, and its losses.jsonl ends up the same as an uninterrupted run's. Status 2: something that the user can mend,
+in one `error:` line; 1: the training failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import re
 import signal
@@ -23,17 +23,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from examples.quickstart import launch, summary
+from examples.quickstart import failures, launch, summary
 from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare_corpus
+from examples.quickstart.failures import QuickstartError, checkpoint_iteration
 from examples.quickstart.progress import OutputFollower, Speed, follow_training
 from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 
-TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
-
-
-class QuickstartError(Exception):
-    """Something the user can act on; printed as one line."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -81,12 +77,6 @@ def resolve_sparsity(config: Path, console: Console):
     return sparsity
 
 
-def checkpoint_iteration(run_folder: Path) -> int:
-    """The iteration of the last complete checkpoint, 0 without one."""
-    tracker = run_folder / "checkpoints" / "latest_checkpointed_iteration.txt"
-    return int(tracker.read_text()) if tracker.exists() else 0
-
-
 def lock_run(run_folder: Path):
     """An open file that holds the run's lock. Raises QuickstartError when another process has it."""
     file = (run_folder / "lock").open("a+")
@@ -103,7 +93,7 @@ def check_settings(run_folder: Path, settings: dict) -> None:
     if not path.exists():
         summary.write_atomically(path, settings)
         return
-    stored = json.loads(path.read_text())
+    stored = summary.read_json(path)
     changed = [name for name in settings if settings[name] != stored.get(name)]
     if changed:
         changes = ", ".join(_change(name, stored.get(name), settings[name]) for name in changed)
@@ -125,17 +115,15 @@ def finished_summary(run_folder: Path, iterations: int) -> dict | None:
     path = run_folder / "summary.json"
     if not path.exists():
         return None
-    content = json.loads(path.read_text())
-    return content if content["iterations"] >= iterations else None
+    content = summary.read_json(path)
+    return content if content.get("iterations", 0) >= iterations else None
 
 
 def train(
-    run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, on_gpu: bool, lock, console: Console
+    run_folder: Path, corpus: PreparedCorpus, sparsity, parsed, start: int, on_gpu: bool, lock, console: Console
 ) -> float | None:
-    """Run torchrun to the end of the training; tokens a second. Raises QuickstartError when it fails."""
-    start = checkpoint_iteration(run_folder)
-    if start > parsed.iterations:
-        raise QuickstartError(f"{run_folder} has been trained to iteration {start}; give ITERATIONS={start} or more")
+    """Run torchrun from iteration `start` to the end of the training; tokens a second. Raises QuickstartError when it
+    fails."""
     if start:
         console.print(f"continuing from the checkpoint of iteration {start}", highlight=False)
     losses, log = launch.loss_log(run_folder), run_folder / "train.log"
@@ -150,6 +138,7 @@ def train(
         save_interval=parsed.save_interval,
     )
     log.touch()
+    attempt = log.stat().st_size  # what stands before is of earlier attempts
     output = OutputFollower(log, caption_lines=len(sparsity.summary().splitlines()))
     speed = Speed(launch.TOKENS_PER_ITERATION)
     process = launch.start_training(command, log, lock.fileno())
@@ -160,8 +149,9 @@ def train(
             process.terminate()
             process.wait()
     if status != 0:
-        console.print(failure_text(log.read_text(errors="replace")), highlight=False, markup=False, soft_wrap=True)
-        raise QuickstartError(f"training ended with status {status}; the whole output is in {log}")
+        own = failures.own_output(log, attempt)
+        console.print(failures.last_lines(own), highlight=False, markup=False, soft_wrap=True)
+        raise failures.of_training(own, status, log, parsed.runs.resolve())
     return speed.tokens_per_second()
 
 
@@ -169,16 +159,6 @@ def backend_in(output: str) -> str | None:
     """What the training process said that it computes attention with; the last run's where there are several."""
     found = re.findall(r"^S2 attention (?:backend|kernels): (\w+)", output, flags=re.MULTILINE)
     return found[-1] if found else None
-
-
-def failure_text(output: str, lines: int = 20) -> str:
-    """The end of the training process's own output: the error that stopped it, without what torchrun says about it."""
-    own = []
-    for line in output.splitlines():
-        if TORCHRUN_REPORT.search(line):
-            break
-        own.append(line)
-    return "\n".join(own[-lines:])
 
 
 def show_summary(content: dict, path: Path, console: Console) -> None:
@@ -209,6 +189,7 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
         raise QuickstartError(f"CONFIG={parsed.config}: no such file; see configs/")
     run_folder = parsed.runs.resolve() / parsed.config.stem
     run_folder.mkdir(parents=True, exist_ok=True)
+    failures.require_space(run_folder)
     lock = lock_run(run_folder)
     sparsity = resolve_sparsity(parsed.config, console)
     finished = finished_summary(run_folder, parsed.iterations)
@@ -222,6 +203,10 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
             soft_wrap=True,
         )
         return
+
+    start = checkpoint_iteration(run_folder)
+    if start > parsed.iterations:
+        raise QuickstartError(f"{run_folder} has been trained to iteration {start}; give ITERATIONS={start} or more")
 
     import torch  # takes seconds, and a finished run needs it no more than a wrong config
 
@@ -240,9 +225,8 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
             "device": "gpu" if on_gpu else "cpu",
         },
     )
-    tokens_per_second = train(run_folder, corpus, sparsity, parsed, on_gpu, lock, console)
-    description = dict(corpus.description)
-    file_hashes = description.pop("file_sha256")
+    tokens_per_second = train(run_folder, corpus, sparsity, parsed, start, on_gpu, lock, console)
+    summary.write_atomically(run_folder / "corpus.json", corpus.description)
     content = summary.make_summary(
         *read_loss_log(launch.loss_log(run_folder)),
         sparsity,
@@ -252,18 +236,17 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
         checkpoint=str(run_folder / "checkpoints" / f"iter_{checkpoint_iteration(run_folder):07d}"),
         config=str(parsed.config),
         seed=parsed.seed,
-        corpus=description,
-        corpus_file_sha256=file_hashes,
+        corpus={name: value for name, value in corpus.description.items() if name != "file_sha256"},
     )
     path = run_folder / "summary.json"
     if path.exists():  # of fewer iterations: kept beside the new one
-        path.rename(run_folder / f"summary_{json.loads(path.read_text())['iterations']}.json")
+        path.rename(run_folder / f"summary_{summary.read_json(path)['iterations']}.json")
     summary.write_atomically(path, content)
     show_summary(content, path, console)
     ratio = content["last_loss"] / content["first_loss"]
     if content["iterations"] >= launch.DEFAULT_ITERATIONS and ratio > summary.LARGEST_LOSS_RATIO:
         raise QuickstartError(
-            f"the last loss is {ratio:.0%} of the first, expected {summary.LARGEST_LOSS_RATIO:.0%} at most"
+            f"the last loss is {ratio:.0%} of the first, expected {summary.LARGEST_LOSS_RATIO:.0%} at most", status=1
         )
     lock.close()
 
@@ -275,9 +258,12 @@ def main() -> None:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     try:
         run(parsed, console)
-    except (QuickstartError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    except (QuickstartError, ValueError, OSError) as error:
+        refused = failures.of_system(error, parsed.runs.resolve()) if isinstance(error, OSError) else error
+        if refused is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr)
+        sys.exit(getattr(refused, "status", 2))
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)
         sys.exit(130)

@@ -102,6 +102,17 @@ def make_summary(records: dict[int, dict], evaluations: dict[str, dict], sparsit
     }
 
 
+def read_json(path: Path) -> dict:
+    """What write_atomically wrote. Raises ValueError for a file that holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as problem:
+        raise ValueError(f"{path} is no JSON ({problem}); restore it, or move its folder away to start anew") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; restore it, or move its folder away to start anew")
+    return content
+
+
 def write_atomically(path: Path, content: dict) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")

@@ -1,0 +1,205 @@
+"""`make pretrain` where something is wrong: one line that names it and what to do, and status 2 where the user can."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from examples.quickstart import failures, launch, run, summary
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = "E1121 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)\nTraceback\nChildFailedError"
+
+
+def checkpoint(run_folder: Path, iteration: int, complete: bool = True) -> None:
+    folder = run_folder / "checkpoints" / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True)
+    for name in ("__0_0.distcp", "common.pt", *((".metadata", "metadata.json") if complete else ())):
+        (folder / name).write_bytes(b"x")
+
+
+def tracker(run_folder: Path, content: bytes) -> Path:
+    path = run_folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("content, problem", [
+    (b"", "is empty"), (b"\n", "is empty"), (b"what\n", r"holds 'what\n', expected an iteration"),
+    (b"\xff\x00", "expected an iteration"), (b"-3", "holds '-3'"), (b"1.5", "holds '1.5'"),
+    (b"9" * 5000, "holds '99"), (b"300", "names iteration 300, which has no complete checkpoint"),
+    (b"225", "names iteration 225, which has no complete checkpoint"),
+])  # fmt: skip
+def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
+    """Iterations 75 and 150 are complete, 225 was cut off; the remedy, done, lets the run go on."""
+    for iteration in (75, 150):
+        checkpoint(tmp_path, iteration)
+    checkpoint(tmp_path, 225, complete=False)
+    path = tracker(tmp_path, content)
+    with pytest.raises(run.QuickstartError) as caught:
+        failures.checkpoint_iteration(tmp_path)
+    text = str(caught.value)
+    assert problem in text and "the newest complete one is of iteration 150" in text and "\n" not in text
+    assert caught.value.status == 2
+    subprocess.run(text.partition("do: ")[2], shell=True, check=True)
+    assert failures.checkpoint_iteration(tmp_path) == 150 and path.exists()
+
+
+def test_a_tracker_without_any_checkpoint_has_a_remedy(tmp_path):
+    run_folder = tmp_path / "a folder"
+    tracker(run_folder, b"75")
+    with pytest.raises(run.QuickstartError, match="there is no complete one; do: rm ") as caught:
+        failures.checkpoint_iteration(run_folder)
+    subprocess.run(str(caught.value).partition("do: ")[2].partition(" (")[0], shell=True, check=True)
+    assert failures.checkpoint_iteration(run_folder) == 0
+
+
+def test_a_right_tracker_is_followed(tmp_path):
+    assert failures.checkpoint_iteration(tmp_path) == 0
+    checkpoint(tmp_path, 75)
+    tracker(tmp_path, b"75\n")
+    assert failures.checkpoint_iteration(tmp_path) == 75
+
+
+def attempt(tmp_path, monkeypatch, script: str):
+    """One attempt of run.train whose training process is this Python script; what it raises, and what it printed."""
+    monkeypatch.setattr(launch, "training_command", lambda *arguments, **settings: [sys.executable, "-c", script])
+    parsed = SimpleNamespace(config=Path("x.yaml"), iterations=4, seed=1, save_interval=2, runs=tmp_path)
+    console = Console(record=True, width=140, file=open(os.devnull, "w"))  # noqa: SIM115 - the console's, to its end
+    sparsity = SimpleNamespace(summary=lambda: "one line")
+    with (tmp_path / "lock").open("a+") as lock, pytest.raises(run.QuickstartError) as caught:
+        run.train(tmp_path, None, sparsity, parsed, 0, False, lock, console)
+    return caught.value, console.export_text()
+
+
+def fails_with(*lines: str) -> str:
+    return f"import sys; print({chr(10).join(lines)!r}); sys.exit(1)"
+
+
+def test_the_error_of_the_present_attempt_is_shown(tmp_path, monkeypatch):
+    """The log of all attempts is one file; each of them ends with torchrun's report."""
+    error, printed = attempt(tmp_path, monkeypatch, fails_with("noise", "ValueError: the first reason", REPORT))
+    assert "the first reason" in printed and "ChildFailedError" not in printed
+    assert error.status == 1 and str(tmp_path / "train.log") in str(error)
+    error, printed = attempt(tmp_path, monkeypatch, fails_with("noise", "ValueError: the second reason", REPORT))
+    assert "the second reason" in printed and "the first reason" not in printed
+    assert (tmp_path / "train.log").read_text().count("the first reason") == 1
+    # An attempt that dies without a word shows nothing of the others'.
+    error, printed = attempt(tmp_path, monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert printed.split() == ["starting", "Megatron"] and "status -9" in str(error)
+
+
+def test_a_long_output_is_cut():
+    assert failures.last_lines("\n".join(map(str, range(30)))).split() == [str(number) for number in range(10, 30)]
+
+
+def test_the_trainings_own_refusal_is_the_line(tmp_path, monkeypatch):
+    refusal = "error: --seq-length=500: expected a multiple of 32; use 512"
+    error, _ = attempt(tmp_path, monkeypatch, fails_with("noise", refusal, REPORT))
+    assert f"error: {error}" == refusal and error.status == 2
+
+
+@pytest.mark.parametrize("line", [
+    "OSError: [Errno 28] No space left on device: 'x'", "RuntimeError: write failed: No space left on device",
+    "OSError: [Errno 122] Disk quota exceeded",
+])  # fmt: skip
+def test_a_disk_that_fills_up_in_training_is_named(tmp_path, monkeypatch, line):
+    error, printed = attempt(tmp_path, monkeypatch, fails_with("noise", line, REPORT))
+    assert str(error).startswith(f"disk full: RUNS={tmp_path} has ") and error.status == 2
+    assert "RUNS=/a/larger/disk" in str(error) and line in printed
+
+
+def test_a_disk_too_full_for_the_error_itself_is_named(tmp_path, monkeypatch):
+    """torch's own message for it says `unexpected pos`, and the log may lack even that."""
+    monkeypatch.setattr(failures, "free_bytes", lambda folder: 3 * 10**6)
+    error, _ = attempt(tmp_path, monkeypatch, fails_with("RuntimeError: unexpected pos 64 vs 0"))
+    assert "has 3 MB free, expected 100 MB" in str(error)
+
+
+def main(tmp_path, *extra: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "examples.quickstart.run", "--iterations=4", *extra]
+    if not any(word.startswith("--runs") for word in extra):
+        command.append(f"--runs={tmp_path}")
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+
+
+def call_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """(status, the last line of stderr) of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit) as caught:
+        run.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return caught.value.code, lines[0]
+
+
+def test_a_full_disk_is_noticed_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(failures, "free_bytes", lambda folder: 10**6)
+    monkeypatch.setattr(run, "prepare_corpus", lambda *arguments, **settings: pytest.fail("started"))
+    status, line = call_main(monkeypatch, capsys, f"--runs={tmp_path}")
+    assert status == 2 and line.startswith("error: disk full: RUNS=")
+
+
+def test_a_disk_that_fills_up_under_the_corpus_is_named(tmp_path, monkeypatch, capsys):
+    def full(*arguments, **settings):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "text.bin")
+
+    monkeypatch.setattr(run, "prepare_corpus", full)
+    status, line = call_main(monkeypatch, capsys, f"--runs={tmp_path}")
+    assert status == 2 and line.startswith(f"error: disk full: RUNS={tmp_path} has ")
+
+
+@pytest.mark.parametrize("name", ["summary.json", "run.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_of_the_run_is_named(tmp_path, monkeypatch, capsys, name, content):
+    folder = tmp_path / "quickstart"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    monkeypatch.setattr(run, "prepare_corpus", lambda *_, **__: SimpleNamespace(description={"sha256": "x"}))
+    status, line = call_main(monkeypatch, capsys, f"--runs={tmp_path}")
+    assert status == 2 and str(folder / name) in line and "move its folder away" in line
+
+
+def test_a_damaged_tracker_stops_the_command_at_once(tmp_path, monkeypatch, capsys):
+    tracker(tmp_path / "quickstart", b"nonsense")
+    monkeypatch.setattr(run, "prepare_corpus", lambda *_, **__: pytest.fail("started"))
+    status, line = call_main(monkeypatch, capsys, f"--runs={tmp_path}")
+    assert status == 2 and line.startswith("error: ") and "holds 'nonsense'" in line
+
+
+def test_what_the_user_can_mend_ends_with_status_2(tmp_path):
+    """In the real command: one line on stderr, no traceback."""
+    (tmp_path / "config.yaml").write_text("block_size: 32\nlayers: DSS\nspecs: {S: {local_blocks: 2, stride: 4}}")
+    (tmp_path / "file").write_text("")
+    for expected, arguments in (
+        ("DSS", ("--config", str(tmp_path / "config.yaml"))),
+        ("no such file", ("--config", str(tmp_path / "none.yaml"))),
+        (str(tmp_path / "file"), (f"--runs={tmp_path / 'file'}",)),
+    ):
+        result = main(tmp_path, *arguments)
+        assert result.returncode == 2, result.stderr
+        assert expected in result.stderr and result.stderr.startswith("error: ")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_other_settings_do_not_continue_a_run(tmp_path):
+    run.check_settings(tmp_path, {"seed": 1, "corpus": "a"})
+    run.check_settings(tmp_path, {"seed": 1, "corpus": "a"})
+    with pytest.raises(run.QuickstartError, match="seed 1 -> 2") as caught:
+        run.check_settings(tmp_path, {"seed": 2, "corpus": "a"})
+    assert caught.value.status == 2
+
+
+def test_json_is_read_back(tmp_path):
+    summary.write_atomically(tmp_path / "x.json", {"a": 1})
+    assert summary.read_json(tmp_path / "x.json") == {"a": 1} == json.loads((tmp_path / "x.json").read_text())
