@@ -9,7 +9,7 @@
 #   PYTHON=/path/to/python3.12             the Python to make .venv with (else the first one >= 3.12 that is found)
 #   VENV=                                  empty: use the packages of the present environment, make no .venv
 #   JOBS=1                                 test processes at once
-#   TESTS="tests/ops/test_learns.py -x"        what pytest is given
+#   TESTS="tests/ops/test_learns.py -x"    what pytest is given
 
 VENV ?= .venv
 PYTHON ?=
