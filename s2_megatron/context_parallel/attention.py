@@ -157,8 +157,8 @@ class ContextParallel:
             return self._own_queries(query, key, value, scale, backend, deterministic, kept)
         if self.comm_type == "sparse":
             raise ValueError(
-                "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather or "
-                "a2a; use --s2-cp-comm-type all_gather"
+                "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
+                "or a2a; use --s2-cp-comm-type all_gather"
             )
         layout, tokens = self._layout.to(query.device), query.shape[0] * self.size
         if packed is not None and self.cut == "document":

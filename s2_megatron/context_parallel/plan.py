@@ -256,27 +256,16 @@ def layer_costs(
     """The costs of a layer on `size` ranks. pattern: of one tensor-parallel rank's heads. head_dim, itemsize: of q, k
     and v.
 
-    Forward: K and V, for a2a q and out too. Backward: K and V once more unless they are kept, and their gradients (of
+    Forward: K and V, for a2a q and out too. Backward: K and V once more unless keep_received, and their gradients (of
     an all-gather in fp32).
     """
-    n_blocks = (
-        check_block_count(seq_length, size, pattern.block_size)
-        if comm_type != "a2a"
-        else -(-seq_length // pattern.block_size)
-    )
     if comm_type == "a2a":
-        one_way = (
-            seq_length
-            // size
-            * (size - 1)
-            // size
-            * 2
-            * (pattern.num_heads + pattern.num_kv_heads)
-            * head_dim
-            * itemsize
-        )
+        # A rank holds seq_length / size rows and sends the heads of all other ranks.
+        rows_sent = seq_length // size * (size - 1) // size
+        one_way = rows_sent * 2 * (pattern.num_heads + pattern.num_kv_heads) * head_dim * itemsize
         pairs = tuple(pattern.tensor_parallel_slice(rank, size).attended_pairs(seq_length) for rank in range(size))
         return LayerCosts((one_way,) * size, (one_way,) * size, pairs)
+    n_blocks = check_block_count(seq_length, size, pattern.block_size)
     pairs = tuple(rank_pairs(pattern, size, n_blocks).tolist())
     plan = make_plan(pattern, 0, size, n_blocks)
     slot = plan.slot_bytes(head_dim, itemsize)

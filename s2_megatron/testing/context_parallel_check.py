@@ -1,7 +1,8 @@
 """Context parallelism on GPUs over NCCL: errors against fp64 beside those of one GPU, bits repeated, bytes counted, no
 waiting for the GPU.
 
-    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m s2_megatron.testing.context_parallel_check --dtypes bf16
+    CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 2 -m s2_megatron.testing.context_parallel_check \\
+        --dtypes bf16
 
     ranks 2, NCCL, NVIDIA H200
     case           dtype     exchange    out      dq       dk       dv       repeats  bytes  waits

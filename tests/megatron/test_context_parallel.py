@@ -119,8 +119,9 @@ def test_documents_cut_by_themselves(lab, scripts, conversations, same_training)
     """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process
     gets the same pads)."""
     path, tokenizer, stand_in = conversations
-    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
-        --split 100,0,0 --train-iters 4 --calculate-per-token-loss --seq-length 256 --max-position-embeddings 256"""
+    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
+        --tokenizer-model {tokenizer} --data-path {path} --split 100,0,0
+        --train-iters 4 --calculate-per-token-loss --seq-length 256 --max-position-embeddings 256"""
     options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
     one_process = lab.run("context_sft", flags, **options)
     for comm_type in ("a2a", "all_gather"):
@@ -132,8 +133,8 @@ def test_documents_cut_by_themselves(lab, scripts, conversations, same_training)
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # name: (processes, flags, launches of the attention in one forward pass of the layers that a rank holds, how many of
-# them are `sparse`, which launches twice, for the own keys and for the received ones)
-KEPT = {
+# them are `sparse`, which launches twice with the reference: for the own keys and for the received ones)
+STORED = {
     "selective": (1, "--recompute-granularity selective --recompute-modules core_attn", 4, 0),
     "types": (
         2,
@@ -146,14 +147,14 @@ KEPT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KEPT)
-def test_a_kept_result_saves_the_second_forward(resumed, scripts, name):
+@pytest.mark.parametrize("name", STORED)
+def test_a_stored_result_saves_the_second_forward(resumed, scripts, name):
     """Every rank launches one forward an attention where plain recomputation launches two; every bit of the losses;
     nothing left over."""
-    processes, flags, launches, sparse = KEPT[name]
+    processes, flags, launches, sparse = STORED[name]
     flags += " --exit-interval 13 --eval-iters 1 --eval-interval 12 --s2-dense-core s2"
     runs = [
-        resumed(f"kept_{name}_{number}", processes, f"{flags} {more}", script=scripts / "counted_pretrain.py")
+        resumed(f"stored_{name}_{number}", processes, f"{flags} {more}", script=scripts / "counted_pretrain.py")
         for number, more in enumerate(("", "--s2-keep-attention-output"))
     ]
     assert sorted(runs[0].losses) == [11, 12, 13]
@@ -161,7 +162,7 @@ def test_a_kept_result_saves_the_second_forward(resumed, scripts, name):
     assert runs[0].grad_norms == runs[1].grad_norms
     # Passes of a rank: three steps and one evaluation of four micro-batches each.
     steps, evaluation = 3 * 4, 4
-    # A backward needs the received blocks: those of the second forward, where --s2-cp-keep-received kept them, or an
+    # A backward needs the received blocks: those of the second forward, where --s2-cp-keep-received stored them, or an
     # exchange of its own.
     plain_backward = 0 if "keep-received" in flags else 1
     for run, forwards, exchanges in zip(runs, (2, 1), (2 + plain_backward, 2)):
