@@ -42,8 +42,8 @@ def main() -> None:
 
     from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
     from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
-    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
     from s2_megatron.megatron.layer_specs import apply_s2
+    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     use_prebuilt_dataset_helpers()
@@ -54,9 +54,9 @@ def main() -> None:
     )
     if on_cpu:
         require_cpu_settings(args)
-    sparsity = prepare_s2(args)
+    run = prepare_s2(args)
     model_config = gpt_config_from_args(args)
-    apply_s2(model_config, args, sparsity)
+    apply_s2(model_config, run)
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),
         datasets_provider,

@@ -7,13 +7,11 @@ the launcher.
       S: {local_tokens: 1024, stride: 16}
 
 These are the models alone: config/checks.py says how settings go together, config/load.py reads a file.
-`python -m s2_megatron.config.schema --write-schema` regenerates configs/s2.schema.json, with which editors check and
-complete such files.
+`s2-megatron schema --write` regenerates configs/s2.schema.json, with which editors check and complete such files.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -212,31 +210,3 @@ def json_schema() -> dict:
 
 def schema_text() -> str:
     return json.dumps(json_schema(), indent=2, sort_keys=True) + "\n"
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m s2_megatron.config.schema", description="The JSON Schema of the sparsity YAML."
-    )
-    parser.add_argument(
-        "--write-schema",
-        metavar="FILE",
-        nargs="?",
-        const=SCHEMA_FILE,
-        type=Path,
-        help="write it to FILE (default: configs/s2.schema.json of the checkout) instead of printing it",
-    )
-    target = parser.parse_args(arguments).write_schema
-    if target is None:
-        print(schema_text(), end="")
-    elif not target.parent.is_dir():
-        parser.error(
-            f"--write-schema={target}: the folder {target.parent} does not exist; name a file in an existing folder"
-        )
-    else:
-        target.write_text(schema_text())
-        print(f"wrote {target}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 """The command line of S2-Attention, and what happens between Megatron's argument parsing and its model.
 
-A training script needs two calls: `parse_and_validate_args(extra_args_provider=add_s2_arguments)` and `sparsity =
-prepare_s2(args)`, the latter before it derives a model config from `args`. `sparsity` then goes to
-`s2_megatron.megatron.layer_specs`.
+A training script needs three calls: `parse_and_validate_args(extra_args_provider=add_s2_arguments)`, then
+`run = prepare_s2(args)` before it derives a model config from `args`, then `apply_s2(model_config, run)`
+(layer_specs.py).
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ import dataclasses
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 
 from s2_megatron.config.load import load_config
-from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
+from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.attention import COMM_TYPES
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.megatron.flops import install_flop_accounting
-from s2_megatron.megatron.loss_log import install_loss_log
 from s2_megatron.megatron.metrics import report_s2_settings
+from s2_megatron.megatron.patches import install_flop_accounting, install_loss_log
 from s2_megatron.megatron.refusals import (
-    refuse_exchanges,
+    refuse_layers,
     refuse_softmax_scale,
     refuse_unsupported,
     refuse_yaml_command_line,
 )
+from s2_megatron.megatron.report import report_flags_without_effect, report_ignored_flags, report_tensor_parallel
+from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.printing import print_once
-
-DENSE_CORES = ("auto", "stock", "s2")
-# Largest over mean work of the tensor-parallel ranks from which on start-up warns.
-BALANCE_LIMIT = 1.1
 
 
 class _RemovedTransport(Action):
@@ -41,10 +38,14 @@ class _RemovedTransport(Action):
         )
 
 
+def _comm_type(name: str) -> str:
+    return "all_gather" if name == "allgather" else name  # Megatron's spelling of --cp-comm-type
+
+
 def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the flags of S2-Attention: Megatron's `extra_args_provider`.
 
-    Raises ValueError when the command line also has --yaml-cfg, with which Megatron would drop them without a word.
+    Raises ValueError when the command line also has --yaml-cfg, with which Megatron drops every flag.
     """
     refuse_yaml_command_line()
     group = parser.add_argument_group(title="S2-Attention")
@@ -58,38 +59,41 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--s2-backend",
         choices=BACKENDS,
         default="auto",
-        help="What computes S2 attention: the Gluon kernels for Hopper, the portable Triton kernels or the PyTorch reference. auto: on a GPU "
-        "gluon where it can compute the call and triton elsewhere, on a CPU the reference.",
+        help="What computes S2 attention: the Gluon kernels for Hopper, the portable Triton kernels or the PyTorch "
+        "reference. auto: on a GPU gluon where it can compute the call and triton elsewhere, on a CPU the reference.",
     )
     group.add_argument(
         "--s2-dense-core",
         choices=DENSE_CORES,
         default="auto",
-        help="What computes dense layers. stock: Megatron's core attention. s2: this package's kernels with a dense pattern. "
-        "auto: stock with Transformer Engine; with the local implementation stock for short unpacked sequences, "
-        "else s2.",
+        help="What computes dense layers. stock: Megatron's core attention. s2: this package's kernels with a dense "
+        "pattern. auto: stock with Transformer Engine; with the local implementation stock for short unpacked "
+        "sequences, else s2.",
     )
     group.add_argument(
         "--s2-cp-comm-type",
         nargs="+",
+        type=_comm_type,
+        choices=COMM_TYPES,
         default=["sparse"],
         metavar="TYPE",
-        help=f"How context-parallel ranks talk in the layers that S2's op computes: {', '.join(COMM_TYPES)}; one for all layers, or one "
-        "per layer. sparse: each rank receives the key blocks that its pattern attends. all_gather: all keys and values. a2a: the whole "
-        "sequence of some heads. Megatron's own dense layers follow --cp-comm-type.",
+        help="How context-parallel ranks exchange keys and values in the layers that S2's op computes: "
+        f"{', '.join(COMM_TYPES)}; one for all layers, or one per layer. sparse: each rank receives the key blocks "
+        "that its pattern attends. all_gather: all keys and values. a2a: the whole sequence of some heads. Megatron's "
+        "own dense layers follow --cp-comm-type.",
     )
     group.add_argument(
         "--s2-cp-keep-received",
         action="store_true",
-        help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving them again: "
-        "faster, more memory.",
+        help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving "
+        "them again: faster, more memory.",
     )
-    group.add_argument("--s2-cp-transport", action=_RemovedTransport, nargs="?", default=SUPPRESS, help=SUPPRESS)
+    group.add_argument("--s2-cp-transport", action=_RemovedTransport, nargs="?", dest=SUPPRESS, help=SUPPRESS)
     group.add_argument(
         "--s2-keep-attention-output",
         action="store_true",
-        help="Under activation recomputation (full, or selective with core_attn) keep the attention's result of the first pass, so that "
-        "the second computes no attention.",
+        help="Under activation recomputation (full, or selective with core_attn) store the attention's output of the "
+        "first pass, so that the recomputation computes no attention.",
     )
     group.add_argument(
         "--s2-allow-python-patterns",
@@ -105,13 +109,14 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "--s2-loss-log",
         metavar="PATH",
         default=None,
-        help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per evaluation. "
-        "Works without --s2-config too.",
+        help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per "
+        "evaluation. Works without --s2-config too.",
     )
     return parser
 
 
-def _resolve(args: Namespace) -> ResolvedSparsity:
+def resolve_sparsity(args: Namespace) -> ResolvedSparsity:
+    """The sparsity of every layer from --s2-config, for the model of `args`. Raises ValueError when they do not fit."""
     config = load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns)
     # --mtp-use-repeated-layer runs one layer several times.
     mtp_runs = args.mtp_num_layers or 0
@@ -140,50 +145,11 @@ def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> Resolve
     return sparsity
 
 
-def _report_balance(args: Namespace, sparsity: ResolvedSparsity) -> None:
-    """Prints how evenly the attention work falls on the tensor-parallel ranks, and what to change when it does not."""
-    size = args.tensor_model_parallel_size
-    if size == 1:
-        return
-    balance = tensor_parallel_balance(sparsity, size)
-    text = f"S2: attention work of {size} tensor-parallel ranks, max / mean: {balance:.3f}"
-    if balance > BALANCE_LIMIT:
-        text += f"; WARNING: above {BALANCE_LIMIT}, the other ranks wait; use dense_heads: {{spread: n}} with n a multiple of {size}"
-    print_once(text)
-
-
-def _warn_of_ignored(args: Namespace) -> None:
-    given = [
-        flag
-        for flag, ignored in (
-            (f"--s2-backend {args.s2_backend}", args.s2_backend != "auto"),
-            (f"--s2-dense-core {args.s2_dense_core}", args.s2_dense_core != "auto"),
-            (f"--s2-cp-comm-type {' '.join(args.s2_cp_comm_type)}", args.s2_cp_comm_type != ["sparse"]),
-            ("--s2-cp-keep-received", args.s2_cp_keep_received),
-            ("--s2-keep-attention-output", args.s2_keep_attention_output),
-            ("--s2-allow-python-patterns", args.s2_allow_python_patterns),
-        )
-        if ignored
-    ]
-    if given:
-        print_once(f"S2: {', '.join(given)} without --s2-config: ignored, the model is Megatron's own")
-
-
-def _report_no_effect(args: Namespace) -> None:
-    """Says which flags of context parallelism have no effect on one rank."""
-    given = ["--s2-cp-comm-type"] * (args.s2_cp_comm_type != ["sparse"]) + [
-        "--s2-cp-keep-received"
-    ] * args.s2_cp_keep_received
-    if given and args.context_parallel_size == 1:
-        print_once(f"S2: {', '.join(given)} with --context-parallel-size 1: no effect")
-
-
-def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
-    """Reads --s2-config, checks that this run can honour it, and makes Megatron's accounting know it.
+def prepare_s2(args: Namespace) -> S2Run | None:
+    """Reads --s2-config, checks that this run can honour it, and tells Megatron's accounting of it.
 
     args: what Megatron's `parse_and_validate_args` returned, with `add_s2_arguments` as its extra_args_provider. To be
-    called before a model config is derived from `args`. Returns the sparsity of every layer, or None without
-    --s2-config.
+    called before a model config is derived from `args`. Returns what `apply_s2` takes, or None without --s2-config.
 
     Afterwards args.s2_sparsity (canonical JSON, saved in checkpoints with the other arguments) and args.s2_density
     (attended pairs over dense causal ones) are set, and args.softmax_scale when the YAML has one; throughput counts
@@ -200,18 +166,18 @@ def prepare_s2(args: Namespace) -> ResolvedSparsity | None:
         )
     install_loss_log(args.s2_loss_log)
     if args.s2_config is None:
-        _warn_of_ignored(args)
+        report_ignored_flags(args)
         compare_with_checkpoint(args, None)
         return None
     refuse_unsupported(args)
-    sparsity = _apply_softmax_scale(args, _resolve(args))
-    refuse_exchanges(args, sparsity)
-    _report_no_effect(args)
-    resolve_backend(args.s2_backend, compute_device().type)
-    compare_with_checkpoint(args, sparsity)
-    args.s2_sparsity = sparsity.canonical_json()
-    args.s2_density = sparsity.density()
-    install_flop_accounting(args, sparsity)
-    report_s2_settings(args, sparsity)
-    _report_balance(args, sparsity)
-    return sparsity
+    run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
+    refuse_layers(args, run)
+    report_flags_without_effect(args)
+    resolve_backend(run.settings.backend, compute_device().type)
+    compare_with_checkpoint(args, run.sparsity)
+    args.s2_sparsity = run.sparsity.canonical_json()
+    args.s2_density = run.sparsity.density()
+    install_flop_accounting(args, run.sparsity)
+    report_s2_settings(args, run.sparsity)
+    report_tensor_parallel(run.sparsity, args.tensor_model_parallel_size)
+    return run

@@ -101,8 +101,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
                 else "resume with the YAML it was trained with"
             )
         raise ValueError(
-            f"{where} was trained with another sparsity; this run (now on the right) would resume it with its optimizer:{lines}\n"
-            f"{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to continue with the new one"
+            f"{where} was trained with another sparsity; this run (now on the right) would resume it with its "
+            f"optimizer:{lines}\n{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to "
+            "continue with the new one"
         )
     how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
     print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")

@@ -1,6 +1,6 @@
 """Megatron-core's core attention (softmax(QK)V, between the qkv and the output projection) computed by S2-Attention.
 
-s query tokens, sk key tokens (the whole prefix in static inference), b micro-batch, t packed tokens; np query heads, ng
+s query tokens, sk key tokens (the whole prefix in static inference), b microbatch, t packed tokens; np query heads, ng
 KV heads and hn head dim of one tensor-parallel rank.
 """
 
@@ -20,14 +20,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.ops.api import BACKENDS
+from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout
 from s2_megatron.ops.recompute import KeptOutputs, kept_attention
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
 # TransformerConfig settings that change what attention computes, with the value that S2 honours and the flag for it.
-# The command line is checked before (refusals.py, which knows more); this list is for models that are built without it.
+# The command line is checked before (refusals/, which know more); this list is for models that are built without it.
 HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
     ("multi_latent_attention", False, "drop --multi-latent-attention"),
@@ -46,6 +46,7 @@ HONOURED_CONFIG = (
     ),
 )
 
+DEFAULTS = S2Settings()
 _layouts: dict[tuple[str, torch.device], Layout] = {}
 _context_parallel: dict[tuple, ContextParallel] = {}
 
@@ -76,11 +77,9 @@ class S2CoreAttention(MegatronModule):
 
     config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as
     Megatron passes them. pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing.
-    layer_index: the 0-based layer that the pattern is meant for, to check against layer_number. backend, deterministic:
-    see s2_attention; config.deterministic_mode also selects the deterministic backward. With context parallelism:
-    s2_cp_comm_type, keep_received and packed_cut as in ContextParallel, whose cp_comm_type this layer does
-    not follow; seq_length plans the exchange for that length at once. keep_output: under recomputation keep the result
-    of the first pass, so that the second computes no attention.
+    layer_index: the 0-based layer that the pattern is meant for, to check against layer_number. settings: of the run.
+    s2_cp_comm_type: one of ContextParallel's; Megatron's cp_comm_type is for its own layers.
+    config.deterministic_mode selects the deterministic backward.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
     """
 
@@ -99,13 +98,8 @@ class S2CoreAttention(MegatronModule):
         *,
         pattern: Pattern,
         layer_index: int | None = None,
-        backend: str = "auto",
-        deterministic: bool = False,
+        settings: S2Settings = DEFAULTS,
         s2_cp_comm_type: str = "sparse",
-        keep_received: bool = False,
-        packed_cut: str = "document",
-        seq_length: int | None = None,
-        keep_output: bool = False,
     ):
         super().__init__(config=config)
         # The spec was made for one layer; Megatron numbers layers itself, by its own pipeline arithmetic.
@@ -114,22 +108,19 @@ class S2CoreAttention(MegatronModule):
         )
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type
-        self.backend = backend
-        self.deterministic = deterministic or config.deterministic_mode
+        self.settings = settings
+        self.deterministic = config.deterministic_mode
         self.softmax_scale = config.softmax_scale if softmax_scale is None else softmax_scale  # None: hn ** -0.5
 
         require_honoured(config, self._name)
-        if backend not in BACKENDS:
-            raise ValueError(
-                f"{self._name}: backend={backend!r}; expected one of {', '.join(BACKENDS)}; set --s2-backend"
-            )
         if attention_dropout:
             raise ValueError(
                 f"{self._name}: attention_dropout={attention_dropout}; expected 0.0; add --attention-dropout 0.0"
             )
         if attention_type != "self":
             raise ValueError(
-                f"{self._name}: attention_type={attention_type!r}; expected 'self'; keep cross attention dense (plan letter D)"
+                f"{self._name}: attention_type={attention_type!r}; expected 'self'; keep cross attention dense (plan "
+                "letter D)"
             )
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(
@@ -137,8 +128,8 @@ class S2CoreAttention(MegatronModule):
             )
         if k_channels is not None or v_channels is not None:
             raise ValueError(
-                f"{self._name}: k_channels={k_channels}, v_channels={v_channels}; expected None, one head dim for q, k and v; "
-                "drop --multi-latent-attention"
+                f"{self._name}: k_channels={k_channels}, v_channels={v_channels}; expected None, one head dim for q, k "
+                "and v; drop --multi-latent-attention"
             )
 
         if pg_collection is None:
@@ -148,28 +139,33 @@ class S2CoreAttention(MegatronModule):
         groups = pattern.num_kv_heads if pattern.num_kv_heads >= tp_size else tp_size
         if (config.num_attention_heads, config.num_query_groups) != (pattern.num_heads, groups):
             raise ValueError(
-                f"{self._name}: the model has {config.num_attention_heads} heads and {config.num_query_groups} KV groups, its pattern "
-                f"{pattern.num_heads} and {pattern.num_kv_heads}; expected the same; resolve the S2 config for this model's shape"
+                f"{self._name}: the model has {config.num_attention_heads} heads and {config.num_query_groups} KV "
+                f"groups, its pattern {pattern.num_heads} and {pattern.num_kv_heads}; expected the same; resolve the "
+                "S2 config for this model's shape"
             )
         self.local_pattern = pattern.tensor_parallel_slice(tp_rank, tp_size)
         self._pattern_key = json.dumps(self.local_pattern.canonical(), sort_keys=True)
-        self.kept = KeptOutputs() if keep_output else None
+        self.kept = KeptOutputs() if settings.keep_attention_output else None
         self.context_parallel = None
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
-            self.context_parallel = self._shared_context(
-                pg_collection.cp, s2_cp_comm_type, keep_received=keep_received, cut=packed_cut
-            )
-            if seq_length is not None:
-                head_dim, dtype = config.kv_channels, config.params_dtype
-                self.context_parallel.prepare(seq_length, compute_device(), head_dim, dtype, backend)
+            self.context_parallel = self._shared_context(pg_collection.cp, s2_cp_comm_type)
+            if settings.planned_length is not None:
+                self.context_parallel.prepare(
+                    settings.planned_length,
+                    compute_device(),
+                    config.kv_channels,
+                    config.params_dtype,
+                    settings.backend,
+                )
 
-    def _shared_context(self, group, comm_type, **settings) -> ContextParallel:
+    def _shared_context(self, group, comm_type: str) -> ContextParallel:
         """Layers with the same pattern and settings share the plan, and what of it lies on the device."""
-        key = (self._pattern_key, group, comm_type, *settings.values())
+        options = dict(keep_received=self.settings.cp_keep_received, cut=self.settings.packed_cut)
+        key = (self._pattern_key, group, comm_type, *options.values())
         if key not in _context_parallel:
             try:
-                _context_parallel[key] = ContextParallel(self.local_pattern, group, comm_type, **settings)
+                _context_parallel[key] = ContextParallel(self.local_pattern, group, comm_type, **options)
             except ValueError as error:
                 raise ValueError(f"{self._name}: {error}") from error
         return _context_parallel[key]
@@ -187,7 +183,8 @@ class S2CoreAttention(MegatronModule):
         return _layouts[key]
 
     def extra_repr(self) -> str:
-        return f"layer_number={self.layer_number}, pattern={self.local_pattern.describe()!r}, backend={self.backend!r}"
+        pattern, backend = self.local_pattern.describe(), self.settings.backend
+        return f"layer_number={self.layer_number}, {pattern=}, {backend=}"
 
     def forward(
         self,
@@ -221,7 +218,10 @@ class S2CoreAttention(MegatronModule):
         # Only inside a layer that Megatron will run, or runs, a second time.
         kept = self.kept if self.training and is_checkpointing() else None
         options = dict(
-            softmax_scale=self.softmax_scale, packed=packed, backend=self.backend, deterministic=self.deterministic
+            softmax_scale=self.softmax_scale,
+            packed=packed,
+            backend=self.settings.backend,
+            deterministic=self.deterministic,
         )
         if self.context_parallel is not None:
             return self.context_parallel.attention(query, key, value, kept=kept, **options).flatten(-2)
@@ -252,8 +252,9 @@ class S2CoreAttention(MegatronModule):
             params, PackedAcrossRanks
         ):
             raise ValueError(
-                f"{self._name}: packed_seq_params is {type(params).__name__}, but the batch was cut by {self.context_parallel.cut}; expected "
-                "PackedAcrossRanks for a row cut as one sequence, PackedSeqParams for documents cut by themselves; read batches with "
+                f"{self._name}: packed_seq_params is {type(params).__name__}, but the batch was cut by "
+                f"{self.context_parallel.cut}; expected PackedAcrossRanks for a row cut as one sequence, "
+                "PackedSeqParams for documents cut by themselves; read batches with "
                 "s2_megatron.megatron.data.next_batch"
             )
         if isinstance(params, PackedAcrossRanks):
@@ -284,20 +285,18 @@ class S2CoreAttention(MegatronModule):
 
 
 class S2SelfAttention(SelfAttention):
-    """Megatron's SelfAttention around an S2CoreAttention, with the two inference paths closed that go around the core
-    attention.
-
-    They read the KV cache with dense attention kernels, so the layer would run dense without a word.
+    """Megatron's SelfAttention around an S2CoreAttention, which refuses the two inference paths that bypass the core
+    attention: they read the KV cache with dense attention kernels.
     """
 
     def flash_decode(self, *args, **kwargs):
         raise ValueError(
-            f"flash_decode=True in layer {self.layer_number} (counted from 1): it bypasses S2-Attention and would compute dense "
-            "attention; expected False; drop --flash-decode"
+            f"flash_decode=True in layer {self.layer_number} (counted from 1): it bypasses S2-Attention and would "
+            "compute dense attention; expected False; drop --flash-decode"
         )
 
     def flash_decode_and_prefill(self, *args, **kwargs):
         raise ValueError(
-            f"dynamic inference in layer {self.layer_number} (counted from 1): the dynamic engine bypasses S2-Attention and would "
-            "compute dense attention; expected static batching; use StaticInferenceContext"
+            f"dynamic inference in layer {self.layer_number} (counted from 1): the dynamic engine bypasses "
+            "S2-Attention and would compute dense attention; expected static batching; use StaticInferenceContext"
         )

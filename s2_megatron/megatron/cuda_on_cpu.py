@@ -180,7 +180,8 @@ def install_if_no_gpu() -> bool:
     # warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     print_once(
-        "No GPU found: this run takes the CPU. It computes the same, slowly; use a GPU for more than tests and small models."
+        "No GPU found: this run takes the CPU. It computes the same, slowly; use a GPU for more than tests and small "
+        "models."
     )
     return True
 

@@ -1,6 +1,6 @@
 """What Megatron's training loop asks of a GPT: datasets, batches, the loss, one forward step.
 
-Shapes: b micro-batch, s sequence length, t = b*s tokens of a packed micro-batch, n documents in it.
+Shapes: b microbatch, s sequence length, t = b*s tokens of a packed microbatch, n documents in it.
 
 A packed batch (`--sft`, `--dataloader-inter-document-masking`) is one row of t tokens with the documents' borders in
 `PackedSeqParams`; every pipeline stage reads it, because every layer needs the borders. Over c context-parallel ranks
@@ -35,22 +35,20 @@ from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from s2_megatron.context_parallel.attention import packed_cut
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
+from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
 
 # A loss counts as spiky (--check-for-spiky-loss) when it is this many times the largest one seen so far.
 SPIKY_LOSS_FACTOR = 10
 
-_DATALOADER_KEYS = (
-    "tokens", "labels", "loss_mask", "position_ids", "attention_mask",
-    "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group",
-)  # fmt: skip
+_TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+_DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
 
 
 class GPTBatch(NamedTuple):
-    """One micro-batch as this rank sees it; a field is None where this pipeline stage has no use for it."""
+    """One microbatch as this rank sees it; a field is None where this pipeline stage has no use for it."""
 
     tokens: torch.Tensor | None = None  # int64 [b, s], packed [1, t]
     position_ids: torch.Tensor | None = None  # int64, like tokens
@@ -58,11 +56,6 @@ class GPTBatch(NamedTuple):
     loss_mask: torch.Tensor | None = None  # fp32, like tokens
     attention_mask: torch.Tensor | None = None  # bool [b, 1, s, s], only with --create-attention-mask-in-dataloader
     packed: PackedSeqParams | None = None  # the documents' borders, int32 [n + 1]
-
-
-def is_packed(args) -> bool:
-    """Whether the dataset hands out several documents a sample, with their borders."""
-    return args.sft or args.dataloader_inter_document_masking
 
 
 def _stage_has_tokens(config, vp_stage: int | None) -> bool:
@@ -115,7 +108,7 @@ def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
 
 
 def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
-    """The next micro-batch. Tensor-parallel rank 0 reads it and broadcasts it within its group.
+    """The next microbatch. Tensor-parallel rank 0 reads it and broadcasts it within its group.
 
     data_iterator: None on the ranks that do not read. config: the model's TransformerConfig. vp_stage: virtual pipeline
     stage.
@@ -130,7 +123,7 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         read = next(data_iterator)
-        for key in _DATALOADER_KEYS:
+        for key in _TOKEN_KEYS + _DOCUMENT_KEYS:
             tensor = read.get(key)
             sample[key] = None if tensor is None else tensor.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
@@ -205,7 +198,7 @@ def _cached_teacher_loss():
 
 
 def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor, model=None):
-    """The loss of one micro-batch, in the form that Megatron's schedules expect.
+    """The loss of one microbatch, in the form that Megatron's schedules expect.
 
     loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements.
     Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the
@@ -228,15 +221,15 @@ def _check_loss(loss: torch.Tensor, args) -> None:
     # A forward pass is deterministic, so a rerun that gives another result points at the hardware: tolerance 0.
     validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:
-        validate(rejection_func=torch.isnan, message="the loss of a micro-batch is NaN", fatal=True)
-        validate(rejection_func=torch.isinf, message="the loss of a micro-batch is infinite", fatal=True)
+        validate(rejection_func=torch.isnan, message="the loss of a microbatch is NaN", fatal=True)
+        validate(rejection_func=torch.isinf, message="the loss of a microbatch is infinite", fatal=True)
     if args.check_for_spiky_loss:
         spiky = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
-        validate(rejection_func=spiky, message="the loss of a micro-batch is spiky", fatal=False)
+        validate(rejection_func=spiky, message="the loss of a microbatch is spiky", fatal=False)
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):
-    """Run one micro-batch through the model.
+    """Run one microbatch through the model.
 
     Returns (output tensor, function from it to the loss); with return_schedule_plan, which Megatron asks for under
     --overlap-moe-expert-parallel-comm, (schedule plan, the same function).

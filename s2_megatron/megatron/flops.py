@@ -6,22 +6,20 @@ formula is linear in sum(L^2). So a model with S2 layers has the FLOPs that Mega
 *effective* sum(L^2): the real one in its dense layers, twice the attended pairs of a head in its S2 layers, the mean
 over both. Nothing else of the formula is repeated here, so MoE, MTP and GQA follow Megatron.
 
-What is patched, all of it here, once per process and said once: four functions that `megatron.training.training` looks
-up in its own namespace.
+FlopAccounting has what takes the place of four functions of `megatron.training.training` (patches.py puts it there):
 
 - `num_floating_point_operations` uses the effective sum(L^2).
-- `update_seqlen_stats_from_cu_seqlens` also adds up the attended pairs of packed documents, on the device, and only while training:
-  Megatron's own also lets an evaluation's documents leak into the next iteration. With virtual pipeline stages it is
-  called once per stage and micro-batch; the sums are divided by their number.
-- `consume_seqlen_stats_in_iteration` reads these sums once per logging interval (and before a checkpoint) instead of once per iteration.
+- `update_seqlen_stats_from_cu_seqlens` also adds up the attended pairs of packed documents, on the device, and only
+  while training: Megatron's own also counts an evaluation's documents in the next iteration. With virtual pipeline
+  stages it is called once per stage and microbatch; the sums are divided by their number.
+- `consume_seqlen_stats_in_iteration` reads these sums once per logging interval (and before a checkpoint) instead of
+  once per iteration.
 - `training_log` gets the mean over that interval, and reports the dense-equivalent throughput after Megatron's line.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 from argparse import Namespace
 from collections import Counter
 
@@ -31,7 +29,6 @@ import torch
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
-from s2_megatron.printing import print_once
 
 
 class PairTable:
@@ -91,7 +88,8 @@ def _row_counts(pattern: Pattern, n_blocks: int) -> tuple[np.ndarray, np.ndarray
 
 
 class _SquaredLengths(float):
-    """sum(L^2) of packed documents, which takes the attended pairs with it through Megatron's training loop."""
+    """sum(L^2) of packed documents, as a float that also carries their attended pairs through Megatron's training
+    loop."""
 
     pairs: float
 
@@ -102,8 +100,8 @@ class _SquaredLengths(float):
 
 
 class _Flops(float):
-    """FLOPs of one global batch, which keep the dense-equivalent ones company through the division by the elapsed
-    time."""
+    """FLOPs of one global batch, as a float that also carries the dense-equivalent FLOPs. The division by the elapsed
+    time, which Megatron does, tells the accounting both throughputs."""
 
     dense: float
     accounting: FlopAccounting
@@ -169,7 +167,7 @@ class FlopAccounting:
         self.packed = True
 
     def _is_read(self, args: Namespace) -> bool:
-        """Whether somebody looks at the sums after this iteration: a log, a checkpoint, the end of the run."""
+        """Whether the sums are needed after this iteration: for a log, a checkpoint, or the end of the run."""
         iteration = args.curr_iteration + 1
         intervals = (
             args.log_interval,
@@ -253,50 +251,3 @@ class FlopAccounting:
                 writer.add_scalar("throughput-dense-equivalent", dense, iteration)
             if wandb is not None:
                 wandb.log({"throughput-dense-equivalent": dense}, iteration)
-
-
-# Name in megatron.training.training -> method that takes its place.
-_PATCHED = {
-    "num_floating_point_operations": "flops",
-    "update_seqlen_stats_from_cu_seqlens": "add_documents",
-    "consume_seqlen_stats_in_iteration": "consume",
-    "training_log": "log",
-}
-_original: dict = {}
-_accounting: FlopAccounting | None = None
-
-
-def _forwarding(name: str, method: str):
-    @functools.wraps(_original[name])
-    def patched(*args, **kwargs):
-        return getattr(_accounting, method)(*args, **kwargs)
-
-    return patched
-
-
-def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> FlopAccounting:
-    """Makes Megatron's throughput count what `sparsity` attends. Calling again replaces the counts, not the patches.
-
-    args: Megatron's arguments. A script that has imported `update_seqlen_stats_from_cu_seqlens` by name gets the
-    patched one as well.
-    """
-    global _accounting
-    from megatron.training import training
-
-    first = not _original
-    if first:
-        _original.update({name: getattr(training, name) for name in _PATCHED})
-    _accounting = FlopAccounting(args, sparsity, _original)
-    if first:
-        for name, method in _PATCHED.items():
-            patched = _forwarding(name, method)
-            for module in [
-                module
-                for module in sys.modules.values()
-                if getattr(module, "__dict__", {}).get(name) is _original[name]
-            ]:
-                setattr(module, name, patched)
-        print_once(
-            f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_PATCHED)})"
-        )
-    return _accounting

@@ -2,7 +2,8 @@
 
 Megatron's printed losses have seven digits and the second one of every run, or resume, is the mean of two iterations;
 TensorBoard's files hold the exact ones but stay in a buffer for two minutes and are lost when a run is killed. This log
-is flushed line by line, so that an iteration that has a checkpoint has its line too:
+is flushed line by line, so that an iteration that has a checkpoint has its line too (patches.py puts it into the
+training loop):
 
     {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0}
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import json
 import logging
 import os
@@ -29,10 +29,8 @@ logger = logging.getLogger(__name__)
 
 HEADER = "run"  # the key of the first record of each process: its arguments, and FLOPs per token
 
-_writer: _Writer | None = None
 
-
-def _number(value) -> float | int | None:
+def exact_number(value) -> float | int | None:
     """A Python number from a tensor, a number or None; exact, since JSON carries every digit of a float."""
     if value is None:
         return None
@@ -55,7 +53,8 @@ def _locked(path: Path, wait_seconds: float = 0.0) -> TextIO:
                 continue
             file.close()
             raise ValueError(
-                f"loss log {path} is being written by another process; expected none; wait until it has ended, stop it, or give another path"
+                f"loss log {path} is being written by another process; expected none; wait until it has ended, stop "
+                "it, or give another path"
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
@@ -64,8 +63,11 @@ def _locked(path: Path, wait_seconds: float = 0.0) -> TextIO:
         return file
 
 
-class _Writer:
-    """Appends records on the last rank, where Megatron has the losses and prints from."""
+class LossLog:
+    """Appends records to a file on the last rank, where Megatron has the losses and prints from. path: absolute.
+
+    Raises ValueError when another process writes the file.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -77,6 +79,7 @@ class _Writer:
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def append(self, record: dict) -> None:
+        """Raises RuntimeError when the torchrun that started this process has ended."""
         if self.launcher not in (None, os.getppid()):
             raise RuntimeError(
                 f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume"
@@ -84,84 +87,6 @@ class _Writer:
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-
-
-def install_loss_log(path: str | Path | None) -> None:
-    """Have Megatron's training loop append its losses to `path`; nothing for None.
-
-    Called once per process, before `pretrain`. A second call with the same path does nothing.
-
-    Raises ValueError when this process already logs to another path, or another process to this one.
-    """
-    global _writer
-    if path is None:
-        return
-    path = Path(path).absolute()
-    if _writer is not None:
-        if _writer.path != path:
-            raise ValueError(
-                f"--s2-loss-log={path}: this process already logs to {_writer.path}; expected one path; drop one"
-            )
-        return
-    _writer = writer = _Writer(path)
-
-    from megatron.training import training
-
-    training_log, evaluate = training.training_log, training.evaluate
-    evaluate_and_print_results = training.evaluate_and_print_results
-    current = {}  # what is being evaluated: `evaluate` is not told
-
-    @functools.wraps(training_log)
-    def logged_training_log(
-        loss_dict,
-        total_loss_dict,
-        learning_rate,
-        iteration,
-        loss_scale,
-        report_memory_flag,
-        skipped_iter,
-        grad_norm,
-        *args,
-        **kwargs,
-    ):
-        record = {"iteration": iteration}
-        record |= {name: _number(value) for name, value in loss_dict.items()}
-        record |= {"grad_norm": _number(grad_norm), "learning_rate": _number(learning_rate), "skipped": skipped_iter}
-        writer.append(record)
-        return training_log(
-            loss_dict,
-            total_loss_dict,
-            learning_rate,
-            iteration,
-            loss_scale,
-            report_memory_flag,
-            skipped_iter,
-            grad_norm,
-            *args,
-            **kwargs,
-        )
-
-    @functools.wraps(evaluate)
-    def logged_evaluate(*args, **kwargs):
-        result = evaluate(*args, **kwargs)
-        if current and result[0] is not None:
-            writer.append(current | {name: _number(value) for name, value in result[0].items()})
-        return result
-
-    @functools.wraps(evaluate_and_print_results)
-    def logged_evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
-        current.update(iteration=iteration, validation=prefix)
-        try:
-            return evaluate_and_print_results(
-                prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs
-            )
-        finally:
-            current.clear()
-
-    training.training_log = logged_training_log
-    training.evaluate = logged_evaluate
-    training.evaluate_and_print_results = logged_evaluate_and_print_results
-    logger.info("losses are appended to %s", path)
 
 
 def read_records(path: str | Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""S2 settings and the density in wandb's config and in TensorBoard, so that runs can be compared by them."""
+"""The flags of S2-Attention and the density in wandb's config and in TensorBoard, to compare runs by them."""
 
 from __future__ import annotations
 

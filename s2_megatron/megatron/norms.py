@@ -25,7 +25,8 @@ def sequence_parallel_norm(
     ):
         if getattr(config, name):
             raise ValueError(
-                f"{name}=True with PyTorch's {config.normalization}; expected False; {flag}, or install Transformer Engine"
+                f"{name}=True with PyTorch's {config.normalization}; expected False; {flag}, or install Transformer "
+                "Engine"
             )
     norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
     if config.normalization not in norms:

@@ -1,4 +1,4 @@
-"""Every version that a bug report needs: `python -m s2_megatron.tools.env_report`.
+"""Every version that a bug report needs: `s2-megatron env-report`.
 
     s2-megatron           0.1.0
     python                3.12.1 (/root/.venv/bin/python)
@@ -14,6 +14,7 @@ What is missing, or fails to be asked, is said in its line; the report always en
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -51,8 +52,7 @@ def distribution_version(names: tuple[str, ...]) -> str:
 
 
 def apex_text() -> str:
-    """NVIDIA's Apex has no distribution of a telling name: PyPI's `apex` is another project, so the modules are
-    asked."""
+    """NVIDIA's Apex is recognised by its modules, because PyPI has another project of the name `apex`."""
     if importlib.util.find_spec("apex") is None:
         return "not installed"
     if importlib.util.find_spec("apex.optimizers") is None:
@@ -118,12 +118,12 @@ def report() -> dict[str, str]:
     return lines
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(args: argparse.Namespace) -> None:
     lines = report()
     width = max(map(len, lines))
     for name, text in lines.items():
         print(f"{name:<{width}}  {text}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Shows what a sparsity YAML means for a model: a table of its layers, and a picture of its patterns.
 
-    python -m s2_megatron.tools.inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4
-    --num-query-groups 2 \
+    s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --num-query-groups 2 \
         --seq-length 512 --png docs/pattern.png
 
     Attention of 4 layers, 4 query / 2 KV heads, 512 tokens, blocks of 32
@@ -259,10 +258,7 @@ def _range_label(pattern: Pattern, index: int) -> str:
     return f"one block in {stride}" + ("" if end is None else f", up to {end} blocks away")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m s2_megatron.tools.inspect", description="Shows what a sparsity YAML means."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="the sparsity YAML")
     parser.add_argument("--num-layers", type=int, required=True)
     parser.add_argument("--num-attention-heads", type=int, required=True)
@@ -280,47 +276,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--png", type=Path, help="draw the patterns into this file")
     parser.add_argument("--layers", type=int, nargs="+", help="the layers to draw (default: the first S2 layers)")
     parser.add_argument("--blocks", type=int, default=32, help="blocks of the sequence to draw (default: 32)")
-    return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns the exit status: 2 for settings that are wrong, with one line on stderr."""
-    args = _parser().parse_args(arguments)
-    try:
-        config = load_config(args.config, allow_python_patterns=args.s2_allow_python_patterns)
-        sparsity = config.resolve(
-            num_layers=args.num_layers,
-            num_heads=args.num_attention_heads,
-            num_kv_heads=args.num_query_groups or args.num_attention_heads,
-            seq_length=args.seq_length,
-            mtp_num_layers=args.mtp_num_layers,
-        )
-        # Redirected output has no width of its own, and a table cut to 80 columns is hard to read.
-        Console(width=None if sys.stdout.isatty() else 140).print(sparsity.table())
-        if args.tensor_model_parallel_size > 1:
-            balance = tensor_parallel_balance(sparsity, args.tensor_model_parallel_size)
-            print(
-                f"attention work of {args.tensor_model_parallel_size} tensor-parallel ranks, max / mean: {balance:.3f}"
+def run(args: argparse.Namespace) -> None:
+    """Prints the table and draws what is asked for. Raises ValueError for a config that is wrong or does not fit, and
+    for a picture that shows nothing."""
+    config = load_config(args.config, allow_python_patterns=args.s2_allow_python_patterns)
+    sparsity = config.resolve(
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups or args.num_attention_heads,
+        seq_length=args.seq_length,
+        mtp_num_layers=args.mtp_num_layers,
+    )
+    tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+    # Redirected output has no width of its own, and a table cut to 80 columns is hard to read.
+    Console(width=None if sys.stdout.isatty() else 140).print(sparsity.table())
+    if tp_size > 1:
+        balance = tensor_parallel_balance(sparsity, tp_size)
+        print(f"attention work of {tp_size} tensor-parallel ranks, max / mean: {balance:.3f}")
+    if cp_size > 1:
+        print("\n".join(exchange_summary(sparsity, cp_size, tp_size)))
+    if args.exchange_png:
+        if cp_size == 1:
+            raise ValueError(
+                "--exchange-png with --context-parallel-size 1; expected 2 or more ranks; add --context-parallel-size 4"
             )
-        if args.context_parallel_size > 1:
-            print("\n".join(exchange_summary(sparsity, args.context_parallel_size, args.tensor_model_parallel_size)))
-        if args.exchange_png:
-            if args.context_parallel_size == 1:
-                raise ValueError(
-                    "--exchange-png with --context-parallel-size 1; expected 2 or more ranks; add --context-parallel-size 4"
-                )
-            draw_exchange(
-                sparsity, args.exchange_png, args.context_parallel_size, layer=args.layers[0] if args.layers else None
-            )
-            print(f"wrote {args.exchange_png}")
-        if args.png:
-            draw(sparsity, args.png, layers=args.layers, max_blocks=args.blocks)
-            print(f"wrote {args.png}")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        draw_exchange(sparsity, args.exchange_png, cp_size, layer=args.layers[0] if args.layers else None)
+        print(f"wrote {args.exchange_png}")
+    if args.png:
+        draw(sparsity, args.png, layers=args.layers, max_blocks=args.blocks)
+        print(f"wrote {args.png}")

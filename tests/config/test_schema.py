@@ -13,7 +13,7 @@ from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig, json_sc
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "configs" / "s2.schema.json"
-REFRESH = "run: python -m s2_megatron.config.schema --write-schema"
+REFRESH = "run: s2-megatron schema --write"
 
 
 def test_committed_schema_is_current():

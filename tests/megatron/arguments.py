@@ -22,12 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # A small GPT that S2 attention accepts, on a CPU without Transformer Engine and Apex.
 BASE = {
-    "--num-layers": "4", "--hidden-size": "128", "--num-attention-heads": "4", "--group-query-attention": None, "--num-query-groups": "2",
-    "--seq-length": "1024", "--max-position-embeddings": "1048576", "--position-embedding-type": "rope", "--micro-batch-size": "1",
-    "--attention-dropout": "0", "--hidden-dropout": "0", "--transformer-impl": "local", "--no-persist-layer-norm": None,
-    "--no-rope-fusion": None, "--no-gradient-accumulation-fusion": None, "--distributed-backend": "gloo",
-    "--no-create-attention-mask-in-dataloader": None, "--train-iters": "10", "--lr": "1e-4", "--tokenizer-type": "NullTokenizer",
-    "--vocab-size": "512", "--mock-data": None,
+    "--num-layers": "4", "--hidden-size": "128", "--num-attention-heads": "4", "--group-query-attention": None,
+    "--num-query-groups": "2", "--seq-length": "1024", "--max-position-embeddings": "1048576",
+    "--position-embedding-type": "rope", "--micro-batch-size": "1", "--attention-dropout": "0", "--hidden-dropout": "0",
+    "--transformer-impl": "local", "--no-persist-layer-norm": None, "--no-rope-fusion": None,
+    "--no-gradient-accumulation-fusion": None, "--distributed-backend": "gloo",
+    "--no-create-attention-mask-in-dataloader": None, "--train-iters": "10", "--lr": "1e-4",
+    "--tokenizer-type": "NullTokenizer", "--vocab-size": "512", "--mock-data": None,
 }  # fmt: skip
 
 CONFIG = """\
@@ -112,7 +113,7 @@ def run_case(case: dict) -> dict:
     device: pretended type of device; missing: a package that is pretended to be missing.
 
     Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a
-    sparsity, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
+    run, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
     "s2_".
     """
     import megatron.core.package_info as package_info
@@ -139,8 +140,8 @@ def run_case(case: dict) -> dict:
             patch.object(importlib.util, "find_spec", found_unless_missing),
             contextlib.redirect_stdout(printed),
         ):
-            sparsity = arguments.prepare_s2(args)
-        result["is_s2"] = sparsity is not None
+            run = arguments.prepare_s2(args)
+        result["is_s2"] = run is not None
         result["config_softmax_scale"] = core_transformer_config_from_args(args).softmax_scale
         result["args"] = {name: value for name, value in vars(args).items() if name.startswith("s2_")}
     except ValueError as caught:

@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from megatron.training import global_vars, training  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from s2_megatron.megatron import flops  # noqa: E402
-from s2_megatron.megatron.arguments import _resolve  # noqa: E402
+from s2_megatron.megatron.arguments import resolve_sparsity  # noqa: E402
+from s2_megatron.megatron.patches import install_flop_accounting  # noqa: E402
 from tests.megatron.arguments import parse  # noqa: E402
 
 LOGGED: list[dict] = []
@@ -82,7 +82,7 @@ def prepared(argv, **changes):
     for name, value in changes.items():
         setattr(args, name, value)
     args.padded_vocab_size = 512
-    return args, _resolve(args)
+    return args, resolve_sparsity(args)
 
 
 def formula(argvs: list[list[str]]) -> list[dict]:
@@ -92,7 +92,7 @@ def formula(argvs: list[list[str]]) -> list[dict]:
     for argv in argvs:
         args, sparsity = prepared(argv)
         before = float(stock(args, 3))
-        flops.install_flop_accounting(args, sparsity)
+        install_flop_accounting(args, sparsity)
         counted = training.num_floating_point_operations(args, 3)
         result.append(
             {"stock": before, "counted": float(counted), "dense": counted.dense, "kv_channels": args.kv_channels}
@@ -115,9 +115,9 @@ def packed(argv: list[str], iterations: list[list[list[list[int]]]], settings: d
             torch.distributed.init_process_group("gloo")
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tensor_model_parallel_size)
-    flops.install_flop_accounting(args, sparsity)
+    install_flop_accounting(args, sparsity)
     first_patch = training.consume_seqlen_stats_in_iteration
-    accounting = flops.install_flop_accounting(args, sparsity)
+    accounting = install_flop_accounting(args, sparsity)
     assert training.consume_seqlen_stats_in_iteration is first_patch
 
     so_far, per_iteration = 0.0, []
@@ -158,7 +158,7 @@ def timing(argv: list[str]) -> float:
     """Seconds to install the accounting at the length of argv."""
     args, sparsity = prepared(argv)
     begin = time.perf_counter()
-    flops.install_flop_accounting(args, sparsity)
+    install_flop_accounting(args, sparsity)
     return time.perf_counter() - begin
 
 

@@ -10,7 +10,9 @@ from functools import cache
 import pytest
 
 from s2_megatron.config.load import load_config
-from s2_megatron.megatron.arguments import _report_balance, _report_no_effect, add_s2_arguments, prepare_s2
+from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
+from s2_megatron.megatron.report import report_flags_without_effect, report_tensor_parallel
+from s2_megatron.megatron.settings import S2Settings
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 
 SCALED = CONFIG + "softmax_scale: 0.0078125\n"
@@ -75,6 +77,47 @@ def test_flags():
     }
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--s2-cp-transport copies", "argument --s2-cp-transport: removed in version 0.1"),
+        ("--s2-cp-transport", "always travel by NCCL's all-to-all; drop --s2-cp-transport"),
+        ("--s2-cp-comm-type sparse p2p", "argument --s2-cp-comm-type: invalid choice: 'p2p' (choose from"),
+        ("--s2-backend cudnn", "argument --s2-backend: invalid choice"),
+    ],
+)
+def test_wrong_flags_are_one_error(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("error:") == 1 and message in error
+
+
+def test_settings_hold_what_the_flags_say():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    others = dict(sft=False, dataloader_inter_document_masking=False, seq_length=1024)
+    args = add_s2_arguments(parser).parse_args([], Namespace(**others))
+    assert S2Settings.from_args(args) == S2Settings(seq_length=1024)
+    flags = (
+        "--s2-backend reference --s2-dense-core s2 --s2-cp-comm-type a2a allgather sparse --s2-cp-keep-received "
+        "--s2-keep-attention-output"
+    )
+    others["dataloader_inter_document_masking"] = True
+    settings = S2Settings.from_args(parser.parse_args(flags.split(), Namespace(**others)))
+    types = ("a2a", "all_gather", "sparse")
+    assert settings == S2Settings("reference", "s2", types, True, True, 1024, packed=True, packed_cut="sequence")
+    assert [settings.comm_type(layer) for layer in range(5)] == [*types, "sparse", "sparse"]
+    assert settings.planned_length is None and S2Settings(seq_length=64).planned_length == 64
+    others["sft"] = True  # whose documents are padded and cut one by one
+    assert S2Settings.from_args(parser.parse_args([], Namespace(**others))).packed_cut == "document"
+
+
+@pytest.mark.parametrize("name, flag", [("backend", "--s2-backend"), ("dense_core", "--s2-dense-core")])
+def test_settings_that_do_not_exist(name, flag):
+    with pytest.raises(ValueError, match=f"{name}='flash'; expected one of auto, .*set {flag}"):
+        S2Settings(**{name: "flash"})
+
+
 def test_a_script_without_the_flags_is_told_so():
     with pytest.raises(ValueError, match="extra_args_provider=add_s2_arguments"):
         prepare_s2(argparse.Namespace(yaml_cfg=None))
@@ -97,13 +140,18 @@ def test_ignored_flags_are_said(cases):
     "size, types, keep, said",
     [
         (1, ["a2a"], True, "--s2-cp-comm-type, --s2-cp-keep-received with --context-parallel-size 1: no effect"),
+<<<<<<< HEAD
         (1, ["a2a"], False, "--s2-cp-comm-type with --context-parallel-size 1: no effect"),
+=======
+        (1, ["sparse"], True, "--s2-cp-keep-received with --context-parallel-size 1: no effect"),
+>>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
         (2, ["a2a", "sparse"], True, None),
         (1, ["sparse"], False, None),
     ],
 )
 def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     lines = []
+<<<<<<< HEAD
     monkeypatch.setattr("s2_megatron.megatron.arguments.print_once", lines.append)
     _report_no_effect(argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep))
     assert lines == ([] if said is None else [f"S2: {said}"])
@@ -120,6 +168,12 @@ def test_the_removed_transport_is_refused(given, capsys):
     assert "error: argument --s2-cp-transport: removed in version 0.1" in said
     assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
     assert "--s2-cp-transport" not in parser.format_help()
+=======
+    monkeypatch.setattr("s2_megatron.megatron.report.print_once", lines.append)
+    args = argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep)
+    report_flags_without_effect(args)
+    assert lines == ([f"S2: {said}"] if said else [])
+>>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
 
 
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])
@@ -185,7 +239,7 @@ def test_uneven_tensor_parallel_work_is_warned_about(dense_heads, warned, tmp_pa
     path = tmp_path / "config.yaml"
     path.write_text(f"layers: S\nspecs:\n  S: {{local_tokens: 128, stride: 8, dense_heads: {dense_heads}}}\n")
     sparsity = load_config(path).resolve(num_layers=2, num_heads=4, num_kv_heads=4, seq_length=8192)
-    _report_balance(Namespace(tensor_model_parallel_size=2), sparsity)
+    report_tensor_parallel(sparsity, 2)
     printed = capsys.readouterr().out
     assert "2 tensor-parallel ranks" in printed
     assert ("WARNING" in printed) == warned

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from s2_megatron.megatron import core_attention
 from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
@@ -47,8 +48,9 @@ def make_pattern(num_heads=HEADS, num_kv_heads=GROUPS, **settings):
 
 def make_core(config=None, rank=0, size=1, **settings):
     arguments = dict(
-        config=config or make_config(), layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self", cp_comm_type=None,
-        softmax_scale=None, pg_collection=SimpleNamespace(tp=Group(rank, size)), pattern=make_pattern(),
+        config=config or make_config(), layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+        cp_comm_type=None, softmax_scale=None, pg_collection=SimpleNamespace(tp=Group(rank, size)),
+        pattern=make_pattern(),
     )  # fmt: skip
     return S2CoreAttention(**{**arguments, **settings})
 
@@ -82,6 +84,16 @@ def test_tensor_parallel_ranks_together_are_the_whole(size):
         groups = slice(heads.start // ratio, (heads.stop - 1) // ratio + 1)
         got = make_core(config, rank, size)(query[:, :, heads], key[:, :, groups], value[:, :, groups])
         assert torch.allclose(got.view(96, 2, local, DIM), whole[:, :, heads], atol=1e-12), rank
+
+
+def test_the_deterministic_backward_is_selected_by_megatrons_config(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        core_attention, "kept_attention", lambda query, *rest, **options: calls.append(options) or query
+    )
+    for mode in (False, True):
+        make_core(make_config(deterministic_mode=mode))(*make_qkv())
+    assert [options["deterministic"] for options in calls] == [False, True]
 
 
 def test_softmax_scale_from_the_argument_and_the_config():
@@ -205,7 +217,6 @@ def test_refuses_a_config_it_cannot_honour(settings, flag):
         (dict(attn_mask_type=AttnMaskType.arbitrary), "expected causal"),
         (dict(k_channels=24), "--multi-latent-attention"),
         (dict(v_channels=24), "--multi-latent-attention"),
-        (dict(backend="cudnn"), "--s2-backend"),
         (dict(pattern=make_pattern(num_heads=4)), "resolve the S2 config"),
         (dict(pattern=make_pattern(num_kv_heads=2)), "resolve the S2 config"),
     ],
@@ -316,12 +327,24 @@ def make_parallel_core(**settings):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (dict(s2_cp_comm_type="p2p"), r"layer 1 .*'p2p'; expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"),
-        (dict(config=make_config(context_parallel_size=2, num_query_groups=1), s2_cp_comm_type="a2a", pattern=make_pattern(HEADS, 1)),
-         "--s2-cp-comm-type sparse"),
-        (dict(seq_length=100), r"--seq-length 100 with --context-parallel-size 2 .*use --seq-length 64 or 128"),
+        (
+            dict(s2_cp_comm_type="p2p"),
+            r"layer 1 .*'p2p'; expected one of sparse, all_gather, a2a; set --s2-cp-comm-type",
+        ),
+        (
+            dict(
+                config=make_config(context_parallel_size=2, num_query_groups=1),
+                s2_cp_comm_type="a2a",
+                pattern=make_pattern(HEADS, 1),
+            ),
+            "--s2-cp-comm-type sparse",
+        ),
+        (
+            dict(settings=S2Settings(seq_length=100)),
+            r"--seq-length 100 with --context-parallel-size 2 .*use --seq-length 64 or 128",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refuses_a_context_parallelism_that_does_not_fit(settings, words):
     with pytest.raises(ValueError, match=words):
         make_parallel_core(**settings)
@@ -344,6 +367,6 @@ def test_context_parallelism_refuses_a_prefix_and_an_unexpected_cut():
     query, key, value = (tensor[:, 0] for tensor in make_qkv(seq=4 * BLOCK, batch=1))
     borders = torch.tensor([0, 8 * BLOCK], dtype=torch.int32)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=8 * BLOCK)
-    core = make_parallel_core(s2_cp_comm_type="all_gather", packed_cut="sequence")
+    core = make_parallel_core(s2_cp_comm_type="all_gather", settings=S2Settings(packed=True, packed_cut="sequence"))
     with pytest.raises(ValueError, match="packed_seq_params is PackedSeqParams, but the batch was cut by sequence"):
         core(query, key, value, None, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=params)

@@ -86,7 +86,7 @@ def megatron(requests: list[dict], ranks: int = 1) -> list:
         )
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "flops_in_megatron.py"), json.dumps(requests)],
+                [sys.executable, str(ROOT / "tests" / "megatron" / "flops_in_megatron.py"), json.dumps(requests)],
                 cwd=ROOT,
                 env={**os.environ, **variables},
                 stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from s2_megatron import printing
 from s2_megatron.megatron import data as gpt_data
-from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
+from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+import inspect
 
 import pytest
 import torch
@@ -12,19 +12,16 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
-from s2_megatron.megatron import layer_specs
+from s2_megatron.megatron import patches
 from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
-from s2_megatron.megatron.layer_specs import (
-    apply_s2,
-    global_layer_indices,
-    resolve_dense_core,
-    s2_block_spec,
-    s2_mtp_block_spec,
-)
+from s2_megatron.megatron.dense_core import resolve_dense_core
+from s2_megatron.megatron.layer_specs import apply_s2, global_layer_indices, s2_block_spec, s2_mtp_block_spec
 from s2_megatron.megatron.norms import sequence_parallel_norm
+from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import make_range_pattern
 
 LAYERS = 8
@@ -38,8 +35,8 @@ def first_stage(monkeypatch):
 
 def make_config(**settings):
     defaults = dict(
-        num_layers=LAYERS, hidden_size=64, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0, normalization="RMSNorm",
-        persist_layer_norm=False, transformer_impl="local", pipeline_dtype=torch.float32,
+        num_layers=LAYERS, hidden_size=64, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0,
+        normalization="RMSNorm", persist_layer_norm=False, transformer_impl="local", pipeline_dtype=torch.float32,
     )  # fmt: skip
     return TransformerConfig(**{**defaults, **settings})
 
@@ -64,8 +61,8 @@ def core_of(layer_spec):
     return layer_spec.submodules.self_attention.submodules.core_attention
 
 
-def block_spec(config, sparsity, **settings):
-    return s2_block_spec(config, sparsity, use_transformer_engine=False, **settings)
+def block_spec(config, sparsity, settings=S2Settings(seq_length=256), **options):  # noqa: B008
+    return s2_block_spec(config, S2Run(sparsity, settings), **options)
 
 
 def test_dense_layers_stay_as_they_were():
@@ -87,7 +84,7 @@ def test_dense_layers_stay_as_they_were():
 
 
 def test_dense_layers_by_our_kernels():
-    spec = block_spec(make_config(), make_sparsity(), dense_core="s2")
+    spec = block_spec(make_config(), make_sparsity(), S2Settings(dense_core="s2"))
     pattern = core_of(spec.layer_specs[0]).params["pattern"]
     assert (pattern.num_heads, pattern.num_kv_heads, pattern.density(256)) == (4, 2, 1.0)
 
@@ -162,8 +159,12 @@ def test_mixture_of_experts_layers_keep_their_experts():
 @pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
 def test_norms_under_sequence_parallelism(normalization):
     config = make_config(
-        tensor_model_parallel_size=2, sequence_parallel=True, normalization=normalization, qk_layernorm=True, mtp_num_layers=1
-    )  # fmt: skip
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        normalization=normalization,
+        qk_layernorm=True,
+        mtp_num_layers=1,
+    )
     spec = block_spec(config, make_sparsity())
     for layer in spec.layer_specs:
         names = ("input_layernorm", "pre_mlp_layernorm")
@@ -198,8 +199,8 @@ def last_stage(monkeypatch):
     monkeypatch.setattr("megatron.core.parallel_state.is_pipeline_last_stage", lambda **kwargs: True)
 
 
-def mtp_spec(config, sparsity, **settings):
-    return s2_mtp_block_spec(config, sparsity, use_transformer_engine=False, pp_rank=0, **settings)
+def mtp_spec(config, sparsity):
+    return s2_mtp_block_spec(config, S2Run(sparsity, S2Settings()), pp_rank=0)
 
 
 def test_multi_token_prediction_layers(last_stage):
@@ -250,34 +251,39 @@ DENSE_CORE = {
     ("stock", False, 1, False, 131072): "stock",
     ("stock", False, 1, True, 128): ValueError,
     ("stock", False, 2, False, 128): ValueError,
-    ("flash", False, 1, False, 128): ValueError,
 }
 
 
 @pytest.mark.parametrize(("case", "expected"), DENSE_CORE.items())
 def test_dense_core(case, expected):
     choice, engine, cp, packed, length = case
-    settings = dict(use_transformer_engine=engine, context_parallel_size=cp, packed=packed, seq_length=length)
+    settings = S2Settings(dense_core=choice, packed=packed, seq_length=length)
+    sizes = dict(transformer_impl="transformer_engine" if engine else "local", context_parallel_size=cp)
     if expected is ValueError:
         with pytest.raises(ValueError, match="--s2-dense-core"):
-            resolve_dense_core(choice, **settings)
+            resolve_dense_core(settings, **sizes)
     else:
-        assert resolve_dense_core(choice, **settings)[0] == expected
+        assert resolve_dense_core(settings, **sizes)[0] == expected
 
 
 def test_transformer_engine_does_not_take_rows_cut_as_one_sequence():
-    settings = dict(use_transformer_engine=True, context_parallel_size=2, packed=True, seq_length=128)
-    assert resolve_dense_core("auto", **settings)[0] == "stock"
-    assert resolve_dense_core("auto", packed_cut="sequence", **settings)[0] == "s2"
+    sizes = dict(transformer_impl="transformer_engine", context_parallel_size=2)
+    assert resolve_dense_core(S2Settings(packed=True), **sizes)[0] == "stock"
+    assert resolve_dense_core(S2Settings(packed=True, packed_cut="sequence"), **sizes)[0] == "s2"
     with pytest.raises(ValueError, match="use --s2-dense-core s2 or auto"):
-        resolve_dense_core("stock", packed_cut="sequence", **settings)
+        resolve_dense_core(S2Settings(dense_core="stock", packed=True, packed_cut="sequence"), **sizes)
 
 
+<<<<<<< HEAD
 def make_args(**settings):
     return SimpleNamespace(**{**dict(
         sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None,
         s2_cp_comm_type=["sparse"], s2_cp_keep_received=False, s2_keep_attention_output=False,
     ), **settings})  # fmt: skip
+=======
+def make_run(**sparsity):
+    return S2Run(make_sparsity(**sparsity), S2Settings(seq_length=256))
+>>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
 
 
 def make_model_config(**settings):
@@ -287,18 +293,34 @@ def make_model_config(**settings):
 def test_apply_without_a_sparsity_changes_nothing():
     model_config = make_model_config()
     before = dict(vars(model_config))
-    apply_s2(model_config, make_args(), None)
+    apply_s2(model_config, None)
     assert vars(model_config) == before
 
 
-def test_apply_sets_spec_scale_and_builder(capsys):
+def test_apply_sets_spec_and_scale(capsys):
     model_config = make_model_config()
-    apply_s2(model_config, make_args(), make_sparsity(softmax_scale=0.25))
+    apply_s2(model_config, make_run(softmax_scale=0.25))
     assert model_config.transformer.softmax_scale == 0.25
-    assert model_config.get_builder_cls() is layer_specs.S2GPTModelBuilder
     spec = model_config.transformer_layer_spec(model_config, vp_stage=None)
     assert core_of(spec.layer_specs[1]).module is S2CoreAttention
     assert "Megatron local" in capsys.readouterr().out
+
+
+def test_megatron_asks_the_spec_for_multi_token_prediction_layers(last_stage, monkeypatch):
+    """Its builder makes them dense otherwise. Applied twice it is patched once, and a model without S2 stays stock."""
+    monkeypatch.setattr(gpt, "mtp_block_spec", inspect.unwrap(gpt.mtp_block_spec))
+    monkeypatch.setattr(patches, "_asks_layer_spec", False)
+    model_config = make_model_config(mtp_num_layers=1)
+    stock = repr(gpt.mtp_block_spec(model_config, None))
+    apply_s2(model_config, make_run(mtp_plan="S"))
+    patched = gpt.mtp_block_spec
+    (layer,) = patched(model_config, model_config.transformer_layer_spec(model_config)).layer_specs
+    assert core_of(layer.submodules.mtp_model_layer).module is S2CoreAttention
+    other = make_model_config(mtp_num_layers=1)
+    assert repr(patched(other, None)) == stock
+    apply_s2(other, make_run(mtp_plan="S"))
+    assert gpt.mtp_block_spec is patched
+    assert patched(make_model_config(), None) is None
 
 
 @pytest.mark.parametrize(
@@ -314,7 +336,7 @@ def test_apply_refuses_two_sources(prepare, words):
     model_config = make_model_config()
     prepare(model_config)
     with pytest.raises(ValueError, match=words):
-        apply_s2(model_config, make_args(), make_sparsity(softmax_scale=0.25))
+        apply_s2(model_config, make_run(softmax_scale=0.25))
 
 
 def test_apply_refuses_a_missing_transformer_engine(monkeypatch):
@@ -322,4 +344,4 @@ def test_apply_refuses_a_missing_transformer_engine(monkeypatch):
     model_config = make_model_config()
     model_config.transformer.transformer_impl = "transformer_engine"
     with pytest.raises(ValueError, match="--transformer-impl local"):
-        apply_s2(model_config, make_args(), make_sparsity())
+        apply_s2(model_config, make_run())

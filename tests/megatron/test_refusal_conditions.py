@@ -55,7 +55,15 @@ def test_a_gate_widens_the_rows_and_norms_leave_them():
 
 def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
     return Namespace(
-        num_attention_heads=32, num_query_groups=kv_heads or 1, group_query_attention=kv_heads is not None, kv_channels=128, seq_length=tokens,
-        tensor_model_parallel_size=sizes[0], context_parallel_size=sizes[1], micro_batch_size=micro_batch, apply_rope_fusion=True,
-        qk_layernorm=False, attention_output_gate=False,
-    )  # fmt: skip
+        num_attention_heads=32,
+        num_query_groups=kv_heads or 1,
+        group_query_attention=kv_heads is not None,
+        kv_channels=128,
+        seq_length=tokens,
+        tensor_model_parallel_size=sizes[0],
+        context_parallel_size=sizes[1],
+        micro_batch_size=micro_batch,
+        apply_rope_fusion=True,
+        qk_layernorm=False,
+        attention_output_gate=False,
+    )

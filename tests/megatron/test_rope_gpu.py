@@ -1,4 +1,4 @@
-"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals.py): Transformer Engine's kernel
+"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals/attention.py): Transformer Engine's kernel
 on a GPU."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from s2_megatron.megatron.refusals import FUSED_ROPE_ELEMENTS
+from s2_megatron.megatron.refusals.attention import FUSED_ROPE_ELEMENTS
 
 pytestmark = pytest.mark.gpu
 

@@ -14,15 +14,15 @@ def build(flags: list[str]):
     from megatron.training.initialize import initialize_megatron
 
     from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
-    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
     from s2_megatron.megatron.layer_specs import apply_s2
+    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
     use_prebuilt_dataset_helpers()
     sys.argv[1:] = flags
     args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
-    sparsity = prepare_s2(args)
+    run = prepare_s2(args)
     config = gpt_config_from_args(args)
-    apply_s2(config, args, sparsity)
+    apply_s2(config, run)
     initialize_megatron()
     model = config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
     return args, model.cuda()

@@ -18,8 +18,7 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
-    from s2_megatron.megatron.loss_log import install_loss_log
+    from s2_megatron.megatron.patches import install_loss_log, use_prebuilt_dataset_helpers
 
     use_prebuilt_dataset_helpers()
 

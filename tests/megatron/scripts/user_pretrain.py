@@ -1,4 +1,4 @@
-"""stock_pretrain.py after the five lines that bring S2-Attention into a script of one's own."""
+"""stock_pretrain.py after the four lines that bring S2-Attention into a script of one's own."""
 
 import os
 from functools import partial
@@ -17,10 +17,8 @@ def main():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
-    from s2_megatron.megatron.dataset_helpers import use_prebuilt_dataset_helpers
-    from s2_megatron.megatron.layer_specs import apply_s2
-    from s2_megatron.megatron.loss_log import install_loss_log
+    from s2_megatron import add_s2_arguments, apply_s2, prepare_s2
+    from s2_megatron.megatron.patches import install_loss_log, use_prebuilt_dataset_helpers
 
     use_prebuilt_dataset_helpers()
 
@@ -56,10 +54,10 @@ def main():
     datasets.is_distributed = True
 
     args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
-    sparsity = prepare_s2(args)
+    run = prepare_s2(args)
     install_loss_log(os.environ["LOSS_LOG"])
     model_config = gpt_config_from_args(args)
-    apply_s2(model_config, args, sparsity)
+    apply_s2(model_config, run)
     pretrain(pretrain_cfg_container_from_args(args, model_config), datasets, ModelType.encoder_or_decoder, forward_step)
 
 

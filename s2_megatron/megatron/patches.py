@@ -1,0 +1,186 @@
+"""Every change that this package makes to Megatron's modules; nothing else here assigns into them.
+
+Read from megatron-core 0.19.2. Each function may be called again: the module is then left as it is.
+
+| function | what it replaces in Megatron | the reason |
+|---|---|---|
+| `use_prebuilt_dataset_helpers` | `core.datasets.utils.compile_helpers` | it runs `make`, and the wheel has no Makefile |
+| `install_flop_accounting` | four functions of `training.training` | they count dense causal attention (flops.py) |
+| `install_loss_log` | three functions of `training.training` | no hook gives the exact losses (loss_log.py) |
+| `use_own_mtp_specs` | `training.models.gpt.mtp_block_spec` | it makes multi-token-prediction layers dense |
+
+torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.flops import FlopAccounting
+from s2_megatron.megatron.loss_log import LossLog, exact_number
+from s2_megatron.printing import print_once
+
+logger = logging.getLogger(__name__)
+
+
+def _prebuilt_dataset_helpers() -> None:
+    logger.info("Megatron's dataset helpers come compiled with the wheel; `make` is skipped")
+
+
+def use_prebuilt_dataset_helpers() -> bool:
+    """Skips Megatron's `make` when there is no Makefile to run; True when it is skipped (a source checkout is left
+    alone).
+
+    `pretrain()` runs `make` in `megatron/core/datasets` and exits when that fails. The wheel has the compiled library
+    there but no Makefile, so without this no run from the wheel starts, on GPUs either.
+    Raises ValueError when the compiled library is missing too.
+    """
+    from megatron.core.datasets import utils
+
+    folder = Path(utils.__file__).parent
+    if (folder / "Makefile").exists():
+        return False
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        raise ValueError(
+            f"{folder} has neither helpers_cpp nor a Makefile to build it; expected one of them; "
+            "reinstall megatron-core from its wheel (pip install --force-reinstall megatron-core)"
+        )
+    utils.compile_helpers = _prebuilt_dataset_helpers
+    return True
+
+
+# Name in megatron.training.training -> method of FlopAccounting that takes its place.
+_COUNTED = {
+    "num_floating_point_operations": "flops",
+    "update_seqlen_stats_from_cu_seqlens": "add_documents",
+    "consume_seqlen_stats_in_iteration": "consume",
+    "training_log": "log",
+}
+_uncounted: dict = {}  # Megatron's own functions of these names
+_accounting: FlopAccounting | None = None
+
+
+def _counting(name: str, method: str):
+    @functools.wraps(_uncounted[name])
+    def counting(*args, **kwargs):
+        return getattr(_accounting, method)(*args, **kwargs)
+
+    return counting
+
+
+def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> FlopAccounting:
+    """Makes Megatron's throughput count what `sparsity` attends. Calling again replaces the counts, not the patches.
+
+    Megatron's own functions count dense causal attention, and no argument or hook changes that. A script that has
+    imported one of the four by name gets the new one as well. args: Megatron's arguments.
+    """
+    global _accounting
+    from megatron.training import training
+
+    first = not _uncounted
+    if first:
+        _uncounted.update({name: getattr(training, name) for name in _COUNTED})
+    _accounting = FlopAccounting(args, sparsity, _uncounted)
+    if first:
+        for name, method in _COUNTED.items():
+            counting = _counting(name, method)
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get(name) is _uncounted[name]:
+                    setattr(module, name, counting)
+        print_once(
+            f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
+        )
+    return _accounting
+
+
+_loss_log: LossLog | None = None
+
+
+def install_loss_log(path: str | Path | None) -> None:
+    """Has Megatron's training loop append its losses to `path`; nothing for None.
+
+    `training_log` is where every iteration's losses pass before they are rounded and averaged. `evaluate` returns those
+    of an evaluation without its name, which only its caller `evaluate_and_print_results` is told.
+    Raises ValueError when this process already logs to another path, or another process to this one.
+    """
+    global _loss_log
+    if path is None:
+        return
+    path = Path(path).absolute()
+    if _loss_log is not None:
+        if _loss_log.path != path:
+            raise ValueError(
+                f"--s2-loss-log={path}: this process already logs to {_loss_log.path}; expected one path; drop one"
+            )
+        return
+    _loss_log = log = LossLog(path)
+
+    from megatron.training import training
+
+    training_log, evaluate = training.training_log, training.evaluate
+    evaluate_and_print_results = training.evaluate_and_print_results
+    signature = inspect.signature(training_log)
+    evaluated = {}  # the iteration and the name of the evaluation that runs
+
+    @functools.wraps(training_log)
+    def logged_training_log(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        record = {"iteration": given["iteration"]}
+        record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
+        record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
+        log.append(record | {"skipped": given["skipped_iter"]})
+        return training_log(*args, **kwargs)
+
+    @functools.wraps(evaluate)
+    def logged_evaluate(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        if evaluated and result[0] is not None:
+            log.append(evaluated | {name: exact_number(value) for name, value in result[0].items()})
+        return result
+
+    @functools.wraps(evaluate_and_print_results)
+    def logged_evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
+        evaluated.update(iteration=iteration, validation=prefix)
+        try:
+            return evaluate_and_print_results(
+                prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs
+            )
+        finally:
+            evaluated.clear()
+
+    training.training_log = logged_training_log
+    training.evaluate = logged_evaluate
+    training.evaluate_and_print_results = logged_evaluate_and_print_results
+    logger.info("losses are appended to %s", path)
+
+
+_asks_layer_spec = False
+
+
+def use_own_mtp_specs() -> None:
+    """Lets a layer spec that has a method `mtp_block` make the multi-token-prediction layers too.
+
+    GPTModelBuilder asks the spec of GPTModelConfig for the decoder's layers only; the others it makes by itself, from
+    Megatron's dense layer. Models with another layer spec are built as before.
+    """
+    from megatron.training.models import gpt
+
+    global _asks_layer_spec
+    if _asks_layer_spec:
+        return
+    _asks_layer_spec, stock = True, gpt.mtp_block_spec
+
+    @functools.wraps(stock)
+    def mtp_block_spec(config, transformer_layer_spec, vp_stage: int | None = None):
+        block = stock(config, transformer_layer_spec, vp_stage=vp_stage)
+        own = getattr(config.transformer_layer_spec, "mtp_block", None)
+        return block if block is None or own is None else own(config, block, vp_stage)
+
+    gpt.mtp_block_spec = mtp_block_spec

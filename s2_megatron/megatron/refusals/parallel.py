@@ -1,0 +1,66 @@
+"""Refused: ways to spread a model over ranks that S2-Attention does not honour, or was not tested with."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from s2_megatron.context_parallel.attention import COMM_TYPES
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set
+
+
+def _documents_shift_labels_over_ranks(args: Namespace) -> bool:
+    by_documents = args.dataloader_inter_document_masking and not args.sft
+    return bool(args.context_parallel_size > 1 and by_documents and args.mtp_num_layers)
+
+
+REFUSALS = (
+    Refusal(
+        "s2_cp_comm_type",
+        lambda args: len(args.s2_cp_comm_type) not in (1, args.num_layers),
+        f"--s2-cp-comm-type {{comm_types}}: expected {', '.join(COMM_TYPES)}, one for all layers or one for each of "
+        "the {args.num_layers} layers",
+        "use --s2-cp-comm-type sparse",
+        lambda args: {"comm_types": " ".join(args.s2_cp_comm_type)},
+    ),
+    Refusal(
+        "s2_cp_mtp",
+        _documents_shift_labels_over_ranks,
+        "--mtp-num-layers with --dataloader-inter-document-masking and --context-parallel-size "
+        "{args.context_parallel_size}: Megatron shifts the labels by documents, and the row was cut as one sequence",
+        "use --context-parallel-size 1, or remove --mtp-num-layers",
+    ),
+    Refusal(
+        "hierarchical_context_parallel_sizes",
+        is_set("hierarchical_context_parallel_sizes"),
+        "--hierarchical-context-parallel-sizes: S2 layers exchange blocks among all context-parallel ranks at once",
+        "remove --hierarchical-context-parallel-sizes and use --cp-comm-type p2p for dense layers",
+    ),
+    *(
+        Refusal(
+            f"{name}_context_parallel",
+            is_set(f"{name}_context_parallel"),
+            f"--{name}-context-parallel (dynamic context parallelism) changes the ranks from batch to batch, and S2 "
+            "plans the exchange once",
+            f"remove --{name}-context-parallel",
+        )
+        for name in ("hybrid", "dynamic")
+    ),  # Megatron 0.19's name, and the one of its development branch
+    *(
+        Refusal(
+            name,
+            is_set(name),
+            f"--{name.replace('_', '-')} is not tested with S2 attention",
+            "use --use-distributed-optimizer instead",
+        )
+        for name in ("use_megatron_fsdp", "use_torch_fsdp2")
+    ),
+    *(
+        Refusal(
+            name,
+            is_set(name),
+            f"--{name.replace('_', '-')}: overlapped MoE schedules are not tested with S2 attention",
+            f"remove --{name.replace('_', '-')}",
+        )
+        for name in ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad")
+    ),
+)

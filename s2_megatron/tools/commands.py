@@ -1,0 +1,58 @@
+"""The command `s2-megatron`, and `python -m s2_megatron`: one subcommand for each tool.
+
+    s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
+    s2-megatron env-report
+
+A new tool is a module with a docstring, `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` raises
+ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+
+class Command(NamedTuple):
+    """One subcommand. module: what has its add_arguments and run. summary: its line in --help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "inspect": Command("s2_megatron.tools.inspect", "what a sparsity YAML means: a table of its layers, pictures"),
+    "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
+    "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of argparse's usage and line."""
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser of the command line, with the arguments of the chosen subcommand only."""
+    parser = _Parser(prog="s2-megatron", description="Tools of S2-Attention in Megatron.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        if name == chosen:
+            import_module(command.module).add_arguments(subparser)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. arguments: default those of the command line. Returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = _parser(arguments[0] if arguments else None).parse_args(arguments)
+    try:
+        import_module(COMMANDS[args.command].module).run(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

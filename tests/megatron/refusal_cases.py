@@ -1,0 +1,309 @@
+"""Command lines that S2-Attention refuses, and such that are close to a refusal and accepted; for test_refusals.py.
+
+A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version.
+"""
+
+from __future__ import annotations
+
+ENGINE = {"--transformer-impl": "transformer_engine"}
+
+# For every refusal: (what to change in a command line that is accepted, the flag that the message has to name).
+CASES = {
+    "megatron_version": (dict(version="0.18.3"), "pip install 'megatron-core"),
+    "attention_dropout": (dict(without=["--attention-dropout"]), "--attention-dropout 0"),
+    "softmax_type": (dict(flags={"--softmax-type": "learnable"}), "--softmax-type vanilla"),
+    "window_size": (dict(flags={"--window-size": "128,0"}), "remove --window-size"),
+    "reset_attention_mask": (dict(flags={"--reset-attention-mask": None}), "--dataloader-inter-document-masking"),
+    "create_attention_mask_in_dataloader": (
+        dict(flags={"--seq-length": "16384"}, without=["--no-create-attention-mask-in-dataloader"]),
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    "position_embedding_type": (
+        dict(flags={"--position-embedding-type": "relative"}),
+        "--position-embedding-type rope",
+    ),
+    # 4 + 2 * 2 heads of 32; with 8388608 tokens it is just what can be addressed.
+    "apply_rope_fusion": (
+        dict(
+            flags={**ENGINE, "--seq-length": "8388672", "--max-position-embeddings": "8388672"},
+            without=["--no-rope-fusion"],
+        ),
+        "fused RoPE of 2147500032 elements",
+    ),
+    "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
+    "multi_latent_attention": (
+        dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
+        "remove --multi-latent-attention",
+    ),
+    "experimental_attention_variant": (
+        dict(flags={"--experimental-attention-variant": "dsa"}),
+        "remove --experimental-attention-variant",
+    ),
+    "linear_attention_freq": (dict(flags={"--linear-attention-freq": "4"}), "remove --linear-attention-freq"),
+    "decoder_num_layers": (dict(flags={"--decoder-num-layers": "4"}), "remove --decoder-num-layers"),
+    "vision_pretraining": (dict(flags={"--vision-pretraining": None}), "remove --vision-pretraining"),
+    "ict_head_size": (dict(flags={"--ict-head-size": "128"}), "remove --ict-head-size"),
+    "spec": (dict(flags={"--spec": ["module", "function"]}), "remove --spec"),
+    "hybrid_layer_pattern": (dict(flags={"--hybrid-layer-pattern": "M*M-"}), "remove --hybrid-layer-pattern"),
+    "is_hybrid_model": (dict(flags={"--is-hybrid-model": None}), "remove --is-hybrid-model"),
+    "heterogeneous_layers_config_path": (
+        dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}),
+        "remove --heterogeneous-layers-config-path",
+    ),
+    "transformer_impl": (
+        dict(flags={"--transformer-impl": "inference_optimized"}),
+        "--transformer-impl transformer_engine, or local",
+    ),
+    "use_kitchen_attention": (dict(flags={"--use-kitchen-attention": None}), "remove --use-kitchen-attention"),
+    "yaml_cfg": (dict(attributes={"yaml_cfg": "model.yaml"}), "remove --yaml-cfg"),
+    "fp8_dot_product_attention": (
+        dict(attributes={"fp8_dot_product_attention": True}),
+        "fp8_dot_product_attention=False",
+    ),
+    "fp8_multi_head_attention": (dict(attributes={"fp8_multi_head_attention": True}), "fp8_multi_head_attention=False"),
+    "qk_clip": (dict(flags={"--qk-clip": None}), "remove --qk-clip"),
+    "log_max_attention_logit": (dict(flags={"--log-max-attention-logit": None}), "remove --log-max-attention-logit"),
+    "masked_softmax_fusion": (dict(flags={"--bf16": None}), "--no-masked-softmax-fusion"),
+    "batch_invariant_mode": (dict(flags={"--batch-invariant-mode": None}), "remove --batch-invariant-mode"),
+    "s2_cp_comm_type": (
+        dict(flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "sparse"]}, world_size=2),
+        "sparse a2a sparse: expected sparse, all_gather, a2a, one for all layers or one for each of the 4 layers; use "
+        "--s2-cp-comm-type sparse",
+    ),
+    "s2_cp_mtp": (
+        dict(
+            flags={
+                "--context-parallel-size": "2",
+                "--dataloader-inter-document-masking": None,
+                "--s2-cp-comm-type": "a2a",
+                "--mtp-num-layers": "1",
+            },
+            world_size=2,
+        ),
+        "remove --mtp-num-layers",
+    ),
+    "s2_keep_attention_output": (dict(flags={"--s2-keep-attention-output": None}), "remove --s2-keep-attention-output"),
+    "hierarchical_context_parallel_sizes": (
+        dict(flags={"--context-parallel-size": "4", "--hierarchical-context-parallel-sizes": ["2", "2"]}, world_size=4),
+        "remove --hierarchical-context-parallel-sizes",
+    ),
+    "hybrid_context_parallel": (
+        dict(flags={"--hybrid-context-parallel": None, "--calculate-per-token-loss": None}),
+        "remove --hybrid-context-parallel",
+    ),
+    "dynamic_context_parallel": (
+        dict(attributes={"dynamic_context_parallel": True}),
+        "remove --dynamic-context-parallel",
+    ),
+    "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
+    "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
+    "cuda_graph_impl": (
+        dict(flags={"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}),
+        "use --cuda-graph-impl none, or local",
+    ),
+    "cuda_graph_local_layers": (
+        dict(flags={"--cuda-graph-impl": "local"}),
+        "gradients than the same run without graphs; with Transformer Engine's layers they did not; use "
+        "--transformer-impl transformer_engine, or --cuda-graph-impl none",
+    ),
+    "cuda_graph_untested": (
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
+        "use --cuda-graph-impl none, or run without these",
+    ),
+    "cuda_graph_packed": (
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
+        "use --cuda-graph-impl none",
+    ),
+    "cuda_graph_attention_mask": (
+        dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
+        "use --cuda-graph-impl local",
+    ),
+    "overlap_moe_expert_parallel_comm": (
+        dict(flags={"--overlap-moe-expert-parallel-comm": None}),
+        "remove --overlap-moe-expert-parallel-comm",
+    ),
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}),
+        "remove --overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
+    "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
+    "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
+    "non_persistent_ckpt_type": (
+        dict(flags={"--non-persistent-ckpt-type": "local"}),
+        "--non-persistent-ckpt-type global",
+    ),
+    "use_distributed_optimizer": (
+        dict(flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5"}),
+        "install Transformer Engine or Apex, or remove --use-distributed-optimizer",
+    ),
+}
+
+# Close to a refusal, and accepted.
+ACCEPTED = {
+    "short_attention_mask": dict(without=["--no-create-attention-mask-in-dataloader"]),
+    "packed": dict(flags={"--dataloader-inter-document-masking": None}),
+    "packed_own_core": dict(flags={"--dataloader-inter-document-masking": None, "--s2-dense-core": "s2"}),
+    "reset_position_ids": dict(flags={"--reset-position-ids": None, "--eod-mask-loss": None}),
+    "distributed_optimizer_unsaved": dict(flags={"--use-distributed-optimizer": None}),
+    "distributed_optimizer_no_optim": dict(
+        flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5", "--no-save-optim": None}
+    ),
+    "context_parallel": dict(flags={"--context-parallel-size": "4"}, world_size=4),
+    "context_parallel_types": dict(
+        flags={"--context-parallel-size": "2", "--s2-cp-comm-type": ["sparse", "a2a", "all_gather", "allgather"]},
+        world_size=2,
+    ),
+    "context_parallel_packed": dict(
+        flags={
+            "--context-parallel-size": "2",
+            "--dataloader-inter-document-masking": None,
+            "--s2-cp-comm-type": "all_gather",
+        },
+        world_size=2,
+    ),
+    # The first layer is dense; it follows the flag only where S2's op computes it.
+    "context_parallel_dense_a2a": dict(
+        flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["a2a", "sparse", "sparse", "sparse"]}, world_size=4
+    ),
+    "context_parallel_dense_packed": dict(
+        flags={
+            "--context-parallel-size": "2",
+            "--dataloader-inter-document-masking": None,
+            "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"],
+        },
+        world_size=2,
+    ),
+    "context_parallel_dense_length": dict(
+        flags={
+            "--context-parallel-size": "2",
+            "--s2-cp-comm-type": ["sparse", "a2a", "a2a", "a2a"],
+            "--seq-length": "1088",
+        },
+        world_size=2,
+    ),
+    "any_length": dict(flags={"--seq-length": "1000"}),
+    "long": dict(flags={"--seq-length": "1048576"}),
+    "mha": dict(without=["--group-query-attention"]),
+    "moe": dict(flags={"--num-experts": "4"}),
+    "mtp": dict(flags={"--mtp-num-layers": "2"}),
+    "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
+    "cuda_graphs": dict(flags={**ENGINE, "--cuda-graph-impl": "local"}),
+    "cuda_graphs_long": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--seq-length": "131072"}),
+    "cuda_graphs_of_transformer_engine": dict(
+        flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}
+    ),
+    "cuda_graphs_of_mlps": dict(
+        flags={
+            "--cuda-graph-impl": "transformer_engine",
+            "--cuda-graph-modules": "mlp",
+            "--dataloader-inter-document-masking": None,
+        }
+    ),
+    "deterministic": dict(flags={"--deterministic-mode": None}),
+    "recompute_kept": dict(
+        flags={
+            "--recompute-granularity": "selective",
+            "--recompute-modules": "core_attn",
+            "--s2-keep-attention-output": None,
+        }
+    ),
+    "recompute_kept_default_modules": dict(
+        flags={"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
+    ),
+    "recompute": dict(flags={"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}),
+    "megatron_prerelease": dict(version="0.20.0rc1"),
+    "megatron_next": dict(version="0.20.4+abc"),
+}
+
+
+# Other ways to a refusal of CASES: name: (refusal, what to change).
+RECOMPUTED = {"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
+GRAPHS = {**ENGINE, "--cuda-graph-impl": "local"}
+ENGINE_GRAPHS = {**ENGINE, "--cuda-graph-impl": "transformer_engine"}
+ALSO_REFUSED = {
+    "recompute_kept_other_modules": (
+        "s2_keep_attention_output",
+        dict(flags={**RECOMPUTED, "--recompute-modules": ["layernorm", "mlp"]}),
+    ),
+    "recompute_kept_modules_alone": (
+        "s2_keep_attention_output",
+        dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None}),
+    ),
+    "recompute_kept_in_graphs": ("cuda_graph_untested", dict(flags={**GRAPHS, **RECOMPUTED})),
+    "engine_graphs_of_local_layers": (
+        "cuda_graph_local_layers",
+        dict(flags={"--cuda-graph-impl": "transformer_engine"}),
+    ),
+    "engine_graphs_of_local_attention": (
+        "cuda_graph_local_layers",
+        dict(flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ["attn", "mlp"]}),
+    ),
+    "graphs_context_parallel": (
+        "cuda_graph_impl",
+        dict(flags={**GRAPHS, "--context-parallel-size": "2"}, world_size=2),
+    ),
+    "engine_graphs_context_parallel": (
+        "cuda_graph_impl",
+        dict(flags={**ENGINE_GRAPHS, "--context-parallel-size": "2"}, world_size=2),
+    ),
+    **{
+        f"graphs_{name}": ("cuda_graph_untested", dict(flags={**GRAPHS, **flags}, world_size=size))
+        for name, size, flags in (
+            ("pipeline", 2, {"--pipeline-model-parallel-size": "2"}),
+            ("experts", 1, {"--num-experts": "4"}),
+            ("recompute", 1, {"--recompute-granularity": "selective"}),
+            ("layer_offload", 1, {"--cpu-offloading-num-layers": "1"}),
+            ("offload", 1, {"--fine-grained-activation-offloading": None, "--offload-modules": "core_attn"}),
+        )
+    },
+    "engine_graphs_packed": (
+        "cuda_graph_packed",
+        dict(flags={**ENGINE_GRAPHS, "--dataloader-inter-document-masking": None}),
+    ),
+}
+
+# What the layers of the YAML cannot do, however it is written: name: (what to change, the message's end).
+LAYERS = {
+    "dense_core_packed": (
+        dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}),
+        "and packed documents (--sft, --dataloader-inter-document-masking): Megatron's local attention refuses that; "
+        "use --s2-dense-core auto or s2, or install Transformer Engine and use --transformer-impl transformer_engine",
+    ),
+    "dense_core_context_parallel": (
+        dict(flags={"--s2-dense-core": "stock", "--context-parallel-size": "2"}, world_size=2),
+        "use --transformer-impl transformer_engine",
+    ),
+    "a2a": (
+        dict(flags={"--context-parallel-size": "4", "--s2-cp-comm-type": "a2a"}, world_size=4),
+        "s2_cp_comm_type='a2a' with 2 KV heads on a tensor-parallel rank and context_parallel_size=4; expected a "
+        "multiple of 4; use --s2-cp-comm-type sparse",
+    ),
+    "a2a_one_layer": (
+        dict(
+            flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["sparse", "sparse", "a2a", "sparse"]},
+            world_size=4,
+        ),
+        "use --s2-cp-comm-type sparse",
+    ),
+    "a2a_mtp": (  # follows the last of the types
+        dict(
+            flags={
+                "--context-parallel-size": "4",
+                "--mtp-num-layers": "1",
+                "--s2-cp-comm-type": ["sparse", "sparse", "sparse", "a2a"],
+            },
+            world_size=4,
+        ),
+        "use --s2-cp-comm-type sparse",
+    ),
+    "packed": (
+        dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
+        "use --s2-cp-comm-type all_gather, or a2a",
+    ),
+    "length": (
+        dict(flags={"--context-parallel-size": "4", "--seq-length": "1088"}, world_size=4),
+        "--seq-length 1088 with --context-parallel-size 4 and block_size 64: expected a multiple of 2 * "
+        "context-parallel size * block_size = 512; use --seq-length 1024 or 1536, or a smaller block_size",
+    ),
+}
