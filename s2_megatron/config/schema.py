@@ -13,7 +13,6 @@ These are the models alone: config/checks.py says how settings go together, conf
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
@@ -21,8 +20,6 @@ from pydantic_core import PydanticCustomError
 
 from s2_megatron.config.errors import nearest_name
 from s2_megatron.patterns.ranges import Ranges
-
-SCHEMA_FILE = Path(__file__).resolve().parents[2] / "configs" / "s2.schema.json"
 
 
 def _wrong(expected: str, fix: str) -> PydanticCustomError:

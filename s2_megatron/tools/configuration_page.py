@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the schema of the sparsity YAML: `s2-megatron schema --markdown`."""
+"""docs/configuration.md, written from the schema of the sparsity YAML: `s2-megatron schema --write`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _HEAD = """\
 
 Which keys does a sparsity YAML have, what may they be, and what do they mean?
 
-This page is generated from the schema: `s2-megatron schema --markdown > docs/configuration.md`. What the patterns look
-like: [patterns.md](patterns.md).
+This page is generated from the schema: `s2-megatron schema --write`. What the patterns look like:
+[patterns.md](patterns.md).
 
 A YAML holds the sparsity only; the model's sizes stay in the launcher. The first line lets an editor check and complete
 the file:

@@ -1,6 +1,7 @@
-"""The JSON Schema of the sparsity YAML, with which editors check and complete it: `s2-megatron schema`.
+"""The schema of the sparsity YAML: `s2-megatron schema` prints it as JSON Schema, with which editors check and complete
+such files.
 
-`s2-megatron schema --write` regenerates configs/s2.schema.json of a checkout.
+`s2-megatron schema --write` regenerates what a checkout has of it: configs/s2.schema.json and docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -8,28 +9,25 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from s2_megatron.config.schema import SCHEMA_FILE, schema_text
+from s2_megatron.config.schema import schema_text
+from s2_megatron.tools.configuration_page import configuration_page
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+GENERATED = {"configs/s2.schema.json": schema_text, "docs/configuration.md": configuration_page}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--write",
-        metavar="FILE",
-        nargs="?",
-        const=SCHEMA_FILE,
-        type=Path,
-        help="write it to FILE (default: configs/s2.schema.json of the checkout) instead of printing it",
-    )
+    parser.add_argument("--write", action="store_true", help=f"write {' and '.join(GENERATED)} of this checkout")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ValueError for a file in a folder that does not exist."""
-    if args.write is None:
+    """Raises ValueError for --write where there is no checkout."""
+    if not args.write:
         print(schema_text(), end="")
         return
-    if not args.write.parent.is_dir():
-        raise ValueError(
-            f"--write {args.write}: the folder {args.write.parent} does not exist; name a file in an existing folder"
-        )
-    args.write.write_text(schema_text())
-    print(f"wrote {args.write}")
+    for name, text in GENERATED.items():
+        file = CHECKOUT / name
+        if not file.parent.is_dir():
+            raise ValueError(f"--write: {file.parent} does not exist; run it from a checkout of this project")
+        file.write_text(text())
+        print(f"wrote {name}")

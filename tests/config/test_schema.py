@@ -10,6 +10,8 @@ import yaml
 from s2_megatron.config import schema as config
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig, json_schema
+from s2_megatron.tools import commands
+from s2_megatron.tools import schema as schema_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "configs" / "s2.schema.json"
@@ -99,12 +101,14 @@ def test_it_accepts_what_the_config_accepts(text):
     assert matches(data, schema, schema)
 
 
-def test_write_schema(tmp_path, capsys):
-    config.main(["--write-schema", str(tmp_path / "schema.json")])
-    assert json.loads((tmp_path / "schema.json").read_text()) == json_schema()
-    capsys.readouterr()
-    config.main([])
+def test_the_command_prints_it_and_writes_what_a_checkout_has_of_it(tmp_path, capsys, monkeypatch):
+    assert commands.main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == json_schema()
-    with pytest.raises(SystemExit):
-        config.main(["--write-schema", str(tmp_path / "nowhere" / "schema.json")])
-    assert "does not exist" in capsys.readouterr().err
+    monkeypatch.setattr(schema_tool, "CHECKOUT", tmp_path)
+    assert commands.main(["schema", "--write"]) == 2
+    assert "run it from a checkout of this project" in capsys.readouterr().err
+    for folder in ("configs", "docs"):
+        (tmp_path / folder).mkdir()
+    assert commands.main(["schema", "--write"]) == 0
+    for name in ("configs/s2.schema.json", "docs/configuration.md"):
+        assert (tmp_path / name).read_text() == (ROOT / name).read_text(), REFRESH
