@@ -29,5 +29,6 @@ def is_there(name: str) -> bool:
 missing = [package for name, package in PACKAGES.items() if not is_there(name)]
 if missing:
     sys.exit(
-        f"{sys.executable} lacks packages: pip install {' '.join(missing)}; or leave VENV= out, and make installs them into .venv"
+        f"{sys.executable} lacks packages: pip install {' '.join(missing)}; or leave VENV= out, and make installs them "
+        "into .venv"
     )

@@ -110,7 +110,8 @@ def log(cluster, node: int) -> Path:
     return cluster[0] / "a run" / "logs" / f"job-123456-node-{node}.log"
 
 
-SHOW = f"{shlex.quote(sys.executable)} -c 'import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))' \"$@\"; exit"
+PRINT_ALL = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+SHOW = f"{shlex.quote(sys.executable)} -c '{PRINT_ALL}' \"$@\"; exit"
 
 
 def shown(cluster, *arguments, **changes) -> list[tuple[dict[str, str], list[str]]]:

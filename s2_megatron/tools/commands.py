@@ -3,8 +3,9 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with a docstring, `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` raises
-ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that is asked for is imported.
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` returns the exit status
+(None: 0) and raises ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that is asked
+for is imported.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "inspect": Command("s2_megatron.tools.inspect", "what a sparsity YAML means: a table of its layers, pictures"),
+    "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
     "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
     "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),
 }
@@ -51,8 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = _parser(arguments[0] if arguments else None).parse_args(arguments)
     try:
-        import_module(COMMANDS[args.command].module).run(args)
+        return import_module(COMMANDS[args.command].module).run(args) or 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0

@@ -37,16 +37,19 @@ SPARSITY = "block_size: 16\nlayers: DSSS\nspecs:\n  S: {local_blocks: 2, stride:
 SEQ_LENGTH, VOCABULARY = 128, 127
 
 MODEL = f"""
-    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --position-embedding-type rope --normalization RMSNorm --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.1
-    --make-vocab-size-divisible-by 32
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --init-method-std 0.1 --make-vocab-size-divisible-by 32
 """
 TRAINING = """
-    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --seed 7 --log-interval 1 --eval-iters 0
-    --eval-interval 1000 --num-workers 0 --no-create-attention-mask-in-dataloader
+    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant --seed 7 --log-interval 1
+    --eval-iters 0 --eval-interval 1000 --num-workers 0 --no-create-attention-mask-in-dataloader
 """
-LOCAL_SPEC = "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion"
+LOCAL_SPEC = (
+    "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-bias-swiglu-fusion"
+)
 
 
 @dataclass
@@ -76,10 +79,16 @@ def run_processes(
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     paths = [str(path) for path in (python_path, ROOT, os.environ.get("PYTHONPATH")) if path]
     common = {
-        **inherited, "PYTHONPATH": os.pathsep.join(paths),
-        "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {}),
-    }  # fmt: skip
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        **(environment or {}),
+    }
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(processes)]
         jobs = []
@@ -137,8 +146,8 @@ class Lab:
     @property
     def data(self) -> str:
         return (
-            f"--data-path {self.folder / 'corpus'} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size {VOCABULARY} "
-            f"--data-cache-path {self.folder / 'cache'}"
+            f"--data-path {self.folder / 'corpus'} --split 90,5,5 --tokenizer-type NullTokenizer "
+            f"--vocab-size {VOCABULARY} --data-cache-path {self.folder / 'cache'}"
         )
 
     def flags(self, *extra: str, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True) -> list[str]:
@@ -149,10 +158,20 @@ class Lab:
         return " ".join([*parts, *extra]).split()
 
     def run(
-        self, name: str, *extra: str, processes: int = 1, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True,
-        script: Path = ENTRY, fails: bool = False, environment: dict | None = None, python_path: Path | None = None, log_flag: bool = True,
+        self,
+        name: str,
+        *extra: str,
+        processes: int = 1,
+        model: str = MODEL,
+        spec: str = LOCAL_SPEC,
+        sparsity: bool = True,
+        script: Path = ENTRY,
+        fails: bool = False,
+        environment: dict | None = None,
+        python_path: Path | None = None,
+        log_flag: bool = True,
         torchrun: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """Train with the given flags on top of the defaults, and check that it went through (or, with fails, that it
         did not).
 

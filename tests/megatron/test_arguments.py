@@ -80,8 +80,6 @@ def test_flags():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--s2-cp-transport copies", "argument --s2-cp-transport: removed in version 0.1"),
-        ("--s2-cp-transport", "always travel by NCCL's all-to-all; drop --s2-cp-transport"),
         ("--s2-cp-comm-type sparse p2p", "argument --s2-cp-comm-type: invalid choice: 'p2p' (choose from"),
         ("--s2-backend cudnn", "argument --s2-backend: invalid choice"),
     ],
@@ -140,21 +138,17 @@ def test_ignored_flags_are_said(cases):
     "size, types, keep, said",
     [
         (1, ["a2a"], True, "--s2-cp-comm-type, --s2-cp-keep-received with --context-parallel-size 1: no effect"),
-<<<<<<< HEAD
-        (1, ["a2a"], False, "--s2-cp-comm-type with --context-parallel-size 1: no effect"),
-=======
         (1, ["sparse"], True, "--s2-cp-keep-received with --context-parallel-size 1: no effect"),
->>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
         (2, ["a2a", "sparse"], True, None),
         (1, ["sparse"], False, None),
     ],
 )
 def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     lines = []
-<<<<<<< HEAD
-    monkeypatch.setattr("s2_megatron.megatron.arguments.print_once", lines.append)
-    _report_no_effect(argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep))
-    assert lines == ([] if said is None else [f"S2: {said}"])
+    monkeypatch.setattr("s2_megatron.megatron.report.print_once", lines.append)
+    args = argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep)
+    report_flags_without_effect(args)
+    assert lines == ([f"S2: {said}"] if said else [])
 
 
 @pytest.mark.parametrize("given", [[], ["copies"], ["collective"]])
@@ -168,12 +162,6 @@ def test_the_removed_transport_is_refused(given, capsys):
     assert "error: argument --s2-cp-transport: removed in version 0.1" in said
     assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
     assert "--s2-cp-transport" not in parser.format_help()
-=======
-    monkeypatch.setattr("s2_megatron.megatron.report.print_once", lines.append)
-    args = argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep)
-    report_flags_without_effect(args)
-    assert lines == ([f"S2: {said}"] if said else [])
->>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
 
 
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])

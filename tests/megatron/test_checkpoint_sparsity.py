@@ -140,8 +140,8 @@ def cases(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", [
-    "same", "renamed", "other_backend", "other_core", "other_length", "other_layout", "legacy_same", "was_dense_stays_dense",
-    "was_dense_dense_config", "nothing_there", "no_load", "resumed_finetune"])  # fmt: skip
+    "same", "renamed", "other_backend", "other_core", "other_length", "other_layout", "legacy_same",
+    "was_dense_stays_dense", "was_dense_dense_config", "nothing_there", "no_load", "resumed_finetune"])  # fmt: skip
 def test_no_difference(cases, name):
     assert cases[name]["error"] is None, cases[name]["message"]
     assert cases[name]["refused_by_megatron"] is None
@@ -169,8 +169,8 @@ def test_refused(cases, name, difference, fix):
 
 
 @pytest.mark.parametrize("name, how", [
-    ("allowed", "--s2-allow-sparsity-change"), ("allowed_future", "--s2-allow-sparsity-change"), ("finetune", "weights"),
-    ("finetune_dense", "weights"), ("no_load_optim", "weights"), ("skip_train", "weights"), ("pretrained", "weights"),
+    ("allowed", "--s2-allow-sparsity-change"), ("allowed_future", "--s2-allow-sparsity-change"),
+    ("finetune", "weights"), ("finetune_dense", "weights"), ("no_load_optim", "weights"), ("skip_train", "weights"), ("pretrained", "weights"),
     ("no_optimizer", "weights"), ("release", "weights"), ("from_dense", "weights"),
 ])  # fmt: skip
 def test_allowed_and_printed(cases, name, how):

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.gpu
 
 # Head dim 64, 16 blocks of 64 tokens.
 MODEL = """
-    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope --normalization RMSNorm --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
-    --make-vocab-size-divisible-by 32
+    --num-layers 4 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --init-method-std 0.05 --make-vocab-size-divisible-by 32
 """
 SPECS = {
-    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-bias-swiglu-fusion "
-    "--no-masked-softmax-fusion",
+    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion "
+    "--no-bias-swiglu-fusion --no-masked-softmax-fusion",
     "transformer_engine": "--transformer-impl transformer_engine --no-rope-fusion --no-gradient-accumulation-fusion",
 }
 
@@ -133,8 +133,10 @@ def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, script
     says who is missing."""
     if gpus < 2:
         pytest.skip("needs two GPUs")
-    flags = "--train-iters 20 --context-parallel-size 2 --distributed-timeout-seconds-after-init 20"
-    flags += f" --flight-recorder-dump-path {tmp_path}"
+    flags = (
+        "--train-iters 20 --context-parallel-size 2 --distributed-timeout-seconds-after-init 20 "
+        f"--flight-recorder-dump-path {tmp_path}"
+    )
     options = dict(
         model=MODEL,
         spec=SPECS["local"],
@@ -194,5 +196,8 @@ def test_fp8_linears(engine_only, trained):
 def test_offloaded_activations_come_back(engine_only, trained, monkeypatch):
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # Megatron asks for it with Transformer Engine >= 2.10
     run, _ = trained
-    flags = "--bf16 --s2-backend triton --fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
+    flags = (
+        "--bf16 --s2-backend triton --fine-grained-activation-offloading --offload-modules core_attn "
+        "--min-offloaded-tensor-size 1024"
+    )
     assert distance(run("offloaded", flags), run("kept", "--bf16 --s2-backend triton")) <= 1e-4

@@ -274,16 +274,8 @@ def test_transformer_engine_does_not_take_rows_cut_as_one_sequence():
         resolve_dense_core(S2Settings(dense_core="stock", packed=True, packed_cut="sequence"), **sizes)
 
 
-<<<<<<< HEAD
-def make_args(**settings):
-    return SimpleNamespace(**{**dict(
-        sft=False, dataloader_inter_document_masking=False, s2_dense_core="auto", s2_backend="auto", seq_length=256, spec=None,
-        s2_cp_comm_type=["sparse"], s2_cp_keep_received=False, s2_keep_attention_output=False,
-    ), **settings})  # fmt: skip
-=======
 def make_run(**sparsity):
     return S2Run(make_sparsity(**sparsity), S2Settings(seq_length=256))
->>>>>>> dd161db (Megatron room: one S2Settings, patches.py, refusals by topic, s2-megatron command, lazy exports)
 
 
 def make_model_config(**settings):

@@ -49,8 +49,8 @@ def test_a_document_does_not_see_its_neighbours(lab, micro_batch_size):
 def test_supervised_fine_tuning(lab, conversations):
     """--sft trains on packed conversations, and micro-batch 2 gives the losses of micro-batch 1."""
     path, tokenizer, package = conversations
-    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer} --data-path {path}
-        --split 100,0,0 --train-iters 4 --calculate-per-token-loss"""
+    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
+        --tokenizer-model {tokenizer} --data-path {path} --split 100,0,0 --train-iters 4 --calculate-per-token-loss"""
     runs = [lab.run(f"sft_{size}", flags, f"--micro-batch-size {size}", python_path=package) for size in (1, 2)]
     assert len(runs[0].losses) == 4
     for step, loss in runs[0].losses.items():

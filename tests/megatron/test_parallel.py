@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 1e-2"
+)
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 WEIGHTS_ONLY = "--no-load-optim --no-load-rng"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -88,9 +91,12 @@ def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, muta
     gradient to itself."""
     processes, flags = LAYOUTS[MUTATIONS[mutation]]
     run = lab.run(
-        f"mutated_{mutation}", f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}", processes=processes,
-        script=scripts / "mutated_pretrain.py", environment={"MUTATION": mutation},
-    )  # fmt: skip
+        f"mutated_{mutation}",
+        f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}",
+        processes=processes,
+        script=scripts / "mutated_pretrain.py",
+        environment={"MUTATION": mutation},
+    )
     assert sorted(run.losses) == [11, 12]
     with pytest.raises(AssertionError, match="differ by"):
         same_training(run, baseline, steps=2)

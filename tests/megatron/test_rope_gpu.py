@@ -1,4 +1,5 @@
-"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals/attention.py): Transformer Engine's kernel
+"""Why fused RoPE of more than 2**31 elements is refused (s2_megatron/megatron/refusals/attention.py): Transformer
+Engine's kernel
 on a GPU."""
 
 from __future__ import annotations

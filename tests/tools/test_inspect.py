@@ -10,7 +10,7 @@ import pytest
 from s2_megatron.config.load import load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
-from s2_megatron.tools import inspect
+from s2_megatron.tools import commands, inspect
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--num-layers", "4", "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "512"]
@@ -18,6 +18,11 @@ QUICKSTART = [str(ROOT / "configs/quickstart.yaml"), *FLAGS]
 PATTERN = make_range_pattern(
     block_size=16, num_heads=8, num_kv_heads=2, ranges=((2, 1), (6, 2), (None, 4)), layer_index=1, layer_step=1
 )
+
+
+def inspect_command(*arguments) -> int:
+    """The exit status of `s2-megatron inspect`."""
+    return commands.main(["inspect", *arguments])
 
 
 @pytest.mark.parametrize("heads", [[0], [5], range(8)])
@@ -56,10 +61,10 @@ def test_shown_layers_cover_the_context():
 
 
 def test_command_prints_the_table_and_draws(tmp_path):
-    """As the docstring has it, in a process of its own: no Megatron and no Triton are imported."""
+    """As the docstring has it, in a process of its own: no Megatron, no Triton and no torch are imported."""
     picture = tmp_path / "new_folder" / "pattern.png"
     code = (
-        "import sys; from s2_megatron.tools import inspect; status = inspect.main(sys.argv[1:]); "
+        "import sys; from s2_megatron.tools.commands import main; status = main(['inspect', *sys.argv[1:]]); "
         "print([name for name in ('megatron', 'triton', 'torch') if name in sys.modules]); sys.exit(status)"
     )
     done = subprocess.run(
@@ -77,11 +82,11 @@ def test_command_prints_the_table_and_draws(tmp_path):
 
 
 def test_docstring_shows_what_is_printed(capsys):
-    assert inspect.main(QUICKSTART) == 0
+    assert inspect_command(*QUICKSTART) == 0
     printed = capsys.readouterr().out.replace("│", " ")
     for line in inspect.__doc__.splitlines():
         # The frame of the table is left out there.
-        if line.startswith("    ") and not line.lstrip().startswith(("python", "--", "layer ")):
+        if line.startswith("    ") and not line.lstrip().startswith(("s2-megatron", "--", "layer ")):
             assert " ".join(line.split()) in " ".join(printed.split()), line
 
 
@@ -92,14 +97,16 @@ def test_docstring_shows_what_is_printed(capsys):
     (["--num-query-groups", "3"], "--num-query-groups 3"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, change, word):
-    assert inspect.main([*QUICKSTART, "--png", str(tmp_path / "a.png"), *change]) == 2
+    assert inspect_command(*QUICKSTART, "--png", str(tmp_path / "a.png"), *change) == 2
     error = capsys.readouterr().err
-    assert word in error and error.count("\n") == 1 and not (tmp_path / "a.png").exists()
+    assert (
+        word in error and error.startswith("error: ") and error.count("\n") == 1 and not (tmp_path / "a.png").exists()
+    )
 
 
 def test_nothing_to_draw(tmp_path, capsys):
     dense = [str(ROOT / "configs/quickstart_dense.yaml"), *FLAGS]
-    assert inspect.main([*dense, "--png", str(tmp_path / "a.png")]) == 2
+    assert inspect_command(*dense, "--png", str(tmp_path / "a.png")) == 2
     assert "no S2 layer" in capsys.readouterr().err
 
 
@@ -110,10 +117,10 @@ def test_readme_picture_is_small():
 
 def test_the_exchange_of_context_parallel_ranks(tmp_path, capsys):
     file = tmp_path / "exchange.png"
-    assert inspect.main([*QUICKSTART, "--context-parallel-size", "2", "--exchange-png", str(file)]) == 0
+    assert inspect_command(*QUICKSTART, "--context-parallel-size", "2", "--exchange-png", str(file)) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
     assert "S over 2 context-parallel ranks: the busiest sends" in capsys.readouterr().out
-    assert inspect.main([*QUICKSTART, "--exchange-png", str(file)]) == 2
+    assert inspect_command(*QUICKSTART, "--exchange-png", str(file)) == 2
     assert "add --context-parallel-size" in capsys.readouterr().err
-    assert inspect.main([*QUICKSTART, "--context-parallel-size", "3"]) == 2
+    assert inspect_command(*QUICKSTART, "--context-parallel-size", "3") == 2
     assert "use --seq-length 384 or 576" in capsys.readouterr().err

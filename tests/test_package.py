@@ -1,0 +1,51 @@
+"""`import s2_megatron`: cheap, and with every public name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import s2_megatron
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "triton", "megatron", "numpy", "pydantic")
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+def imported_by(statement: str) -> set[str]:
+    return set(eval(python(f"{statement}\nimport sys; print([name for name in {HEAVY} if name in sys.modules])")))
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    assert imported_by("import s2_megatron; s2_megatron.__version__; dir(s2_megatron)") == set()
+
+
+def test_a_pattern_and_a_config_need_no_torch():
+    assert not {"torch", "triton", "megatron"} & imported_by("from s2_megatron import load_config, make_range_pattern")
+
+
+def test_the_op_needs_no_megatron():
+    assert "megatron" not in imported_by("from s2_megatron import build_layout, s2_attention")
+
+
+@pytest.mark.parametrize("name", [name for name in s2_megatron.__all__ if not name.startswith("__")])
+def test_every_public_name_is_the_one_of_its_module(name):
+    value = getattr(s2_megatron, name)
+    assert value.__name__ == name and value.__module__.startswith("s2_megatron.")
+    assert name in dir(s2_megatron)
+
+
+def test_other_names_are_no_attributes():
+    with pytest.raises(AttributeError, match="module 's2_megatron' has no attribute 's2_attentions'"):
+        s2_megatron.s2_attentions  # noqa: B018
+
+
+def test_megatron_is_not_imported_before_a_machine_without_a_gpu_is_prepared():
+    """A script may import them before it calls install_if_no_gpu."""
+    assert "megatron" not in imported_by("from s2_megatron import add_s2_arguments, prepare_s2")
