@@ -26,7 +26,7 @@ from examples.quickstart.corpus import (
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config.load import load_config
-from s2_megatron.megatron.loss_log import _locked, _Writer, read_loss_log, truncate_loss_log
+from s2_megatron.megatron.loss_log import LossLog, _locked, read_loss_log, truncate_loss_log
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -212,19 +212,19 @@ def test_a_log_in_use_is_not_cut(tmp_path):
 def test_a_log_has_one_writer(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    writer = _Writer(tmp_path / "log")
+    writer = LossLog(tmp_path / "log")
     with pytest.raises(ValueError, match="being written by another process"):
-        _Writer(tmp_path / "log")
+        LossLog(tmp_path / "log")
     writer.append(record(1, 5.0))
     assert read_loss_log(tmp_path / "log")[0] == {1: record(1, 5.0)}  # on disk before the file is closed
     monkeypatch.setenv("RANK", "0")  # the losses are not there
-    _Writer(tmp_path / "log").append(record(2, 5.0))
+    LossLog(tmp_path / "log").append(record(2, 5.0))
     assert list(read_loss_log(tmp_path / "log")[0]) == [1]
 
 
 def test_a_process_whose_torchrun_was_killed_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    writer = _Writer(tmp_path / "log")
+    writer = LossLog(tmp_path / "log")
     writer.append(record(1, 5.0))
     monkeypatch.setattr(os, "getppid", lambda: 1)
     with pytest.raises(RuntimeError, match="torchrun"):

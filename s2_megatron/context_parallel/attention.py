@@ -14,8 +14,6 @@ tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from s2_megatron.context_parallel.dense import (
@@ -37,26 +35,6 @@ from s2_megatron.patterns.ranges import Pattern
 
 COMM_TYPES = ("sparse", "all_gather", "a2a")
 CUTS = ("sequence", "document")
-
-
-def packed_cut(args) -> str:
-    """How Megatron cuts packed rows over context-parallel ranks: the row as one 'sequence', or each 'document' by
-    itself. args: Megatron's."""
-    return "sequence" if args.dataloader_inter_document_masking and not args.sft else "document"
-
-
-class ContextSettings(NamedTuple):
-    """The flags of long context. comm_types: one for all layers, or one per layer. keep_received, packed_cut: as in
-    ContextParallel. keep_output: whether recomputed layers keep the result of their attention."""
-
-    comm_types: tuple[str, ...] = ("sparse",)
-    keep_received: bool = False
-    packed_cut: str = "document"
-    keep_output: bool = False
-
-    def comm_type(self, layer: int) -> str:
-        """Of a layer, counted from 0; layers beyond the list (multi-token prediction) are like the last one."""
-        return self.comm_types[min(layer, len(self.comm_types) - 1)]
 
 
 def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> str:

@@ -10,10 +10,15 @@ import subprocess
 import numpy as np
 import pytest
 
+from s2_megatron.tools import commands
 from s2_megatron.tools.compare import measure
-from s2_megatron.tools.compare.command import main
 from s2_megatron.tools.compare.readers import read_run
 from tests.tools.logged_runs import BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status of `s2-megatron compare`."""
+    return commands.main(["compare", *arguments])
 
 
 @pytest.fixture

@@ -135,19 +135,3 @@ def _write_png(comparison, x: str, file: Path) -> None:
     from s2_megatron.tools.compare.figures import write_png
 
     write_png(comparison, x, file)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command by itself. Returns the exit status: 2, with one `error:` line on stderr, for runs that cannot be
-    compared."""
-    parser = argparse.ArgumentParser(prog="s2-megatron compare")
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
