@@ -245,12 +245,13 @@ def main() -> None:
     comm_types = []
     for comm_type in args.exchanges.split(","):
         try:
-            comm_types.append(check_comm_type(comm_type, args.kv_heads, dist.get_world_size()))
+            check_comm_type(comm_type, args.kv_heads, dist.get_world_size())
         except ValueError as error:
             if first:
                 print(f"left out: {error}", flush=True)
             continue
         bench.check(comm_type)
+        comm_types.append(comm_type)
     for tokens in map(int, args.seq_lengths.split(",")):
         alone = bench.one_gpu(tokens)
         for comm_type in (*comm_types, *(f"te:{name}" for name in args.te_exchanges.split(",") if name)):

@@ -37,23 +37,20 @@ COMM_TYPES = ("sparse", "all_gather", "a2a")
 CUTS = ("sequence", "document")
 
 
-def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> str:
-    """The comm type's own name ('allgather', Megatron's spelling, is taken too). num_kv_heads: of one tensor-parallel
-    rank. size: ranks.
+def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> None:
+    """num_kv_heads: of one tensor-parallel rank. size: ranks.
 
-    Raises ValueError for an unknown type, and for a2a with KV heads that cannot be dealt out evenly.
+    Raises ValueError for an unknown comm type, and for a2a with KV heads that cannot be divided evenly over the ranks.
     """
-    name = "all_gather" if comm_type == "allgather" else comm_type
-    if name not in COMM_TYPES:
+    if comm_type not in COMM_TYPES:
         raise ValueError(
             f"s2_cp_comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}; set --s2-cp-comm-type"
         )
-    if name == "a2a" and num_kv_heads % size:
+    if comm_type == "a2a" and num_kv_heads % size:
         raise ValueError(
             f"s2_cp_comm_type='a2a' with {num_kv_heads} KV heads on a tensor-parallel rank and "
             f"context_parallel_size={size}; expected a multiple of {size}; use --s2-cp-comm-type sparse"
         )
-    return name
 
 
 class ContextParallel:
@@ -78,7 +75,8 @@ class ContextParallel:
         assert cut in CUTS
         self.pattern, self.group, self.keep_received, self.cut = pattern, group, keep_received, cut
         self.size, self.rank = group.size(), group.rank()
-        self.comm_type = check_comm_type(comm_type, pattern.num_kv_heads, self.size)
+        check_comm_type(comm_type, pattern.num_kv_heads, self.size)
+        self.comm_type = comm_type
         heads = pattern.tensor_parallel_slice(self.rank, self.size) if self.comm_type == "a2a" else pattern
         self._layout = build_layout(heads)
         self._prepared: dict = {}

@@ -114,7 +114,8 @@ def _costs(run: S2Run, transformer: TransformerConfig, layer: int) -> list[Layer
         itemsize=2 if transformer.bf16 or transformer.fp16 else 4,
         keep_received=settings.cp_keep_received,
     )
-    comm_type = check_comm_type(settings.comm_type(layer), next(iter(slices)).num_kv_heads, size)
+    comm_type = settings.comm_type(layer)
+    check_comm_type(comm_type, next(iter(slices)).num_kv_heads, size)
     return [layer_costs(part, size, sparsity.seq_length, comm_type, **options) for part in slices]
 
 

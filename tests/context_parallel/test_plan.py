@@ -228,10 +228,11 @@ def test_lengths_that_cannot_be_cut_name_the_nearest(length, nearest):
 
 
 def test_comm_types():
-    assert check_comm_type("allgather", 1, 8) == "all_gather"
-    assert check_comm_type("a2a", 8, 4) == "a2a"
-    with pytest.raises(ValueError, match="expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"):
-        check_comm_type("p2p", 8, 4)
+    for comm_type, kv_heads in (("sparse", 2), ("all_gather", 2), ("a2a", 8)):
+        check_comm_type(comm_type, kv_heads, 4)
+    for unknown in ("p2p", "allgather"):  # Megatron's spelling is translated where the command line is read
+        with pytest.raises(ValueError, match="expected one of sparse, all_gather, a2a; set --s2-cp-comm-type"):
+            check_comm_type(unknown, 8, 4)
     with pytest.raises(
         ValueError,
         match=r"2 KV heads .*context_parallel_size=4; expected a multiple of 4; use --s2-cp-comm-type sparse",
