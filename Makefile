@@ -2,6 +2,7 @@
 # make test         everything that can be tested without a GPU
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
+# make dist         the release: dist/*.tar.gz from the commit, and from it dist/*.whl
 #
 #   CONFIG=configs/quickstart_dense.yaml   another sparsity; its run is in runs/<name of the file>
 #   ITERATIONS=600                         train that far (a finished run is continued)
@@ -27,7 +28,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain test test-gpu lint install check-packages
+.PHONY: help pretrain test test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -59,3 +60,6 @@ lint: $(INSTALLED)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+dist: $(INSTALLED)
+	@scripts/make-dist.sh "$(RUN)"

@@ -5,15 +5,19 @@ the symlink `s2_megatron/kernels -> ../kernels`; automatic discovery would skip 
 top-level package that shadows the PyPI package of that name.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 
+ROOT = Path(__file__).parent
+PACKAGE = (ROOT / "s2_megatron" / "__init__.py").read_text(encoding="utf-8")
+
 setup(
     name="s2-megatron",
-    version="0.1.0",
-    description="Pretraining GPTs with S2-Attention in Megatron: Triton kernels behind a Megatron-core attention submodule",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    version=re.search(r'^__version__ = "([^"]+)"$', PACKAGE, re.MULTILINE)[1],
+    description="Pretraining GPTs with S2-Attention in Megatron: kernels behind a Megatron-core attention submodule",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -29,16 +33,19 @@ setup(
         "s2_megatron.kernels.hopper.d256",
         "s2_megatron.context_parallel",
         "s2_megatron.megatron",
+        "s2_megatron.megatron.refusals",
         "s2_megatron.huggingface",
         "s2_megatron.tools",
         "s2_megatron.tools.compare",
         "s2_megatron.testing",
     ],
     py_modules=["pretrain_gpt_s2"],
+    entry_points={"console_scripts": ["s2-megatron = s2_megatron.tools.commands:main"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core[training]>=0.19.2,<0.21",
         "numpy",
+        "packaging",
         "pydantic>=2",
         "PyYAML",
         "rich",
@@ -61,6 +68,8 @@ setup(
             "wheel",
         ],
         "te": ["transformer-engine[pytorch]"],
+        # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
+        "wandb": ["wandb"],
         "hf": ["transformers>=5", "safetensors"],
     },
 )

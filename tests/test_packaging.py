@@ -3,25 +3,33 @@ line."""
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import s2_megatron
 from s2_megatron.tools import env_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt_s2.py", "s2_megatron", "kernels")
-# launch is found, not imported: the question is where the modules come from, and Triton's import takes seconds.
-IMPORT_KERNELS = "import importlib.util; print(importlib.util.find_spec('s2_megatron.kernels.dispatch').origin); import s2_megatron.kernels.tiles"
+# The module is found, not imported: the question is where it comes from, and Triton's import takes seconds.
+IMPORT_KERNELS = (
+    "import importlib.util; print(importlib.util.find_spec('s2_megatron.kernels.hopper.d256.forward').origin); "
+    "import s2_megatron.kernels.tiles"
+)
+KERNEL = "hopper/d256/forward.py"  # below kernels/, and in a folder of a folder there
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,7 @@ def needs_setuptools() -> None:
 
 def test_a_checkout_imports_its_kernels(tmp_path):
     origin = origin_of_kernels(run(sys.executable, "-c", IMPORT_KERNELS, cwd=ROOT))
-    assert origin.samefile(ROOT / "kernels" / "launch.py")
+    assert origin.samefile(ROOT / "kernels" / KERNEL)
 
 
 def test_no_top_level_kernels_package():
@@ -72,27 +80,116 @@ def test_no_top_level_kernels_package():
     assert os.readlink(ROOT / "s2_megatron" / "kernels") == "../kernels"
 
 
-def test_a_wheel_carries_and_imports_its_kernels(source, tmp_path):
-    needs_setuptools()
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    built = run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path, ".", cwd=source)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    expected = {f"s2_megatron/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
-    assert expected
-    assert expected <= set(names)
-    assert not [
-        name
-        for name in names
-        if name.split("/")[0] not in ("s2_megatron", "pretrain_gpt_s2.py") and ".dist-info" not in name
-    ]
+def modules_of(folder: Path) -> set[str]:
+    """Every module of the package, kernels included, and the training script."""
+    package = {path.relative_to(folder).as_posix() for path in (folder / "s2_megatron").rglob("*.py")}
+    kernels = {f"s2_megatron/{path.relative_to(folder).as_posix()}" for path in (folder / "kernels").rglob("*.py")}
+    return package | kernels | {"pretrain_gpt_s2.py"}
 
+
+def git(*arguments, cwd: Path) -> None:
+    names = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+    done = run("git", *names, *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def release(source, tmp_path_factory) -> Path:
+    """The folder dist/ of `make dist` in a repository of the copied files, with a file beside that is not committed."""
+    needs_setuptools()
+    folder = tmp_path_factory.mktemp("release") / "checkout"
+    shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    for name in ("Makefile", "CHANGELOG.md", ".gitignore"):
+        shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    git("init", "-q", cwd=folder)
+    git("add", ".", cwd=folder)
+    git("commit", "-q", "-m", "all", cwd=folder)
+    (folder / "s2_megatron" / "__pycache__").mkdir(exist_ok=True)
+    (folder / "s2_megatron" / "__pycache__" / "left_over.py").touch()
+    command = ("make", "dist", "VENV=", f"PYTHON={sys.executable}")
+    built = run(*command, cwd=folder)
+    assert built.returncode == 0, built.stdout + built.stderr
+    sdist, wheel = (folder / line for line in built.stdout.splitlines()[-2:])
+    assert sorted((folder / "dist").iterdir()) == sorted([sdist, wheel])
+
+    (folder / "notes.txt").touch()
+    refused = run(*command, cwd=folder)
+    assert refused.returncode != 0
+    assert "error: the working tree has changes that are not in the commit" in refused.stderr
+    return folder / "dist"
+
+
+def test_a_release_has_every_module_in_both_forms(release, source):
+    """The wheel is built from the source distribution, so that also gives what it needs."""
+    (sdist,) = release.glob("*.tar.gz")
+    (wheel,) = release.glob("*.whl")
+    assert sdist.name == f"s2_megatron-{s2_megatron.__version__}.tar.gz"
+    expected = modules_of(source)
+    assert len(expected) > 100
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in names if name.endswith(".py")} == expected | {"setup.py"}
+    assert {"README.md", "LICENSE", "pyproject.toml"} <= names
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == expected
+
+
+def test_a_wheel_imports_its_kernels_and_has_the_command(release, tmp_path):
+    (wheel,) = release.glob("*.whl")
     site = tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
     installed = run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel, cwd=tmp_path)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     origin = origin_of_kernels(run(sys.executable, "-c", IMPORT_KERNELS, cwd=tmp_path, PYTHONPATH=str(site)))
-    assert origin == site / "s2_megatron" / "kernels" / "launch.py"
+    assert origin == site / "s2_megatron" / "kernels" / KERNEL
+    command = run(site / "bin" / "s2-megatron", "schema", "--write", cwd=tmp_path, PYTHONPATH=str(site))
+    assert command.returncode == 2
+    assert command.stderr.startswith(f"error: --write: {site / 'configs'} does not exist")
+
+
+# Imported name -> the distribution that brings it, where they differ.
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "megatron": "megatron-core",
+    "transformer_engine": "transformer-engine",
+    "triton": "torch",
+    "pydantic_core": "pydantic",
+    "huggingface_hub": "transformers",
+}
+
+
+def third_party_imports(paths) -> dict[str, Path]:
+    """{imported package: a file that imports it}, wherever in the file the import stands."""
+    own = {"s2_megatron", "pretrain_gpt_s2", "examples", *sys.stdlib_module_names}
+    found = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module]
+            found |= {name.partition(".")[0]: path for name in names}
+    return {name: path for name, path in found.items() if name not in own}
+
+
+def test_every_imported_package_is_declared(release):
+    """Of the package, the training script and the examples, optional imports too."""
+    (wheel,) = release.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    required = re.findall(r"^Requires-Dist: ([A-Za-z0-9_-]+)", archive.read(metadata).decode(), re.MULTILINE)
+    declared = {name.lower() for name in required}
+    folders = ("s2_megatron", "kernels", "examples")
+    paths = [ROOT / "pretrain_gpt_s2.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    imported = third_party_imports(paths)
+    assert {"torch", "megatron", "rich", "tokenizers"} <= set(imported)
+    missing = {
+        name: str(path) for name, path in imported.items() if DISTRIBUTIONS.get(name, name).lower() not in declared
+    }
+    assert not missing
+    assert "wandb" in declared, "Megatron imports it for --wandb-project"
 
 
 def test_an_editable_installation_imports_the_checkouts_kernels(source, tmp_path):
@@ -121,7 +218,7 @@ def test_an_editable_installation_imports_the_checkouts_kernels(source, tmp_path
     )
     assert pip.returncode == 0, pip.stdout + pip.stderr
     origin = origin_of_kernels(run(python, "-c", IMPORT_KERNELS, cwd=tmp_path))
-    assert origin.samefile(source / "kernels" / "launch.py")
+    assert origin.samefile(source / "kernels" / KERNEL)
 
 
 def executable(path: Path, text: str) -> Path:
@@ -258,7 +355,7 @@ def test_make_names_the_packages_that_the_present_environment_lacks(tmp_path):
 
 
 def test_the_environment_report_names_what_is_there():
-    result = run(sys.executable, "-m", "s2_megatron.tools.env_report", cwd=ROOT)
+    result = run(sys.executable, "-m", "s2_megatron", "env-report", cwd=ROOT)
     assert result.returncode == 0, result.stderr
     lines = dict(line.split(None, 1) for line in result.stdout.splitlines())
     for name in ("torch", "megatron-core"):
