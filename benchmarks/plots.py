@@ -21,16 +21,23 @@ from itertools import pairwise
 BASELINE = "FA-2 dense"
 DENSE = ("FA-2 dense", "cuDNN dense", "FA-4 dense")
 COLOURS = {
-    "S2": "#0b6e4f", "S2 deterministic": "#6fb98f", "FA-4 equal pairs": "#d1495b", "FA-4 block-sparse": "#e58a94",
-    "FlexAttention equal pairs": "#edae49", "FlexAttention": "#f3cf94", "S2 paper's": "#8d6a9f", "FA-4 dense": "#30638e",
-    "cuDNN dense": "#5b8db8", "FA-2 dense": "#8f8f8f",
-}  # fmt: skip
+    "S2": "#0b6e4f",
+    "S2 deterministic": "#6fb98f",
+    "FA-4 equal pairs": "#d1495b",
+    "FA-4 block-sparse": "#e58a94",
+    "FlexAttention equal pairs": "#edae49",
+    "FlexAttention": "#f3cf94",
+    "S2 paper's": "#8d6a9f",
+    "FA-4 dense": "#30638e",
+    "cuDNN dense": "#5b8db8",
+    "FA-2 dense": "#8f8f8f",
+}
 ORDER = tuple(COLOURS)
 
 
 def read_rows(paths: list[str]) -> tuple[list[dict], str]:
     """(rows of all files, a line about the machine). A row's group becomes (number of the file, group): groups of one
-    name in two files were not timed in turns. Raises ValueError for a file that attention.py did not write."""
+    name in two files were not interleaved. Raises ValueError for a file that attention.py did not write."""
     rows, machines = [], []
     for number, path in enumerate(paths):
         with open(path, encoding="utf-8") as file:
@@ -42,8 +49,9 @@ def read_rows(paths: list[str]) -> tuple[list[dict], str]:
         if any("entry" not in row for row in content["rows"]):
             raise ValueError(f"{path} is of another benchmark than benchmarks/attention.py")
         rows += [{**row, "group": (number, row["group"])} for row in content["rows"]]
+        versions = content["versions"]
         machines.append(
-            f"{content['hardware']['gpu']}, torch {content['versions']['torch']}, triton {content['versions'].get('triton', '?')}"
+            f"{content['hardware']['gpu']}, torch {versions['torch']}, triton {versions.get('triton', '?')}"
         )
     return rows, "; ".join(dict.fromkeys(machines))
 
