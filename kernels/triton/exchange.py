@@ -1,6 +1,7 @@
 """The copy of context parallelism: blocks of K and V into a buffer of slots, in one pass over memory.
 
-A slot is one block of one KV head; buffers are [slots, block, 2 (K, V), B, D], contiguous. key and value are [S, B, G, D] with any strides.
+A slot is one block of one KV head; buffers are [slots, block, 2 (K, V), B, D], contiguous. key and value are
+[S, B, G, D] with any strides.
 """
 import torch
 import triton
@@ -21,13 +22,13 @@ def s2_pack_kernel(key_ptr, value_ptr, buffer_ptr, heads_ptr, blocks_ptr, n_batc
     inside = tl.arange(0, BLOCK)
     rows = tl.load(blocks_ptr + slot) * BLOCK + inside
     dims = tl.arange(0, BLOCK_D)
-    keep = (inside >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
-    key = tl.load(key_ptr + batch * stride_kb + head * stride_kh + rows[:, None] * stride_ks + dims[None, :] * stride_kd, mask=keep)
-    value = tl.load(value_ptr + batch * stride_vb + head * stride_vh + rows[:, None] * stride_vs + dims[None, :] * stride_vd, mask=keep)
+    in_head = (inside >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    key = tl.load(key_ptr + batch * stride_kb + head * stride_kh + rows[:, None] * stride_ks + dims[None, :] * stride_kd, mask=in_head)
+    value = tl.load(value_ptr + batch * stride_vb + head * stride_vh + rows[:, None] * stride_vs + dims[None, :] * stride_vd, mask=in_head)
     row = (slot.to(tl.int64) * BLOCK + inside) * 2 * n_batch + batch
     target = buffer_ptr + row[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(target, key, mask=keep)
-    tl.store(target + n_batch * HEAD_DIM, value, mask=keep)
+    tl.store(target, key, mask=in_head)
+    tl.store(target + n_batch * HEAD_DIM, value, mask=in_head)
 
 
 def pack(key, value, buffer, heads, blocks):
