@@ -1,0 +1,44 @@
+"""The examples in the texts run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from s2_megatron.config.load import SparsityConfig, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+
+
+def run(code: str, folder: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_mask_in_the_patterns_page(tmp_path):
+    (code,) = blocks("docs/patterns.md", "python")
+    run(code, tmp_path)
+    (tmp_path / "mask.yaml").write_text("layers: S\nspecs: {S: {mask: mask.npz}}\n")
+    resolved = load_config(tmp_path / "mask.yaml").resolve(
+        num_layers=1, num_heads=4, num_kv_heads=2, seq_length=128 * 64
+    )
+    assert resolved.layers[0].pattern.key_blocks(0, 5).tolist() == [0, 4, 5]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+def test_whole_yaml_files(page):
+    configs = [block for block in blocks(page, "yaml") if "layers:" in block]
+    assert configs
+    for block in configs:
+        SparsityConfig.from_data(yaml.safe_load(block))
