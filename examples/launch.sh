@@ -1,7 +1,8 @@
 # Sourced by the launchers beside it: everything that does not depend on the model's size. Settings are environment
 # variables, so that one line starts a run on any machine:
 #
-#   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_hybrid.yaml examples/pretrain_7b.sh
+#   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_hybrid.yaml \
+#       examples/pretrain_7b.sh
 #
 #   CONFIG           the sparsity YAML
 #   DATA_PATH        Megatron's --data-path: prefixes of indexed datasets, with weights when there are several
@@ -70,13 +71,15 @@ launch() {
         local)
             # The fused kernels of these flags come with Transformer Engine or Apex. So does the only distributed
             # optimizer that Megatron can resume.
-            layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion --no-masked-softmax-fusion) ;;
+            layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion
+                     --no-masked-softmax-fusion) ;;
         *)
             echo "$(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
             exit 2 ;;
     esac
 
-    local logging=(--log-interval 10 --log-throughput --log-timers-to-tensorboard --tensorboard-dir "$output/tensorboard")
+    local logging=(--log-interval 10 --log-throughput --log-timers-to-tensorboard
+                   --tensorboard-dir "$output/tensorboard")
     if [[ -n ${WANDB_PROJECT:-} ]]; then
         logging+=(--wandb-project "$WANDB_PROJECT" --wandb-exp-name "$(basename "$output")" --wandb-save-dir "$output")
     fi
@@ -107,7 +110,8 @@ launch() {
         printf '%s\n' "${command[@]}"
         return
     fi
-    mkdir -p "$output/flight_recorder"  # of torch: which rank did not come, when a collective times out (docs/context_parallel.md)
+    # Of torch: which rank did not come, when a collective times out (docs/context_parallel.md).
+    mkdir -p "$output/flight_recorder"
     # Megatron overlaps tensor-parallel communication with compute by the order in which kernels are queued.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     exec "${command[@]}"

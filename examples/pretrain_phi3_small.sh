@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The attention of Phi-3-small (configs/phi3_small.yaml) in a model of its size: 32 layers, hidden 4096, 32 query heads in
-# 8 groups, LayerNorm, tied embeddings. The feed-forward part is a SwiGLU; Phi-3-small's own clipped GEGELU and its muP
-# multipliers are no part of the preset, so its published weights do not load here. One node of 8 GPUs.
+# The attention of Phi-3-small (configs/phi3_small.yaml) in a model of its size: 32 layers, hidden 4096, 32 query
+# heads in 8 groups, LayerNorm, tied embeddings. The feed-forward part is a SwiGLU; Phi-3-small's own clipped GEGELU
+# and its muP multipliers are no part of the preset, so its published weights do not load here. One node of 8 GPUs.
 #
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer examples/pretrain_phi3_small.sh
 #

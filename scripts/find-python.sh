@@ -1,7 +1,8 @@
 #!/bin/sh
 # Prints the path of a Python >= 3.12, or one line that says what to install.
 #
-#   scripts/find-python.sh              first of: python3.12, python3.13, python3, python3.14, python on PATH; pyenv's versions
+#   scripts/find-python.sh              first of: python3.12, python3.13, python3, python3.14, python on PATH; pyenv's
+#                                       versions
 #   scripts/find-python.sh /opt/bin/py  that one only: an explicit choice is never replaced by another
 set -u
 explicit=${1:-}
@@ -13,7 +14,8 @@ executable_if_new_enough() {
 
 if [ -n "$explicit" ]; then
     executable_if_new_enough "$explicit" && exit 0
-    echo "PYTHON=$explicit is not a Python >= 3.12 ($("$explicit" --version 2>&1 | head -n 1)); give another, or leave PYTHON= out to have one looked for" >&2
+    found=$("$explicit" --version 2>&1 | head -n 1)
+    echo "PYTHON=$explicit is not a Python >= 3.12 ($found); give another, or leave PYTHON= out to have one looked for" >&2
     exit 1
 fi
 
@@ -21,5 +23,6 @@ pyenv_versions=$(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/pyth
 for candidate in python3.12 python3.13 python3 python3.14 python $pyenv_versions; do
     executable_if_new_enough "$candidate" && exit 0
 done
-echo "no Python >= 3.12 on PATH or among pyenv's versions; install one (apt install python3.12 python3.12-venv, or pyenv install 3.12) or name it with PYTHON=/path/to/python3.12" >&2
+echo "no Python >= 3.12 on PATH or among pyenv's versions; install one (apt install python3.12 python3.12-venv, or" \
+    "pyenv install 3.12) or name it with PYTHON=/path/to/python3.12" >&2
 exit 1

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the release of the commit that is checked out: dist/*.tar.gz, and from it dist/*.whl.
 #
-#   scripts/make-dist.sh [python]     its environment has pip, setuptools and wheel (the extra dev); no network is needed
+#   scripts/make-dist.sh [python]     with pip, setuptools and wheel (the extra dev); no network is needed
 set -eu
 python=${1:-python3}
 cd "$(dirname "$0")/.."
@@ -15,7 +15,8 @@ fail() {
     exit 2
 }
 
-[ -z "$(git status --porcelain)" ] || fail "the working tree has changes that are not in the commit; commit or stash them"
+[ -z "$(git status --porcelain)" ] ||
+    fail "the working tree has changes that are not in the commit; commit or stash them"
 version=$("$python" -c 'import s2_megatron; print(s2_megatron.__version__)')
 grep -q "^## \\[*$version" CHANGELOG.md ||
     fail "CHANGELOG.md has no section '## $version'; write it, or change __version__ in s2_megatron/__init__.py"
@@ -31,6 +32,7 @@ mkdir -p dist
 }
 sdist=s2_megatron-$version.tar.gz
 cp "$copy/dist/$sdist" dist/
-"$python" -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps --no-index -w dist "dist/$sdist"
+"$python" -m pip --disable-pip-version-check --quiet wheel --no-build-isolation --no-deps --no-index -w dist \
+    "dist/$sdist"
 echo "dist/$sdist"
 echo "dist/s2_megatron-$version-py3-none-any.whl"

@@ -15,7 +15,8 @@ fi
 # Triton compiles its launchers with the C compiler and Python's headers at run time, so a machine with a GPU cannot do
 # without. A machine without one only needs them for a package that has no wheel there: said, not refused.
 missing=
-command -v "${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1 || missing="build-essential"
+command -v "${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1 ||
+    missing="build-essential"
 "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' ||
     missing="$missing python$version-dev"
 missing=${missing# }
@@ -27,9 +28,10 @@ if [ -n "$missing" ]; then
     echo "note: no C compiler or no Python headers here; fine without a GPU, else: apt install $missing" >&2
 fi
 
-echo "== $venv with $python (Python $version): installing what setup.py lists; torch and its CUDA libraries are some 3 GB"
+echo "== $venv with $python (Python $version): installing what setup.py lists; torch with CUDA's libraries is some 3 GB"
 # A folder left by an interrupted run, or one of another Python, is completed or refused by venv itself.
-[ -x "$venv/bin/python" ] && "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' || "$python" -m venv "$venv"
+[ -x "$venv/bin/python" ] && "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
+    "$python" -m venv "$venv"
 if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[dev]"; then
     [ -n "$missing" ] && echo "the installation failed, perhaps for want of a compiler: apt install $missing" >&2
     exit 1

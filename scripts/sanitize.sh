@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# compute-sanitizer over small calls of every kernel: memcheck must be clean, and so must racecheck, but for reports that
-# tests/kernels/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each tool and backend.
+# compute-sanitizer over small calls of every kernel: memcheck must be clean, and so must racecheck, but for reports
+# that tests/kernels/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each
+# tool and backend.
 #
 #   scripts/sanitize.sh                  memcheck and racecheck of triton and, on Hopper, gluon
 #   BACKENDS=triton TOOLS=memcheck scripts/sanitize.sh
@@ -17,15 +18,16 @@ if [ -z "$sanitizer" ]; then
     done
 fi
 if [ -z "$sanitizer" ] || ! command -v "$sanitizer" >/dev/null; then
-    echo "sanitize.sh: compute-sanitizer not found (${sanitizer:-neither in PATH nor below /usr/local/cuda*}); it is part of the CUDA toolkit:" \
-        "install it, or set COMPUTE_SANITIZER to its path" >&2
+    echo "sanitize.sh: compute-sanitizer not found (${sanitizer:-neither in PATH nor below /usr/local/cuda*}); it is" \
+        "part of the CUDA toolkit: install it, or set COMPUTE_SANITIZER to its path" >&2
     exit 1
 fi
 if ! "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>/dev/null; then
     echo "sanitize.sh: ${python:-python3} sees no GPU through torch; run it on a machine with one, or set PYTHON" >&2
     exit 1
 fi
-backends=${BACKENDS:-$("$python" -c 'import torch; print("triton", *["gluon"] * (torch.cuda.get_device_capability()[0] == 9))')}
+is_hopper='import sys, torch; sys.exit(torch.cuda.get_device_capability()[0] != 9)'
+backends=${BACKENDS:-triton$("$python" -c "$is_hopper" && echo " gluon" || true)}
 
 # An allocation of its own for every tensor: inside torch's pools a write out of bounds would hit another tensor unseen.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
@@ -33,7 +35,8 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 failed=0
 for backend in $backends; do
-    "$python" tests/kernels/sanitizer_cases.py --backend "$backend"  # without the tool: compiles, so that the tool's time is the kernels'
+    # Without the tool first: it compiles, so that the tool's time is the kernels'.
+    "$python" tests/kernels/sanitizer_cases.py --backend "$backend"
     for tool in $tools; do
         log="$logs/$tool-$backend.log"
         options=()

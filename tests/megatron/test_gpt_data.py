@@ -79,7 +79,7 @@ def test_a_spiky_loss_is_reported(monkeypatch, rerun):
     gpt_data.language_model_loss(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]))
     assert not rerun.rejected
     gpt_data.language_model_loss(torch.ones(1, 2), torch.tensor([[100.0, 2.0]]))
-    assert rerun.rejected == [("the loss of a micro-batch is spiky", False)]
+    assert rerun.rejected == [("the loss of a microbatch is spiky", False)]
 
 
 def test_which_dataset():
