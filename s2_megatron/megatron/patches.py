@@ -4,10 +4,10 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 
 | function | what it replaces in Megatron | the reason |
 |---|---|---|
-| `use_prebuilt_dataset_helpers` | `core.datasets.utils.compile_helpers` | it runs `make`, and the wheel has no Makefile |
-| `install_flop_accounting` | four functions of `training.training` | they count dense causal attention (flops.py) |
-| `install_loss_log` | three functions of `training.training` | no hook gives the exact losses (loss_log.py) |
-| `use_own_mtp_specs` | `training.models.gpt.mtp_block_spec` | it makes multi-token-prediction layers dense |
+| use_prebuilt_dataset_helpers | core.datasets.utils.compile_helpers | it runs `make`, and the wheel has no Makefile |
+| install_flop_accounting | four functions of training.training | they count dense causal attention (flops.py) |
+| install_loss_log | three functions of training.training | no hook gives the exact losses (loss_log.py) |
+| use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """

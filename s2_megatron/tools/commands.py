@@ -3,9 +3,9 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` returns the exit status
-(None: 0) and raises ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that is asked
-for is imported.
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` returns the exit
+status (None: 0) and raises ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that
+is asked for is imported.
 """
 
 from __future__ import annotations

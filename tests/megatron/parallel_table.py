@@ -1,8 +1,8 @@
 """How far every mix of TP, SP, PP, VPP, CP, DP and EP is from one process, in the loss, over 10 iterations from one
 checkpoint.
 
-    python tests/megatron/parallel_table.py --processes 2 --precisions fp32 --json table.json   # two GPUs; then bf16; --processes 4, 8
-    python tests/megatron/parallel_table.py --processes 2 --only cp2 tp2_sp     # without a GPU: gloo, fp32, a smaller model
+    python tests/megatron/parallel_table.py --processes 2 --precisions fp32 --json table.json   # two GPUs; then bf16
+    python tests/megatron/parallel_table.py --processes 2 --only cp2 tp2_sp     # no GPU: gloo, fp32, a smaller model
 
     | layout | processes | backend | precision | largest difference | relative | stock dense | bound | verdict |
     |---|---|---|---|---|---|---|---|---|
@@ -41,9 +41,9 @@ from tests.megatron.conftest import LOCAL_SPEC, SPARSITY, Lab, write_corpus
 # 8 query heads in 4 groups, so that a2a and TP mix; two virtual stages; blocks of 16 are the smallest of the kernels;
 # CP 8 cuts 256 tokens.
 MODEL = """
-    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu
-    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.05
-    --make-vocab-size-divisible-by 32
+    --num-attention-heads 8 --group-query-attention --num-query-groups 4 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --init-method-std 0.05 --make-vocab-size-divisible-by 32
 """
 SIZES = {
     "small": "--num-layers 8 --hidden-size 256 --ffn-hidden-size 512 --seq-length 512 --max-position-embeddings 512",

@@ -170,8 +170,8 @@ def test_refused(cases, name, difference, fix):
 
 @pytest.mark.parametrize("name, how", [
     ("allowed", "--s2-allow-sparsity-change"), ("allowed_future", "--s2-allow-sparsity-change"),
-    ("finetune", "weights"), ("finetune_dense", "weights"), ("no_load_optim", "weights"), ("skip_train", "weights"), ("pretrained", "weights"),
-    ("no_optimizer", "weights"), ("release", "weights"), ("from_dense", "weights"),
+    ("finetune", "weights"), ("finetune_dense", "weights"), ("no_load_optim", "weights"), ("skip_train", "weights"),
+    ("pretrained", "weights"), ("no_optimizer", "weights"), ("release", "weights"), ("from_dense", "weights"),
 ])  # fmt: skip
 def test_allowed_and_printed(cases, name, how):
     result = cases[name]
