@@ -11,13 +11,13 @@ from functools import cache
 import torch
 import triton
 
+from s2_megatron.kernels import trial
 from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.triton import launch as portable
 from s2_megatron.kernels.triton.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
 
 FILL_ROWS, FILL_HEADS = 1024, 8  # of a program that looks for rows between documents
-GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # Gluon changes from version to version of Triton
 
 
 @cache
@@ -34,9 +34,7 @@ def _no_hopper(device: torch.device) -> str | None:
     """Why the kernels for Hopper do not run on a device, or None."""
     if not _is_hopper(device):
         return f"{device} is not a Hopper GPU (compute capability 9.0)"
-    if not triton.__version__.startswith(GLUON):
-        return f"the kernels for Hopper are written for the Gluon of Triton {GLUON}, and this is Triton {triton.__version__}"
-    return None
+    return trial.no_gluon()
 
 
 def _hopper(query, key, value, call, initial=None, more=None):
@@ -47,7 +45,7 @@ def _hopper(query, key, value, call, initial=None, more=None):
     if reason is None:
         from s2_megatron.kernels.hopper import launch as hopper  # Gluon: only where it can run
 
-        reason = hopper.refusal(query, key, value, call, initial, more)
+        reason = hopper.refusal(query, key, value, call, initial, more) or trial.refusal(query, call)
         if reason is None:
             print_once("S2 attention kernels: gluon (Hopper)")
             return hopper

@@ -37,13 +37,13 @@ if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".
     exit 1
 fi
 
-# The Hopper kernels are written for the Gluon of one release of Triton. Where torch brings another one, tests compile them with a copy beside it.
-gluon=$(sed -n 's/^GLUON = "\([0-9.]*\)".*/\1/p' "$(dirname "$0")/../kernels/dispatch.py")
+# The Hopper kernels run on several releases of Triton. Tests compile them with the one that torch brings, and with the oldest, beside it.
+oldest=$(sed -n 's/^OLDEST, NEWEST = (\([0-9]*\), \([0-9]*\)).*/\1.\2/p' "$(dirname "$0")/../kernels/trial.py")
 case $("$venv/bin/python" -m pip show triton 2>/dev/null | sed -n 's/^Version: //p') in
-"" | "$gluon"*) ;;
+"" | "$oldest".*) ;;
 *)
-    [ -d "$venv/triton-${gluon}x" ] ||
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$venv/triton-${gluon}x" "triton==${gluon}*" ||
-        echo "note: no Triton ${gluon}x to compile the Hopper kernels with; their tests are left out" >&2
+    [ -d "$venv/triton-$oldest.x" ] ||
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$venv/triton-$oldest.x" "triton==$oldest.*" ||
+        echo "note: no Triton $oldest to compile the Hopper kernels with; those tests are skipped" >&2
     ;;
 esac

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from s2_megatron.kernels import dispatch as launch
+from s2_megatron.kernels import trial
 from s2_megatron.kernels.hopper import backward_loads as hopper_backward_loads
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper.parts import part_of_program
@@ -15,6 +16,7 @@ from s2_megatron.ops import api as attention
 from s2_megatron.ops.api import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.testing import kernel_trial
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask
 from tests.conftest import HAS_GPU
 from tests.gluon_emulator.emulator import Machine
@@ -45,6 +47,7 @@ def in_python(request, monkeypatch):
     )
     monkeypatch.setattr(attention, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(trial, "NEWEST", trial.release())
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
 
@@ -195,3 +198,50 @@ def test_placed_blocks_and_continued(kind, dim):
 @pytest.mark.parametrize("dim", [64, 192])
 def test_several_ranks_return_gradients_of_a_block(dim):
     check_placed_blocks(dim, "paper", 4, 8, "cpu", F16)
+
+
+KIND = dict(
+    dtype="float16",
+    head_dim=64,
+    heads_of_kv_head=2,
+    n_ranges=2,
+    heads_pair=True,
+    mixed=False,
+    packed=False,
+    placed=False,
+    deterministic=True,
+)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"packed": True}, {"placed": True}, {"n_ranges": 0, "deterministic": False}], ids=str
+)
+def test_the_trial_for_a_new_triton_finds_no_difference(flags):
+    kind = {**KIND, **flags}
+    pattern = pattern_of(((2, 1), (None, 2)), 64, 4, 2) if kind["n_ranges"] else (4, 2)
+    found = kernel_trial.differences("cpu", kind, pattern, 6)
+    assert max(found.values()) < kernel_trial.TOLERANCE / 5, found
+    assert set(found) >= {"out", "lse", "dQ", "dK", "dV"}
+
+
+def test_the_trial_for_a_new_triton_sees_one_wrong_tile(monkeypatch):
+    """A tile of the forward that has lost one of its steps."""
+
+    def forget(query, key, value, out, *rest):
+        real(query, key, value, out, *rest)
+        out[:, 1, 128:192] *= 0.9
+
+    real = hopper.forward
+    monkeypatch.setattr(hopper, "forward", forget)
+    monkeypatch.setattr(kernel_trial, "BLOCKS", 4)
+    assert kernel_trial.reason("cpu", KIND, pattern_of(((2, 1), (None, 2)), 64, 4, 2)).startswith("out differs")
+
+
+def test_the_trial_for_a_new_triton_says_what_does_not_compile(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("at 5:10:\nno such operation")
+
+    monkeypatch.setattr(hopper, "forward", fail)
+    assert (
+        kernel_trial.reason("cpu", KIND, pattern_of(((2, 1), (None, 2)), 64, 4, 2)) == "RuntimeError: no such operation"
+    )

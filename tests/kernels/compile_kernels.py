@@ -4,14 +4,16 @@
     TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --list
     TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py --write
 
-The first (--all: of every entry, --gluon: of those in Gluon) prints JSON: {"triton": version, "found": {name:
-{"shared": bytes a block, "registers": a thread, "spills": bytes stored, "serialised": [codes], "late": exponentials
-under no product, of Gluon kernels}}}, all but the first for sm_90. --write takes those down for the installed Triton in
-ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps --target folder
-triton==X.Y.Z`, and the same with PYTHONPATH=folder.
+The first (--all: of every entry, --gluon: of those in Gluon that a second Triton compiles in CI) prints JSON:
+{"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes stored,
+"serialised": [codes], "late": exponentials under no product, of Gluon kernels}}}, all but the first for sm_90. --write
+takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
+Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is
+kept in Triton's cache folder, for the same Triton, kernel and arguments.
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -28,10 +30,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from s2_megatron.kernels.compile_options import OPTIONS
-from s2_megatron.kernels.dispatch import GLUON
 from s2_megatron.kernels.tiles import tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
@@ -75,9 +77,27 @@ def compiled(entry: Entry):
     return triton.compile(ast, target=GPUTarget("cuda", entry.capability, 32), options=entry.options)
 
 
+def kept_place(entry: Entry):
+    """Where in Triton's cache folder the needs of an entry are kept."""
+    known = [Path(__file__).read_text(), triton.__version__, entry.kernel.cache_key, entry.capability]
+    known += [sorted(entry.signature.items()), sorted((name, repr(value)) for name, value in entry.constants.items())]
+    known += [sorted(entry.attributes.items()), sorted(entry.options.items())]
+    return get_cache_manager(hashlib.sha256(repr(known).encode()).hexdigest())
+
+
 def measured(name: str) -> dict:
     """What an entry needs, by its compiled metadata and, for sm_90, by ptxas."""
     entry = entries()[name]
+    place = kept_place(entry)
+    kept = place.get_file("needs.json")
+    if kept:
+        return json.loads(Path(kept).read_text())
+    found = compile_and_measure(entry)
+    place.put(json.dumps(found), "needs.json", binary=False)
+    return found
+
+
+def compile_and_measure(entry: Entry) -> dict:
     said = io.StringIO()
     if entry.capability == 90:  # compiled anew, for ptxas speaks only then
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
@@ -287,10 +307,23 @@ def hopper_entries() -> dict[str, Entry]:
     }
 
 
+def for_a_second_triton() -> list[str]:
+    """Names of Gluon kernels that are enough for a second version of Triton: every kernel and every way to use it at
+    the head dims 128 and 256, and at 64 and with columns in parts the plain ones."""
+    found = []
+    for name in entries():
+        kernel, _, ways = name.removesuffix("-deterministic").partition("-bf16")
+        if name.startswith("sm90-hopper-") and (
+            ways in ("", "-parts") or not (kernel.endswith("-64") or ways.endswith("-parts"))
+        ):
+            found.append(name)
+    return found
+
+
 @cache
 def entries() -> dict[str, Entry]:
     """Everything that is compiled in tests, by name; the name begins with the architecture."""
-    return portable_entries() | (hopper_entries() if triton.__version__.startswith(GLUON) else {})
+    return portable_entries() | hopper_entries()
 
 
 def measure(names) -> dict[str, dict]:
@@ -321,7 +354,7 @@ def main(arguments):
         )
         COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     else:
-        groups = {"--all": entries, "--gluon": hopper_entries}
+        groups = {"--all": entries, "--gluon": for_a_second_triton}
         names = list(groups[arguments[0]]()) if arguments[0] in groups else arguments
         print(json.dumps({"triton": version(), "found": measure(names)}))
 

@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from s2_megatron.context_parallel.exchange import slot_views
 from s2_megatron.kernels import dispatch as launch
+from s2_megatron.kernels import trial
 from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper.descriptors import Box
@@ -95,6 +96,7 @@ def started(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(trial, "NEWEST", trial.release())
     monkeypatch.setattr(
         portable, "launch_delta", lambda *args: None
     )  # portable kernels run slowly here, and are not what is tested
