@@ -37,6 +37,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
+from s2_megatron.megatron.position_loss import packed_positions, position_loss
 from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
 
@@ -56,6 +57,7 @@ class GPTBatch(NamedTuple):
     loss_mask: torch.Tensor | None = None  # fp32, like tokens
     attention_mask: torch.Tensor | None = None  # bool [b, 1, s, s], only with --create-attention-mask-in-dataloader
     packed: PackedSeqParams | None = None  # the documents' borders, int32 [n + 1]
+    positions: torch.Tensor | None = None  # int64, like labels: in the document; only with --s2-position-loss
 
 
 def _stage_has_tokens(config, vp_stage: int | None) -> bool:
@@ -145,16 +147,40 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     batch = flatten_batch_for_packed_sequences(batch)
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
-    if packed and args.context_parallel_size > 1 and packed_cut(args) == "document" and megatron_utils.tex is None:
+    positions = None
+    if position_loss() is not None and batch["labels"] is not None:
+        # In the place of the labels, so that they are cut in the same way.
+        alone = dict.fromkeys(_TOKEN_KEYS) | {key: batch[key] for key in _DOCUMENT_KEYS if key in batch}
+        positions = _cut_over_ranks({**alone, "labels": _positions(batch)}, args)["labels"]
+    return _as_gpt_batch(_cut_over_ranks(batch, args), args)._replace(positions=positions)
+
+
+def _positions(batch: dict) -> torch.Tensor:
+    """The position of every label's query token in its document, int64, like the labels before they are cut."""
+    labels, borders = batch["labels"], batch["cu_seqlens"]
+    if borders is None:
+        return torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
+    if batch["cu_seqlens_padded"] is not None:
+        borders = batch["cu_seqlens_padded"]
+    return packed_positions(borders.squeeze(0), labels.numel()).view_as(labels)
+
+
+def _cut_over_ranks(batch: dict, args) -> dict:
+    """The part of the batch that this context-parallel rank has."""
+    if (
+        is_packed(args)
+        and args.context_parallel_size > 1
+        and packed_cut(args) == "document"
+        and megatron_utils.tex is None
+    ):
         return _with_documents_cut(batch, args)
-    batch = get_batch_on_this_cp_rank(
+    return get_batch_on_this_cp_rank(
         batch,
         is_hybrid_cp=args.hybrid_context_parallel,
         cp_group=mpu.get_context_parallel_group(),
         hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=packed_cut(args) == "sequence",
     )
-    return _as_gpt_batch(batch, args)
 
 
 def _as_gpt_batch(batch: dict, args) -> GPTBatch:
@@ -168,17 +194,19 @@ def _as_gpt_batch(batch: dict, args) -> GPTBatch:
     )
 
 
-def _with_documents_cut(batch: dict, args) -> GPTBatch:
+def _with_documents_cut(batch: dict, args) -> dict:
     """Every document cut by itself, as Transformer Engine's thd_get_partitioned_indices does it, where that is not
     installed."""
     borders = batch["cu_seqlens"] if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"]
     group = mpu.get_context_parallel_group()
     tokens = args.micro_batch_size * args.seq_length
     rows = cut_order(borders.squeeze(0), tokens, group.size()).argsort().chunk(group.size())[group.rank()]
-    for key in ("tokens", "labels", "loss_mask", "position_ids"):
-        if batch[key] is not None:
-            batch[key] = batch[key].index_select(1, rows)
-    return _as_gpt_batch(batch, args)
+    cut = {
+        key: batch[key].index_select(1, rows)
+        for key in ("tokens", "labels", "loss_mask", "position_ids")
+        if batch[key] is not None
+    }
+    return batch | cut
 
 
 @cache
@@ -197,10 +225,13 @@ def _cached_teacher_loss():
     )
 
 
-def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor, model=None):
+def language_model_loss(
+    loss_mask: torch.Tensor, output: torch.Tensor, model=None, positions: torch.Tensor | None = None
+):
     """The loss of one microbatch, in the form that Megatron's schedules expect.
 
-    loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements.
+    loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements. positions:
+    int64, as many, for the loss by position; None where it is not wanted.
     Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the
     log}). With --check-for-nan-in-loss-and-grad a NaN or Inf ends the run, with --check-for-spiky-loss a sudden jump is
     reported.
@@ -214,6 +245,8 @@ def language_model_loss(loss_mask: torch.Tensor, output: torch.Tensor, model=Non
         num_tokens = mask.sum().detach().to(torch.int)
         report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
     _check_loss(loss, args)
+    if positions is not None:
+        position_loss().add(output.view(-1), loss_mask, positions)
     return loss, num_tokens, report
 
 
@@ -245,7 +278,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     timers("batch-generator").stop()
 
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
-    loss_function = partial(language_model_loss, batch.loss_mask, model=model)
+    loss_function = partial(language_model_loss, batch.loss_mask, model=model, positions=batch.positions)
     with straggler_timer:
         if return_schedule_plan:
             if not args.overlap_moe_expert_parallel_comm:
