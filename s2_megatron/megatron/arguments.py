@@ -17,6 +17,7 @@ from s2_megatron.megatron.checkpoint import compare_with_checkpoint
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_s2_settings
 from s2_megatron.megatron.patches import install_flop_accounting, install_loss_log
+from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
@@ -112,6 +113,14 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per "
         "evaluation. Works without --s2-config too.",
     )
+    group.add_argument(
+        "--s2-position-loss",
+        type=int,
+        metavar="N",
+        default=None,
+        help="Log the training and validation loss in N buckets of position in the context (for packed documents, in "
+        "the document) and that of the last eighth. Works without --s2-config too.",
+    )
     return parser
 
 
@@ -164,6 +173,12 @@ def prepare_s2(args: Namespace) -> S2Run | None:
         raise ValueError(
             "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
         )
+    if args.s2_position_loss is not None and args.logits_load_dir is not None:
+        raise ValueError(
+            "--s2-position-loss with --logits-load-dir: the loss is a teacher's; expected the language model's; leave "
+            "one out"
+        )
+    measure_position_loss(args.s2_position_loss, args.seq_length)
     install_loss_log(args.s2_loss_log)
     if args.s2_config is None:
         report_ignored_flags(args)

@@ -5,8 +5,13 @@ TensorBoard's files hold the exact ones but stay in a buffer for two minutes and
 is flushed line by line, so that an iteration that has a checkpoint has its line too (patches.py puts it into the
 training loop):
 
-    {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0}
+    {"run": {"arguments": {...}, "flops_per_token": {"attended": 5.1e9, "dense": 6.3e9}}, "iteration": 1, "time": ...}
+    {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0, "samples": 4,
+     "time": 1760000000.25}
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
+
+Each process begins with the first kind, Megatron's arguments. With --s2-position-loss the others have "lm loss by
+position/..." and "tokens by position/...", too. `time` is in seconds of the clock, `samples` the sequences consumed.
 
 A resumed run appends. `read_loss_log` keeps the last line of every iteration, which is what the run with that
 checkpoint did. The log has one writer at a time: a second process is refused, and a process whose torchrun was killed
@@ -22,6 +27,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -66,11 +72,13 @@ def _locked(path: Path, wait_seconds: float = 0.0) -> TextIO:
 class LossLog:
     """Appends records to a file on the last rank, where Megatron has the losses and prints from. path: absolute.
 
+    header: gives the process's header, asked for at its first record.
+
     Raises ValueError when another process writes the file.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, header: Callable[[], dict]):
+        self.path, self.header, self.has_header = path, header, False
         self.file: TextIO | None = None
         if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,9 +92,14 @@ class LossLog:
             raise RuntimeError(
                 f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume"
             )
-        if self.file is not None:
-            self.file.write(json.dumps(record) + "\n")
-            self.file.flush()
+        if self.file is None:
+            return
+        if not self.has_header:
+            self.has_header = True
+            header = {HEADER: self.header(), "iteration": record["iteration"], "time": time.time()}
+            self.file.write(json.dumps(header) + "\n")
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
 
 
 def read_records(path: str | Path) -> list[dict]:

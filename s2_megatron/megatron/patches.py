@@ -25,6 +25,15 @@ from pathlib import Path
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
+from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
+from s2_megatron.megatron.run_records import (
+    as_record,
+    progress,
+    read_position_loss,
+    report_position_loss,
+    run_header,
+    validation_suffixes,
+)
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
@@ -101,26 +110,29 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
 
 
 _loss_log: LossLog | None = None
+_logging = False
 
 
 def install_loss_log(path: str | Path | None) -> None:
-    """Has Megatron's training loop append its losses to `path`; nothing for None.
+    """Has Megatron's training loop append its losses to `path`, and log the losses by position where they are added up
+    (`measure_position_loss`); nothing without both.
 
     `training_log` is where every iteration's losses pass before they are rounded and averaged. `evaluate` returns those
     of an evaluation without its name, which only its caller `evaluate_and_print_results` is told.
     Raises ValueError when this process already logs to another path, or another process to this one.
     """
-    global _loss_log
-    if path is None:
-        return
-    path = Path(path).absolute()
-    if _loss_log is not None:
-        if _loss_log.path != path:
+    global _loss_log, _logging
+    if path is not None:
+        path = Path(path).absolute()
+        if _loss_log is not None and _loss_log.path != path:
             raise ValueError(
                 f"--s2-loss-log={path}: this process already logs to {_loss_log.path}; expected one path; drop one"
             )
+        _loss_log = _loss_log or LossLog(path, run_header)
+        logger.info("losses are appended to %s", path)
+    if _logging or (path is None and position_loss() is None):
         return
-    _loss_log = log = LossLog(path)
+    _logging = True
 
     from megatron.training import training
 
@@ -128,26 +140,39 @@ def install_loss_log(path: str | Path | None) -> None:
     evaluate_and_print_results = training.evaluate_and_print_results
     signature = inspect.signature(training_log)
     evaluated = {}  # the iteration and the name of the evaluation that runs
+    suffixes: list[str] = []  # of the validation sets that it has not come to, as Megatron names them
 
     @functools.wraps(training_log)
     def logged_training_log(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
-        record = {"iteration": given["iteration"]}
-        record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
-        record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
-        log.append(record | {"skipped": given["skipped_iter"]})
-        return training_log(*args, **kwargs)
+        iteration, positions = given["iteration"], read_position_loss(TRAIN)
+        if _loss_log is not None:
+            record = {"iteration": iteration}
+            record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
+            record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
+            record |= {"skipped": given["skipped_iter"]} | progress() | as_record(positions)
+            _loss_log.append(record)
+        result = training_log(*args, **kwargs)
+        report_position_loss(positions, iteration)
+        return result
 
     @functools.wraps(evaluate)
     def logged_evaluate(*args, **kwargs):
         result = evaluate(*args, **kwargs)
+        positions = read_position_loss(EVALUATE)
         if evaluated and result[0] is not None:
-            log.append(evaluated | {name: exact_number(value) for name, value in result[0].items()})
+            losses = {name: exact_number(value) for name, value in result[0].items()}
+            if _loss_log is not None:
+                _loss_log.append(evaluated | losses | as_record(positions))
+            suffix = suffixes.pop(0) if suffixes else ""
+            if "test set" not in evaluated["validation"]:  # Megatron gives both the same name
+                report_position_loss(positions, evaluated["iteration"], f" validation{suffix}")
         return result
 
     @functools.wraps(evaluate_and_print_results)
     def logged_evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
         evaluated.update(iteration=iteration, validation=prefix)
+        suffixes[:] = validation_suffixes(data_iterator)
         try:
             return evaluate_and_print_results(
                 prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs
@@ -158,7 +183,6 @@ def install_loss_log(path: str | Path | None) -> None:
     training.training_log = logged_training_log
     training.evaluate = logged_evaluate
     training.evaluate_and_print_results = logged_evaluate_and_print_results
-    logger.info("losses are appended to %s", path)
 
 
 _asks_layer_spec = False

@@ -11,6 +11,8 @@ Shapes: t tokens of a microbatch on this rank.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 TRAILING_SHARE = 8  # the trailing loss is that of the last 1/8 of the context
@@ -37,12 +39,12 @@ class PositionLoss:
     def __init__(self, buckets: int, seq_length: int):
         if not 1 <= buckets <= seq_length:
             raise ValueError(
-                f"--s2-position-loss {buckets} with --seq-length {seq_length}; expected 1 to {seq_length} buckets; use 16"
+                f"--s2-position-loss {buckets} with --seq-length {seq_length}; expected 1 to {seq_length}; use 16"
             )
         self.buckets, self.seq_length = buckets, seq_length
         edges = [-(-index * seq_length // buckets) for index in range(buckets + 1)]
         digits = len(str(seq_length - 1))
-        self.names = [f"{first:0{digits}}-{end - 1:0{digits}}" for first, end in zip(edges, edges[1:])] + ["trailing"]
+        self.names = [f"{first:0{digits}}-{end - 1:0{digits}}" for first, end in pairwise(edges)] + ["trailing"]
         self.trailing_start = seq_length - seq_length // TRAILING_SHARE
         self.sums: list[torch.Tensor | None] = [None, None]  # fp64 [buckets + 1, 2]: loss, tokens; training, evaluation
 
