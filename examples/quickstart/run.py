@@ -6,8 +6,8 @@
 
 Everything goes to runs/<name of the config>/: train.log, losses.jsonl, checkpoints/, tensorboard/, summary.json, and
 corpus.json with the hash of every file of the corpus. A run that was stopped, by whatever, continues from its last
-checkpoint, and its losses.jsonl ends up the same as an uninterrupted run's. Status 2: something that the user can mend,
-in one `error:` line; 1: the training failed.
+checkpoint, and its losses.jsonl ends up with the losses of an uninterrupted run. Status 2: something that the user can
+mend, in one `error:` line; 1: the training failed.
 """
 
 from __future__ import annotations

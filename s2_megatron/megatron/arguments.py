@@ -13,9 +13,9 @@ from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.attention import COMM_TYPES
-from s2_megatron.megatron.checkpoint import compare_with_checkpoint
+from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
 from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.megatron.metrics import report_s2_settings
+from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.patches import install_flop_accounting, install_loss_log
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.refusals import (
@@ -180,9 +180,14 @@ def prepare_s2(args: Namespace) -> S2Run | None:
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
     install_loss_log(args.s2_loss_log)
+    report_missing_flags(args)
     if args.s2_config is None:
         report_ignored_flags(args)
         compare_with_checkpoint(args, None)
+        dense = dense_sparsity(args)
+        if args.log_throughput:  # so that a dense run logs what an S2 run does
+            install_flop_accounting(args, dense)
+        report_run(args, dense)
         return None
     refuse_unsupported(args)
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
@@ -193,6 +198,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
     args.s2_sparsity = run.sparsity.canonical_json()
     args.s2_density = run.sparsity.density()
     install_flop_accounting(args, run.sparsity)
+    report_run(args, run.sparsity)
     report_s2_settings(args, run.sparsity)
     report_tensor_parallel(run.sparsity, args.tensor_model_parallel_size)
     return run

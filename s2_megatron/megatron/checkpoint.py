@@ -50,8 +50,8 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     return StoredCheckpoint(folder, stored, state.get("iteration", 0), weights_only)
 
 
-def _dense_json(args: Namespace) -> str:
-    """The canonical JSON of a model without --s2-config."""
+def dense_sparsity(args: Namespace) -> ResolvedSparsity:
+    """What a model without --s2-config computes. args: Megatron's."""
     dense = LayerSparsity("D", None)
     return ResolvedSparsity(
         layers=(dense,) * args.num_layers,
@@ -61,7 +61,7 @@ def _dense_json(args: Namespace) -> str:
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_attention_heads,
         seq_length=args.seq_length,
-    ).canonical_json()
+    )
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
@@ -79,9 +79,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if stored is None and sparsity is None:
         return
     allowed = checkpoint.weights_only or args.s2_allow_sparsity_change
-    ours = sparsity.canonical_json() if sparsity is not None else _dense_json(args)
+    ours = (sparsity or dense_sparsity(args)).canonical_json()
     try:
-        differences = diff_sparsity(stored or _dense_json(checkpoint.args), ours)
+        differences = diff_sparsity(stored or dense_sparsity(checkpoint.args).canonical_json(), ours)
     except ValueError as error:
         if not allowed:
             raise ValueError(

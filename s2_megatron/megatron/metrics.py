@@ -7,6 +7,8 @@ from argparse import Namespace
 from collections import Counter
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.run_records import flops_per_token
+from s2_megatron.printing import print_once
 
 
 def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
@@ -32,6 +34,43 @@ def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
     }
 
 
+def report_run(args: Namespace, sparsity: ResolvedSparsity) -> None:
+    """Tells wandb's config and TensorBoard what every run is compared by, S2 or not: its density and FLOPs per token.
+
+    sparsity: dense_sparsity(args) for a run without --s2-config.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    wandb, writer = get_wandb_writer(), get_tensorboard_writer()
+    if wandb is None and writer is None:
+        return
+    flops = flops_per_token(args)
+    if wandb is not None:
+        wandb.config.update({"s2_density": sparsity.density(), "s2_flops_per_token": flops}, allow_val_change=True)
+    if writer is not None:
+        writer.add_scalar("s2/density", sparsity.density(), 0)
+        writer.add_text("s2/flops_per_token", json.dumps(flops), 0)
+
+
+def report_missing_flags(args: Namespace) -> None:
+    """Says which flags a run with a wandb project lacks: Megatron gives wandb only what it gives to TensorBoard."""
+    if not getattr(args, "wandb_project", ""):
+        return
+    if not args.tensorboard_dir:
+        print_once(
+            f"S2: WARNING: wandb project {args.wandb_project} will receive no curves: Megatron logs to wandb only what "
+            "it logs to TensorBoard; add --tensorboard-dir PATH"
+        )
+        return
+    missing = [
+        f"--{flag.replace('_', '-')}"
+        for flag in ("log_throughput", "log_timers_to_tensorboard")
+        if not getattr(args, flag)
+    ]
+    if missing:
+        print_once(f"S2: wandb project {args.wandb_project} will receive no throughput; add {' '.join(missing)}")
+
+
 def report_s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> None:
     """Adds the settings to wandb's config and to TensorBoard, on the rank where Megatron has opened them (the last
     one).
@@ -47,7 +86,6 @@ def report_s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> None:
         wandb.config.update(settings, allow_val_change=True)
     writer = get_tensorboard_writer()
     if writer is not None:
-        writer.add_scalar("s2/density", settings["s2_density"], 0)
         for name, value in settings.items():
             if hasattr(args, name):
                 continue  # Megatron writes its arguments itself

@@ -122,3 +122,22 @@ def test_every_layout_has_the_same_buckets(logged, references, name):
         check_sum(record)
         assert by_position(record, COUNT) == by_position(expected, COUNT)
         assert by_position(record) == pytest.approx(by_position(expected), rel=1e-5)
+
+
+def test_conversations_that_are_cut_one_by_one(lab, conversations, scripts):
+    """--sft: every conversation is padded and cut over the ranks by itself."""
+    path, tokenizer, stand_in = conversations
+    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer}
+        --data-path {path} --split 100,0,0 --train-iters 2 --calculate-per-token-loss --seq-length 256
+        --max-position-embeddings 256 --s2-position-loss {BUCKETS}"""
+    options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
+    found = []
+    for name, layout, processes in (("one", "", 1), ("cp2", f"{CP2} --s2-cp-comm-type all_gather", 2)):
+        lab.run(f"position_sft_{name}", f"{flags} {layout}", processes=processes, **options)
+        found.append(read_loss_log(lab.folder / f"position_sft_{name}.jsonl")[0])
+    one_process, cut = found
+    assert sorted(cut) == [1, 2]
+    for step, record in cut.items():
+        check_sum(record)
+        assert by_position(record, COUNT) == by_position(one_process[step], COUNT)
+        assert by_position(record) == pytest.approx(by_position(one_process[step]), rel=1e-5)
