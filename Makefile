@@ -1,4 +1,5 @@
 # make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
+# make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make test         everything that can be tested without a GPU
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
@@ -28,7 +29,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain test test-gpu lint dist install check-packages
+.PHONY: help pretrain compare test test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +47,12 @@ check-packages:
 
 pretrain: $(INSTALLED)
 	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS))
+
+compare: $(INSTALLED)
+	@for config in configs/quickstart_dense.yaml configs/quickstart.yaml; do \
+	    $(RUN) -m examples.quickstart.run --config $$config --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS)) || exit; \
+	done
+	@$(RUN) -m s2_megatron compare "$(RUNS)/quickstart_dense" "$(RUNS)/quickstart" --html "$(RUNS)/compare.html"
 
 # One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
 # stays in one process, for the costly fixtures that its tests share.

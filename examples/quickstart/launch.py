@@ -116,6 +116,7 @@ def run_flags(run_folder: Path, corpus: PreparedCorpus, save_interval: int) -> l
         "--log-interval=1",
         "--log-throughput",
         f"--s2-loss-log={loss_log(run_folder)}",
+        "--s2-position-loss=8",
     ]
 
 

@@ -157,7 +157,7 @@ def _read_wandb_file(file: Path) -> Piece:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(
-            f"run {file}: `wandb leet inspect --json` ended with status {done.returncode} ({last}); expected a wandb "
+            f"run {file}: wandb leet inspect --json ended with status {done.returncode} ({last}); expected a wandb "
             "of "
             "release 0.31 or later that can read it; pip install -U wandb"
         )
