@@ -1,0 +1,1 @@
+"""Models between Megatron's checkpoints and Hugging Face folders: `s2-megatron export-hf` and `import-hf`."""

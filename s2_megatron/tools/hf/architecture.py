@@ -1,0 +1,217 @@
+"""The same model as Megatron's arguments and as a Hugging Face config; and which models have both forms."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from s2_megatron.config.load import load_config
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.config.stored import sparsity_from_stored, stored_sparsity
+from s2_megatron.huggingface.configuration import MODEL_TYPE
+from s2_megatron.tools.hf.weights import Shape
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query attention)"
+
+# Megatron's arguments that change what the model computes, and the one value that a Llama or Qwen has.
+_WANTED = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
+    "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
+    "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "layernorm_zero_centered_gamma": False,
+    "apply_residual_connection_post_layernorm": False, "softmax_type": "vanilla", "window_size": None,
+    "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False, "is_hybrid_model": False, "attention_output_gate": False,
+    "experimental_attention_variant": None, "heterogeneous_layers_config_path": None, "glu_linear_offset": 0.0,
+    "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
+    "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
+}  # fmt: skip
+_FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, MODEL_TYPE: {}}
+
+
+def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> Shape:
+    """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
+    embedding.
+
+    Raises one ValueError that names every setting which no Llama or Qwen has.
+    """
+    missing = object()
+    other = {
+        name: value
+        for name, wanted in _WANTED.items()
+        if (value := getattr(args, name, missing)) is not missing and (value or None) != (wanted or None)
+    }
+    if other:
+        found = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it")
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    padded = args.padded_vocab_size
+    if vocab_size is not None and vocab_size > padded:
+        raise ValueError(
+            f"the tokenizer has {vocab_size} words, the model's embedding {padded} rows; expected the tokenizer that the "
+            "model was trained with; give it with --tokenizer"
+        )
+    return Shape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=groups,
+        head_dim=args.kv_channels,
+        vocab_size=padded if vocab_size is None else vocab_size,
+        padded_vocab_size=padded,
+        qkv_bias=bool(args.add_qkv_bias),
+        qk_norm=bool(args.qk_layernorm),
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) -> ResolvedSparsity:
+    """The sparsity that a checkpoint was trained with. config: the YAML, needed for block masks, of which a checkpoint
+    has only the hashes.
+
+    Raises ValueError when the YAML is missing or says something else than the checkpoint.
+    """
+    stored = getattr(args, "s2_sparsity", None)
+    if stored is None:
+        scale = getattr(args, "softmax_scale", None)
+        return _dense(shape, scale, args.seq_length)
+    content = json.loads(stored)
+    if not any(form["kind"] == "block_mask" for form in content["patterns"]):
+        content |= dict(
+            num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, seq_length=args.seq_length,
+            block_size=next((form["block_size"] for form in content["patterns"] if form["kind"] != "dense"), 64),
+        )  # fmt: skip
+        return sparsity_from_stored(content)
+    path = config or Path(getattr(args, "s2_config", None) or "")
+    if not path.is_file():
+        raise ValueError(
+            f"the checkpoint has a block mask, of which it stores only the hash, and its config {path} does not exist; "
+            "give the YAML that it was trained with: --s2-config FILE"
+        )
+    sparsity = load_config(path, allow_python_patterns=bool(args.s2_allow_python_patterns)).resolve(
+        num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        seq_length=args.seq_length,
+    )  # fmt: skip
+    if sparsity.canonical_json() != stored:
+        raise ValueError(
+            f"{path} is another sparsity than that of the checkpoint; give the YAML that it was trained with"
+        )
+    return sparsity
+
+
+def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsity:
+    layers = (LayerSparsity("D", None),) * shape.num_layers
+    return ResolvedSparsity(layers, (), scale, 64, shape.num_heads, shape.num_kv_heads, seq_length)
+
+
+def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str, as_dense: bool) -> dict:
+    """The content of config.json. as_dense: of a plain Llama, Qwen2 or Qwen3.
+
+    Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own).
+    """
+    rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
+    if getattr(args, "use_rope_scaling", False):
+        rope |= {"rope_type": "llama3", "factor": float(args.rope_scaling_factor), **LLAMA3_ROPE}
+    content = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": args.max_position_embeddings,
+        "rms_norm_eps": args.layernorm_epsilon,
+        "initializer_range": args.init_method_std,
+        "rope_parameters": rope,
+        "attention_bias": False,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": dtype,
+        "use_cache": True,
+    }
+    if not as_dense:
+        own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
+        options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm}
+        return own | content | options | {"s2_sparsity": stored_sparsity(sparsity)}
+    family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
+        (shape.qkv_bias, shape.qk_norm)
+    )
+    if family is None or sparsity.softmax_scale is not None:
+        what = "biases and norms of query and key" if family is None else f"softmax_scale={sparsity.softmax_scale:g}"
+        raise ValueError(f"--as-dense: a model with {what} has no plain Llama or Qwen form; leave --as-dense out")
+    if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
+        raise ValueError("--as-dense: Qwen2 wants hidden_size / heads as its head dim; leave --as-dense out")
+    name = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
+    return {"architectures": [name], "model_type": family} | content
+
+
+def shape_of_config(content: dict, where: str, divisor: int) -> Shape:
+    """The model of a config.json. divisor: the embedding's rows become a multiple of it.
+
+    Raises one ValueError for whatever a Megatron Llama or Qwen does not have.
+    """
+    family = content.get("model_type")
+    if family not in _FAMILIES:
+        raise ValueError(
+            f"{where}: model_type={family!r}; expected one of {', '.join(_FAMILIES)}; only {FORM} can be imported"
+        )
+    rope = rope_of_config(content)
+    wanted = {
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+        "partial_rotary_factor": 1.0, "attention_dropout": 0.0,
+    }  # fmt: skip
+    other = {name: content[name] for name, value in wanted.items() if content.get(name, value) not in (value, None)}
+    if rope["rope_type"] not in ("default", "llama3") or (
+        rope["rope_type"] == "llama3" and any(rope.get(name) != value for name, value in LLAMA3_ROPE.items())
+    ):
+        other["rope_parameters"] = rope
+    if other:
+        found = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        raise ValueError(f"{where}: {found}; expected none of it; only {FORM} can be imported")
+    heads, words = content["num_attention_heads"], content["vocab_size"]
+    options = {"qkv_bias": False, "qk_norm": False} | _FAMILIES[family]
+    return Shape(
+        num_layers=content["num_hidden_layers"],
+        hidden_size=content["hidden_size"],
+        ffn_hidden_size=content["intermediate_size"],
+        num_heads=heads,
+        num_kv_heads=content.get("num_key_value_heads") or heads,
+        head_dim=content.get("head_dim") or content["hidden_size"] // heads,
+        vocab_size=words,
+        padded_vocab_size=-(-words // divisor) * divisor,
+        qkv_bias=content.get("qkv_bias", options["qkv_bias"]),
+        qk_norm=content.get("qk_norm", options["qk_norm"]),
+        # transformers' default; Llama and Qwen2 write it out when it is not.
+        tied=bool(content.get("tie_word_embeddings", False)),
+    )
+
+
+def rope_of_config(content: dict) -> dict:
+    """rope_type, rope_theta and what belongs to the type, from a config of transformers 5 or 4."""
+    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope.setdefault("rope_theta", content.get("rope_theta", 10000.0))
+    return rope
+
+
+def megatron_flags(content: dict, shape: Shape, divisor: int) -> list[str]:
+    """The model flags of a launcher that trains this model on."""
+    rope = rope_of_config(content)
+    flags = [
+        f"--num-layers={shape.num_layers}", f"--hidden-size={shape.hidden_size}",
+        f"--ffn-hidden-size={shape.ffn_hidden_size}", f"--num-attention-heads={shape.num_heads}",
+        "--group-query-attention", f"--num-query-groups={shape.num_kv_heads}", f"--kv-channels={shape.head_dim}",
+        f"--max-position-embeddings={content.get('max_position_embeddings', 2048)}", "--position-embedding-type=rope",
+        f"--rotary-base={int(rope['rope_theta'])}", "--normalization=RMSNorm",
+        f"--norm-epsilon={content.get('rms_norm_eps', 1e-6)}", "--swiglu", "--disable-bias-linear",
+        f"--make-vocab-size-divisible-by={divisor}",
+    ]  # fmt: skip
+    flags += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
+    flags += [] if shape.tied else ["--untie-embeddings-and-output-weights"]
+    if rope["rope_type"] == "llama3":
+        flags += ["--use-rope-scaling", f"--rope-scaling-factor={rope['factor']}"]
+    return flags

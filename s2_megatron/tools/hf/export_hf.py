@@ -1,0 +1,210 @@
+"""s2-megatron export-hf: a Megatron checkpoint becomes a Hugging Face folder.
+
+    s2-megatron export-hf --load runs/7b/checkpoints --output 7b-hf
+    s2-megatron export-hf --load runs/7b/checkpoints --output 7b-dense --as-dense
+
+The folder has safetensors, the config with every layer's sparsity (model type s2_gpt: `import s2_megatron.huggingface`
+before AutoModelForCausalLM), the tokenizer and the generation config. Any parallel layout is read; one tensor is in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.tools.hf.architecture import hf_config, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.folders import complete_folder
+from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape
+from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
+from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, pieces
+
+DENSE_WARNING = (
+    "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it: in {sparse} of "
+    "{layers} layers that is not what the model was trained with; its outputs differ from the trained model's"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", type=Path, required=True, help="Megatron's checkpoint folder (torch_dist)")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to make; it must not exist")
+    parser.add_argument("--s2-config", type=Path, help="the YAML it was trained with; only needed for block masks")
+    parser.add_argument(
+        "--tokenizer",
+        help="Hugging Face tokenizer, a folder or a name (default: the one in the checkpoint's arguments)",
+    )
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest safetensors file (default: 5)")
+    parser.add_argument(
+        "--as-dense", action="store_true", help="a plain Llama or Qwen folder, in which the sparsity is lost"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.max_shard_gb > 0:
+        raise ValueError(f"--max-shard-gb {args.max_shard_gb:g}: expected more than 0, e.g. 5")
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+    folder = iteration_folder(args.load)
+    if args.output.exists():
+        raise ValueError(
+            f"--output {args.output} exists and is never overwritten; name another folder, or move it away"
+        )
+    install_if_no_gpu()  # Megatron, which knows the types of its arguments, cannot be imported without
+    trained = checkpoint_arguments(folder)
+    tokenizer = _tokenizer(args.tokenizer, trained)
+    shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))
+    sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
+    reader = TorchDistReader(folder)
+    _check_tensors(reader, shape)
+    dtype = reader.dtypes["embedding.word_embeddings.weight"]
+    config = hf_config(trained, shape, sparsity, str(dtype).removeprefix("torch."), args.as_dense)
+    if tokenizer is not None:
+        config |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if args.as_dense:
+        _warn_dense(config, sparsity)
+    with complete_folder(args.output, "--output") as work:
+        size = write_weights(reader, shape, work, int(args.max_shard_gb * 1e9))
+        (work / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _write_generation_config(work, config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(work)
+    print(
+        f"wrote {args.output}: {config['model_type']}, {size / 1e9:.2f} GB, {sparsity.density():.1%} of dense attention"
+    )
+    return 0
+
+
+def checkpoint_arguments(folder: Path) -> argparse.Namespace:
+    """Megatron's arguments in a checkpoint. Raises ValueError when they cannot be read."""
+    import megatron.training.checkpointing  # noqa: F401 - names the types that arguments may hold
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    try:
+        trained = load_common_state_dict(folder).get("args")
+    except Exception as error:  # noqa: BLE001 - whatever unpickling raises: the file is not Megatron's
+        raise ValueError(
+            f"{folder}: Megatron's arguments cannot be read ({error}); the checkpoint is damaged"
+        ) from error
+    if trained is None:
+        raise ValueError(f"{folder} holds no arguments of Megatron; expected a checkpoint of a training run")
+    return trained
+
+
+def _tokenizer(given: str | None, trained: argparse.Namespace):
+    """The tokenizer to write, or None; says so when there is none."""
+    name = given
+    if name is None and trained.tokenizer_type == "HuggingFaceTokenizer":
+        name = trained.tokenizer_model
+    if name is None:
+        print(
+            f"note: the model was trained with {trained.tokenizer_type}, which is no Hugging Face tokenizer: none is "
+            "written; add one with --tokenizer FOLDER"
+        )
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        source = "--tokenizer" if given else "the checkpoint's --tokenizer-model"
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{source} {name}: no tokenizer can be loaded ({reason}); give a folder: --tokenizer FOLDER"
+        ) from error
+
+
+def _check_tensors(reader: TorchDistReader, shape: Shape) -> None:
+    """Raises ValueError for weights that the exported model would not have, or lacks."""
+    expected = megatron_shapes(shape)
+    stored = dict(reader.shapes)
+    if any(name.startswith(f"{LAYERS}0.") for name in stored):  # layers of their own, not stacked
+        expected = {
+            key: size
+            for name, stacked in expected.items()
+            for key, size in (
+                ((name, stacked),)
+                if not name.startswith(LAYERS)
+                else [(f"{LAYERS}{i}.{name[len(LAYERS) :]}", stacked[1:]) for i in range(shape.num_layers)]
+            )
+        }
+    problems = [f"{name} {list(stored[name])} is unknown" for name in stored if name not in expected]
+    problems += [f"{name} is missing" for name in expected if name not in stored]
+    problems += [
+        f"{name} has shape {list(stored[name])}, expected {list(size)}"
+        for name, size in expected.items()
+        if name in stored and stored[name] != size
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{reader.folder}: the weights are not those of a Llama- or Qwen-shaped model: {'; '.join(problems[:3])}{more}; "
+            "only such models can be exported"
+        )
+
+
+def read_piece(reader: TorchDistReader, piece: Piece) -> torch.Tensor:
+    """The rows of a piece, from stacked layers or from layers of their own."""
+    size, first = piece.shape, (piece.first, *(0 for _ in piece.shape[1:]))
+    if piece.layer is None:
+        return reader.read(piece.name, first, size)
+    if LAYERS + piece.name in reader.shapes:
+        return reader.read(LAYERS + piece.name, (piece.layer, *first), (1, *size))[0]
+    return reader.read(f"{LAYERS}{piece.layer}.{piece.name}", first, size)
+
+
+def _dtype(reader: TorchDistReader, piece: Piece) -> torch.dtype:
+    for name in (piece.name, LAYERS + piece.name, f"{LAYERS}{piece.layer}.{piece.name}"):
+        if name in reader.dtypes:
+            return reader.dtypes[name]
+    raise AssertionError(piece.name)
+
+
+def write_weights(reader: TorchDistReader, shape: Shape, output: Path, largest_file: int) -> int:
+    """All weights as safetensors, in their own dtypes; the bytes written."""
+    from rich.progress import track
+
+    announced = [TensorShape(name, size, _dtype(reader, piece)) for piece in pieces(shape) for name, size in piece.hf]
+    writer = SafetensorsWriter(output, announced, largest_file)
+    for piece in track(list(pieces(shape)), "exporting", disable=not sys.stdout.isatty()):
+        for (name, _), tensor in zip(piece.hf, piece.split(read_piece(reader, piece))):
+            writer.add(name, tensor)
+    writer.finish()
+    return writer.nbytes
+
+
+def _write_generation_config(folder: Path, config: dict) -> None:
+    from transformers import GenerationConfig
+
+    tokens = {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if tokens["pad_token_id"] is None:
+        tokens["pad_token_id"] = tokens["eos_token_id"]
+    GenerationConfig(**tokens).save_pretrained(folder)
+
+
+def _warn_dense(config: dict, sparsity: ResolvedSparsity) -> None:
+    sparse = sum(layer.pattern is not None for layer in sparsity.layers)
+    if sparse:
+        layers = len(sparsity.layers)
+        print(DENSE_WARNING.format(family=config["model_type"], sparse=sparse, layers=layers), file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. Returns the exit status: 2, with one `error:` line on stderr, for what cannot be exported."""
+    parser = argparse.ArgumentParser(
+        prog="s2-megatron export-hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(arguments))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Tensors of Megatron's torch_dist checkpoints, one at a time, read and written without a process group.
+
+The format is torch.distributed.checkpoint's: a `.metadata` file with the global shape of every tensor, where its pieces
+lie in it and where in which file; the pieces are what `torch.save` writes. Megatron stacks the layers of a model into
+one tensor whose first dimension counts them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+
+def iteration_folder(load: Path) -> Path:
+    """The folder of the newest checkpoint in Megatron's --load folder (or that folder itself).
+
+    Raises ValueError when there is none, and for another format than torch_dist.
+    """
+    folder = load
+    tracker = load / "latest_checkpointed_iteration.txt"
+    if tracker.is_file():
+        text = tracker.read_text().strip()
+        folder = load / (text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else text)
+    if not folder.is_dir():
+        raise ValueError(f"--load {load}: {folder} does not exist; expected a checkpoint that Megatron saved")
+    if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
+        raise ValueError(
+            f"--load {load}: {folder} has no metadata.json and .metadata; expected a complete checkpoint of --ckpt-format "
+            "torch_dist; convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
+    if backend != "torch_dist":
+        raise ValueError(f"--load {load}: the checkpoint's format is {backend!r}; expected torch_dist")
+    return folder
+
+
+class _FilePart(io.RawIOBase):
+    """The bytes [start, start + length) of an open file, as a file."""
+
+    def __init__(self, file, start: int, length: int):
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self):
+        return True
+
+    def readable(self):
+        return True
+
+    def seek(self, offset, whence=io.SEEK_SET):
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self):
+        return self._at
+
+    def readinto(self, buffer):
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view)
+        self._at += count
+        return count
+
+
+class TorchDistReader:
+    """The tensors of one checkpoint. shapes, dtypes: by name, of the model's own tensors, not the optimizer's."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._metadata = FileSystemReader(folder).read_metadata()
+        tensors = {
+            name: entry
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
+        }
+        self.shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
+        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
+        self._places = {
+            (index.fqn, tuple(index.offset)): place
+            for index, place in self._metadata.storage_data.items()
+            if index.offset is not None
+        }
+
+    def read(self, name: str, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        """The box of a tensor that begins at `first`. Where one stored piece holds all of it, a view of that piece, so
+        that nothing is in memory twice.
+
+        Raises ValueError when the checkpoint does not hold all of the box.
+        """
+        result, found = None, 0
+        for chunk in self._metadata.state_dict_metadata[name].chunks:
+            low = [max(*pair) for pair in zip(first, chunk.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(first, size, chunk.offsets, chunk.sizes)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            piece = self._piece(name, chunk)
+            for axis, (a, b, start) in enumerate(zip(low, high, chunk.offsets)):
+                piece = piece.narrow(axis, a - start, b - a)
+            if piece.shape == torch.Size(size):
+                return piece
+            if result is None:
+                result = torch.empty(size, dtype=piece.dtype)
+            target = result
+            for axis, (a, b, start) in enumerate(zip(low, high, first)):
+                target = target.narrow(axis, a - start, b - a)
+            target.copy_(piece)
+            found += piece.numel()
+            del piece
+        if result is None or found != math.prod(size):
+            raise ValueError(f"{self.folder}: {name} is not complete; the checkpoint is damaged; use another one")
+        return result
+
+    def _piece(self, name: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
+        place = self._places.get((name, tuple(chunk.offsets)))
+        if place is None or place.transform_descriptors:
+            raise ValueError(
+                f"{self.folder}: a piece of {name} is missing or compressed; expected a plain torch_dist file"
+            )
+        path = self.folder / place.relative_path
+        try:
+            with path.open("rb", buffering=0) as file:
+                part = io.BufferedReader(_FilePart(file, place.offset, place.length), 1 << 20)
+                piece = torch.load(part, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path}: {name} cannot be read ({error}); the checkpoint is damaged") from error
+        if piece.shape != chunk.sizes:
+            raise ValueError(f"{path}: {name} has a piece of shape {list(piece.shape)}; expected {list(chunk.sizes)}")
+        return piece
+
+
+@dataclass
+class TorchDistWriter:
+    """Writes one checkpoint, piece by piece, into an empty folder; complete after `finish`."""
+
+    folder: Path
+
+    def __post_init__(self):
+        self._file = (self.folder / "__0_0.distcp").open("wb")
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add(self, name: str, shape: tuple[int, ...], first: tuple[int, ...], piece: torch.Tensor) -> None:
+        """One piece of the tensor `name` of a global shape; it begins at `first`."""
+        assert piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes
+        entry = self._entries.setdefault(
+            name, TensorStorageMetadata(TensorProperties(dtype=piece.dtype), torch.Size(shape), [])
+        )
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(first), piece.shape))
+        self._save(MetadataIndex(name, torch.Size(first)), piece)
+
+    def add_object(self, name: str, content) -> None:
+        """A pickled object, as Megatron names them: <key>/shard_<index>_<count>."""
+        self._entries[name] = BytesStorageMetadata()
+        self._save(MetadataIndex(name), content)
+
+    def _save(self, index: MetadataIndex, content) -> None:
+        start = self._file.tell()
+        torch.save(content, self._file)
+        self._places[index] = _StorageInfo(self._file.name.rsplit("/", 1)[-1], start, self._file.tell() - start)
+
+    def finish(self) -> None:
+        self._file.close()
+        (self.folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        with (self.folder / ".metadata").open("wb") as file:
+            pickle.dump(Metadata(self._entries, planner_data={}, storage_data=self._places), file)

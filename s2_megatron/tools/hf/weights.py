@@ -1,0 +1,124 @@
+"""Which tensors of a Hugging Face model make up which tensors of Megatron's, and how.
+
+Megatron stacks layers, keeps query, key and value of a KV group together ([G, R + 2, D] rows) and the gate of the MLP
+before its other half. L layers, H query heads, G KV heads, R = H / G, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+LAYERS = "decoder.layers."
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama- or Qwen-shaped model. padded_vocab_size: the rows of Megatron's embedding, of which
+    vocab_size are words."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    padded_vocab_size: int
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of the fused projection that belong to one KV group."""
+        return (self.num_heads // self.num_kv_heads + 2) * self.head_dim
+
+
+class Piece(NamedTuple):
+    """Rows of one of Megatron's tensors in one layer, and the Hugging Face tensors that they are.
+
+    layer: None for tensors outside of layers. first, rows: in the tensor's first dimension. hf: (name, shape) of each
+    tensor. split takes the rows apart into them, join puts them together.
+    """
+
+    name: str
+    layer: int | None
+    first: int
+    shape: tuple[int, ...]
+    hf: tuple[tuple[str, tuple[int, ...]], ...]
+    split: Callable[[torch.Tensor], list[torch.Tensor]]
+    join: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+def _same(name: str, layer: int | None, shape: tuple[int, ...], hf: str, first: int = 0) -> Piece:
+    return Piece(name, layer, first, shape, ((hf, shape),), lambda rows: [rows], lambda parts: parts[0])
+
+
+def _qkv(shape: Shape, layer: int, what: str) -> Piece:
+    ratio, groups, dim = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads, shape.head_dim
+    columns = (shape.hidden_size,) if what == "weight" else ()
+
+    def split(rows):
+        grouped = rows.view(groups, ratio + 2, dim, *columns)
+        return [
+            grouped[:, first:end].reshape(-1, *columns)
+            for first, end in ((0, ratio), (ratio, ratio + 1), (ratio + 1, None))
+        ]
+
+    def join(parts):
+        return torch.cat([part.view(groups, -1, dim, *columns) for part in parts], 1).view(-1, *columns)
+
+    heads = ((("q", shape.num_heads)), ("k", groups), ("v", groups))
+    hf = tuple((f"model.layers.{layer}.self_attn.{name}_proj.{what}", (n * dim, *columns)) for name, n in heads)
+    return Piece(
+        f"self_attention.linear_qkv.{what}", layer, 0, (groups * shape.group_rows, *columns), hf, split, join
+    )  # fmt: skip
+
+
+def pieces(shape: Shape) -> Iterator[Piece]:
+    """All of a model's weights, in the order of the layers."""
+    hidden, ffn, words = shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size
+    yield _same("embedding.word_embeddings.weight", None, (words, hidden), "model.embed_tokens.weight")
+    for layer in range(shape.num_layers):
+        hf = f"model.layers.{layer}"
+        yield _same("self_attention.linear_qkv.layer_norm_weight", layer, (hidden,), f"{hf}.input_layernorm.weight")
+        yield _qkv(shape, layer, "weight")
+        if shape.qkv_bias:
+            yield _qkv(shape, layer, "bias")
+        if shape.qk_norm:
+            for name in "qk":
+                yield _same(
+                    f"self_attention.{name}_layernorm.weight",
+                    layer,
+                    (shape.head_dim,),
+                    f"{hf}.self_attn.{name}_norm.weight",
+                )
+        width = shape.num_heads * shape.head_dim
+        yield _same("self_attention.linear_proj.weight", layer, (hidden, width), f"{hf}.self_attn.o_proj.weight")
+        yield _same("mlp.linear_fc1.layer_norm_weight", layer, (hidden,), f"{hf}.post_attention_layernorm.weight")
+        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.gate_proj.weight")
+        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.up_proj.weight", first=ffn)
+        yield _same("mlp.linear_fc2.weight", layer, (hidden, ffn), f"{hf}.mlp.down_proj.weight")
+    yield _same("decoder.final_layernorm.weight", None, (hidden,), "model.norm.weight")
+    if not shape.tied:
+        yield _same("output_layer.weight", None, (words, hidden), "lm_head.weight")
+
+
+def megatron_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a checkpoint, by Megatron's name (layers stacked)."""
+    result: dict[str, tuple[int, ...]] = {}
+    for piece in pieces(shape):
+        size = piece.shape
+        if piece.name == "mlp.linear_fc1.weight":
+            size = (2 * size[0], *size[1:])
+        if piece.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            size = (shape.padded_vocab_size, *size[1:])
+        if piece.layer is None:
+            result[piece.name] = size
+        else:
+            result[LAYERS + piece.name] = (shape.num_layers, *size)
+    return result
