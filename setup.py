@@ -37,6 +37,7 @@ setup(
         "s2_megatron.huggingface",
         "s2_megatron.tools",
         "s2_megatron.tools.compare",
+        "s2_megatron.tools.hf",
         "s2_megatron.testing",
     ],
     py_modules=["pretrain_gpt_s2"],

@@ -26,6 +26,10 @@ class Command(NamedTuple):
 COMMANDS = {
     "inspect": Command("s2_megatron.tools.inspect", "what a sparsity YAML means: a table of its layers, pictures"),
     "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
+    "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
+    "import-hf": Command(
+        "s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a Megatron checkpoint"
+    ),
     "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
     "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),
 }

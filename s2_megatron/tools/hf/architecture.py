@@ -19,9 +19,10 @@ FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query atte
 _WANTED = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
     "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
-    "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "layernorm_zero_centered_gamma": False,
+    "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "is_hybrid_model": False,
+    "layernorm_zero_centered_gamma": False, "attention_output_gate": False,
     "apply_residual_connection_post_layernorm": False, "softmax_type": "vanilla", "window_size": None,
-    "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False, "is_hybrid_model": False, "attention_output_gate": False,
+    "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False,
     "experimental_attention_variant": None, "heterogeneous_layers_config_path": None, "glu_linear_offset": 0.0,
     "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
     "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
@@ -48,8 +49,8 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
     padded = args.padded_vocab_size
     if vocab_size is not None and vocab_size > padded:
         raise ValueError(
-            f"the tokenizer has {vocab_size} words, the model's embedding {padded} rows; expected the tokenizer that the "
-            "model was trained with; give it with --tokenizer"
+            f"the tokenizer has {vocab_size} words, the model's embedding {padded} rows; expected the tokenizer that "
+            "the model was trained with; give it with --tokenizer"
         )
     return Shape(
         num_layers=args.num_layers,
@@ -89,7 +90,7 @@ def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) ->
             f"the checkpoint has a block mask, of which it stores only the hash, and its config {path} does not exist; "
             "give the YAML that it was trained with: --s2-config FILE"
         )
-    sparsity = load_config(path, allow_python_patterns=bool(args.s2_allow_python_patterns)).resolve(
+    sparsity = load_config(path, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
         seq_length=args.seq_length,
     )  # fmt: skip
@@ -208,7 +209,7 @@ def megatron_flags(content: dict, shape: Shape, divisor: int) -> list[str]:
         f"--max-position-embeddings={content.get('max_position_embeddings', 2048)}", "--position-embedding-type=rope",
         f"--rotary-base={int(rope['rope_theta'])}", "--normalization=RMSNorm",
         f"--norm-epsilon={content.get('rms_norm_eps', 1e-6)}", "--swiglu", "--disable-bias-linear",
-        f"--make-vocab-size-divisible-by={divisor}",
+        f"--make-vocab-size-divisible-by={divisor}", f"--init-method-std={content.get('initializer_range', 0.02)}",
     ]  # fmt: skip
     flags += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
     flags += [] if shape.tied else ["--untie-embeddings-and-output-weights"]

@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.tools.hf.architecture import hf_config, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape
 from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
 from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, pieces
 
 DENSE_WARNING = (
-    "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it: in {sparse} of "
-    "{layers} layers that is not what the model was trained with; its outputs differ from the trained model's"
+    "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it; {sparse} "
+    "of {layers} layers were trained with less, so its outputs differ from the trained model's"
 )
 
 
@@ -47,14 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.max_shard_gb > 0:
         raise ValueError(f"--max-shard-gb {args.max_shard_gb:g}: expected more than 0, e.g. 5")
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    require_transformers()
+    from s2_megatron.tools.hf.architecture import hf_config, shape_of_arguments, sparsity_of_arguments
+    from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments
 
     folder = iteration_folder(args.load)
     if args.output.exists():
         raise ValueError(
             f"--output {args.output} exists and is never overwritten; name another folder, or move it away"
         )
-    install_if_no_gpu()  # Megatron, which knows the types of its arguments, cannot be imported without
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
     shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))
@@ -79,22 +80,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoint_arguments(folder: Path) -> argparse.Namespace:
-    """Megatron's arguments in a checkpoint. Raises ValueError when they cannot be read."""
-    import megatron.training.checkpointing  # noqa: F401 - names the types that arguments may hold
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
-    try:
-        trained = load_common_state_dict(folder).get("args")
-    except Exception as error:  # noqa: BLE001 - whatever unpickling raises: the file is not Megatron's
-        raise ValueError(
-            f"{folder}: Megatron's arguments cannot be read ({error}); the checkpoint is damaged"
-        ) from error
-    if trained is None:
-        raise ValueError(f"{folder} holds no arguments of Megatron; expected a checkpoint of a training run")
-    return trained
-
-
 def _tokenizer(given: str | None, trained: argparse.Namespace):
     """The tokenizer to write, or None; says so when there is none."""
     name = given
@@ -102,8 +87,8 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
         name = trained.tokenizer_model
     if name is None:
         print(
-            f"note: the model was trained with {trained.tokenizer_type}, which is no Hugging Face tokenizer: none is "
-            "written; add one with --tokenizer FOLDER"
+            f"note: no tokenizer is written, for the model was trained with tokenizer type {trained.tokenizer_type}; "
+            "expected HuggingFaceTokenizer; add one with --tokenizer FOLDER"
         )
         return None
     from transformers import AutoTokenizer
@@ -142,8 +127,8 @@ def _check_tensors(reader: TorchDistReader, shape: Shape) -> None:
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"{reader.folder}: the weights are not those of a Llama- or Qwen-shaped model: {'; '.join(problems[:3])}{more}; "
-            "only such models can be exported"
+            f"{reader.folder}: the weights are not those of a Llama- or Qwen-shaped model: {'; '.join(problems[:3])}{more}"
+            "; only such models can be exported"
         )
 
 
@@ -191,20 +176,3 @@ def _warn_dense(config: dict, sparsity: ResolvedSparsity) -> None:
     if sparse:
         layers = len(sparsity.layers)
         print(DENSE_WARNING.format(family=config["model_type"], sparse=sparse, layers=layers), file=sys.stderr)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns the exit status: 2, with one `error:` line on stderr, for what cannot be exported."""
-    parser = argparse.ArgumentParser(
-        prog="s2-megatron export-hf", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    try:
-        return run(parser.parse_args(arguments))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

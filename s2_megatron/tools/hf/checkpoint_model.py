@@ -1,0 +1,128 @@
+"""A Megatron checkpoint's arguments, and the model itself in one process, whatever layout it was trained in."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Megatron's imports report every package that is not installed."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def checkpoint_arguments(folder: Path) -> Namespace:
+    """Megatron's arguments in a torch_dist checkpoint. Raises ValueError when they cannot be read."""
+    with _quiet():
+        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+        install_if_no_gpu()  # without it Megatron, which knows the types of its arguments, cannot be imported
+        import megatron.training.checkpointing  # noqa: F401
+        from megatron.core.dist_checkpointing import load_common_state_dict
+
+        try:
+            trained = load_common_state_dict(folder).get("args")
+        except Exception as error:  # whatever unpickling raises: the file is not one of Megatron's
+            raise ValueError(
+                f"{folder}: Megatron's arguments cannot be read ({error}); the checkpoint is damaged"
+            ) from error
+    if trained is None:
+        raise ValueError(f"{folder} holds no arguments of Megatron; expected a checkpoint of a training run")
+    return trained
+
+
+class LoadedModel(NamedTuple):
+    """A GPTModel in evaluation mode, what it was trained with, and its sparsity."""
+
+    model: torch.nn.Module
+    trained: Namespace
+    sparsity: ResolvedSparsity
+
+
+def load_model(
+    folder: Path, *, s2_config: Path | None = None, dtype: torch.dtype = torch.float32, dense_core: str = "s2"
+) -> LoadedModel:
+    """The model of a torch_dist checkpoint (the iteration's folder), built by Megatron in this process and loaded by
+    it.
+
+    s2_config: the YAML, only for block masks. dense_core: what computes dense layers, as --s2-dense-core. Once a
+    process. Raises ValueError for a model that is not Llama- or Qwen-shaped.
+    """
+    trained = checkpoint_arguments(folder)
+    shape = shape_of_arguments(trained, f"--load {folder}", None)
+    sparsity = sparsity_of_arguments(trained, shape, s2_config)
+    from megatron.core import dist_checkpointing
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+
+    from s2_megatron.megatron.arguments import add_s2_arguments
+    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.layer_specs import apply_s2
+    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.settings import S2Run, S2Settings
+
+    config = hf_config(trained, shape, sparsity, "float32", as_dense=False)
+    flags = [
+        *megatron_flags(config, shape, shape.padded_vocab_size),
+        f"--seq-length={trained.seq_length}", "--micro-batch-size=1", "--attention-dropout=0", "--hidden-dropout=0",
+        "--transformer-impl=local", "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
+        "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion", "--no-create-attention-mask-in-dataloader",
+        "--tokenizer-type=NullTokenizer", f"--vocab-size={shape.padded_vocab_size - 1}", "--mock-data",
+        "--train-iters=1", "--lr=1e-4", "--num-workers=0",
+        *(["--distributed-backend=gloo"] if compute_device().type == "cpu" else []),
+        *{torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, []),
+    ]  # fmt: skip
+    _one_process()
+    with _quiet(), _command_line(flags):
+        use_prebuilt_dataset_helpers()
+        args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
+        args.softmax_scale = sparsity.softmax_scale
+        model_config = gpt_config_from_args(args)
+        apply_s2(model_config, S2Run(sparsity, S2Settings(dense_core=dense_core)))
+        initialize_megatron()
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        model = model_config.get_builder_cls()(model_config).build_model(groups)
+        model = model.to(device=compute_device(), dtype=dtype).eval()
+        metadata = dist_checkpointing.load_content_metadata(folder) or {}
+        state = {"model": model.sharded_state_dict(metadata=metadata)}
+        model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
+    return LoadedModel(model, trained, sparsity)
+
+
+def _one_process() -> None:
+    """The environment that torchrun would have made."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+        os.environ[name] = value
+    os.environ["MASTER_PORT"] = str(port)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@contextlib.contextmanager
+def _command_line(flags: list[str]):
+    """Megatron reads sys.argv."""
+    before = sys.argv
+    sys.argv = [before[0], *flags]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,146 @@
+"""s2-megatron import-hf: a dense Llama- or Qwen-type folder (or one that export-hf wrote) becomes a Megatron
+checkpoint, from which pretraining with S2-Attention continues.
+
+    s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
+    torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml --load llama-megatron --finetune ...
+
+It prints the model flags for the launcher. One tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from s2_megatron.tools.hf import require_transformers
+from s2_megatron.tools.hf.folders import complete_folder
+from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
+from s2_megatron.tools.hf.torch_dist import TorchDistWriter
+from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
+
+# Modules whose empty _extra_state Megatron asks for in every layer.
+_EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_ROPE_BUFFER = "rotary_emb.inv_freq"  # old folders carry it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", type=Path, required=True, help="the Hugging Face folder (safetensors)")
+    parser.add_argument("--output", type=Path, required=True, help="the checkpoint folder to make; it must not exist")
+    parser.add_argument(
+        "--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
+        help="as in Megatron, times the tensor-parallel size of the training (default: 128)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    require_transformers()
+    from s2_megatron.tools.hf.architecture import megatron_flags, shape_of_config
+
+    divisor = args.make_vocab_size_divisible_by
+    if divisor < 1:
+        raise ValueError(f"--make-vocab-size-divisible-by {divisor}: expected 1 or more, e.g. 128")
+    if args.output.exists():
+        raise ValueError(
+            f"--output {args.output} exists and is never overwritten; name another folder, or move it away"
+        )
+    content = _config(args.input)
+    shape = shape_of_config(content, f"--input {args.input}", divisor)
+    weights = SafetensorsFolder(args.input)
+    _check_weights(weights, shape, args.input)
+    flags = megatron_flags(content, shape, divisor)
+    stored = _stored_arguments(args.input, content, shape, flags)
+    with complete_folder(args.output, "--output") as work:
+        (work / "release").mkdir()
+        writer = TorchDistWriter(work / "release")
+        write_checkpoint(writer, weights, shape)
+        writer.add_object("common_state/shard_0_1", [{"args": stored, "checkpoint_version": 3.0, "iteration": 0}])
+        writer.finish()
+        (work / "latest_checkpointed_iteration.txt").write_text("release")
+    size = sum(path.stat().st_size for path in (args.output / "release").iterdir())
+    print(
+        f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB. Train on with --load {args.output} "
+        "--finetune and"
+    )
+    print("  " + " \\\n  ".join(flags))
+    return 0
+
+
+def _config(folder: Path) -> dict:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--input {folder}: config.json cannot be read ({error}); expected a Hugging Face folder on this machine"
+        ) from error
+
+
+def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> None:
+    """Raises ValueError unless the folder has exactly the weights of the model that its config names."""
+    expected = {name: size for piece in pieces(shape) for name, size in piece.hf}
+    found = {name: tensor.shape for name, tensor in weights.tensors.items() if not name.endswith(_ROPE_BUFFER)}
+    if shape.tied:
+        found.pop("lm_head.weight", None)  # the embedding, once more
+    problems = [f"{name} is unknown" for name in found if name not in expected]
+    problems += [f"{name} is missing" for name in expected if name not in found]
+    problems += [
+        f"{name} has shape {list(found[name])}, expected {list(size)}"
+        for name, size in expected.items()
+        if name in found and found[name] != size
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ValueError(
+            f"--input {folder}: the weights are not those that config.json names: {'; '.join(problems[:3])}{more}; "
+            "expected a complete Llama- or Qwen-shaped model"
+        )
+    dtypes = {tensor.dtype for name, tensor in weights.tensors.items() if name in expected}
+    if len(dtypes) > 1:
+        raise ValueError(f"--input {folder}: weights of several dtypes ({', '.join(map(str, dtypes))}); expected one")
+
+
+def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape: Shape) -> None:
+    """All weights, in their own dtype. The rows of the embedding that are no words are zeros."""
+    from rich.progress import track
+
+    shapes = megatron_shapes(shape)
+    for piece in track(list(pieces(shape)), "importing", disable=not sys.stdout.isatty()):
+        tensor = piece.join([weights.read(name) for name, _ in piece.hf])
+        first = (piece.first, *(0 for _ in piece.shape[1:]))
+        if piece.layer is not None:
+            name = LAYERS + piece.name
+            writer.add(name, shapes[name], (piece.layer, *first), tensor[None])
+            continue
+        writer.add(piece.name, shapes[piece.name], first, tensor)
+        missing = shapes[piece.name][0] - tensor.shape[0]
+        if missing:
+            words, hidden = tensor.shape
+            writer.add(piece.name, shapes[piece.name], (words, 0), torch.zeros(missing, hidden, dtype=tensor.dtype))
+    for layer in range(shape.num_layers):
+        for module in _EXTRA_STATES:
+            writer.add_object(f"{LAYERS}{module}._extra_state/shard_{layer}_{shape.num_layers}", [None])
+
+
+def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str]) -> argparse.Namespace:
+    """What Megatron stores with a checkpoint: all its arguments, here the defaults with the model's flags."""
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+    install_if_no_gpu()
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(flags)
+    args.padded_vocab_size = shape.padded_vocab_size
+    args.seq_length = content.get("max_position_embeddings", 2048)
+    args.layernorm_epsilon = getattr(args, "layernorm_epsilon", content.get("rms_norm_eps", 1e-6))
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", str(folder.resolve())
+    if content.get("s2_sparsity") is not None:
+        from s2_megatron.config.stored import sparsity_from_stored
+
+        sparsity = sparsity_from_stored(content["s2_sparsity"])
+        args.s2_sparsity, args.seq_length = sparsity.canonical_json(), sparsity.seq_length
+    return args

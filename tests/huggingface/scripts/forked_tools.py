@@ -1,0 +1,88 @@
+"""Runs what the tests ask for in forks of a process that has imported Megatron once, which takes longer than the rest.
+
+Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron]} or {"logits": {...}} and answers each
+with {"status", "out", "err"}. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null),
+words; writes `tokens` [1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+LENGTHS = (1, 63, 64, 65, 1000)
+
+
+def logits(load, output, dense_core, s2_config, words):
+    import numpy as np
+    import torch
+
+    from s2_megatron.tools.hf.checkpoint_model import load_model
+    from s2_megatron.tools.hf.torch_dist import iteration_folder
+
+    config = None if s2_config is None else Path(s2_config)
+    loaded = load_model(iteration_folder(Path(load)), s2_config=config, dense_core=dense_core)
+    tokens = torch.randint(0, words, (1, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(max(LENGTHS)).unsqueeze(0)
+    result = {"tokens": tokens.numpy()}
+    with torch.no_grad():
+        for length in LENGTHS:
+            # Megatron's own dense core wants a mask: True is hidden. Ours reads none.
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1) if dense_core == "stock" else None
+            result[f"logits_{length}"] = loaded.model(tokens[:, :length], positions[:, :length], mask)[0].numpy()
+    np.savez(output, **result)
+    return 0
+
+
+def run(request) -> int:
+    if "logits" in request:
+        return logits(**request["logits"])
+    from s2_megatron.tools.commands import main
+
+    return main(request["command"])
+
+
+def in_fork(request) -> dict:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            status = 1
+            try:
+                status = run(request)
+            except SystemExit as end:
+                status = end.code
+            except Exception:  # noqa: BLE001 - the parent shows it
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return {"status": status, "out": texts[0], "err": texts[1]}
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints does not disturb the answers
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+    install_if_no_gpu()
+    import megatron.training.checkpointing  # noqa: F401
+
+    import s2_megatron.huggingface
+    import s2_megatron.tools.hf.checkpoint_model  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(in_fork(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

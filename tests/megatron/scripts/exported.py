@@ -1,0 +1,30 @@
+"""Exports a checkpoint and compares the exported model's logits with those of Megatron's own load of it.
+
+Usage: exported.py LOAD OUTPUT; prints "largest difference X of Y".
+"""
+
+import sys
+from pathlib import Path
+
+
+def main():
+    from s2_megatron.tools import commands
+    from s2_megatron.tools.hf.checkpoint_model import load_model
+    from s2_megatron.tools.hf.torch_dist import iteration_folder
+
+    load, output = sys.argv[1:3]
+    assert commands.main(["export-hf", "--load", load, "--output", output]) == 0
+    loaded = load_model(iteration_folder(Path(load)))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    tokens = torch.randint(0, 100, (1, 200), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = loaded.model(tokens, torch.arange(200).unsqueeze(0), None)
+        logits = model(tokens, use_cache=False).logits
+    print(f"largest difference {(logits - expected).abs().max().item():.3e} of {expected.abs().max().item():.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Checkpoints of real runs, in every parallel layout, become Hugging Face folders; one that came from there trains
+on."""
+
+import re
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is an optional extra: pip install 's2-megatron[hf]'")
+
+LAYOUTS = {
+    "tp2_pp2": (
+        4, True, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --add-qkv-bias --qk-layernorm",
+    ),
+    "distributed_optimizer": (2, False, "--use-distributed-optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exported_model_equals_the_checkpoint(lab, name):
+    processes, sparsity, flags = LAYOUTS[name]
+    save = lab.folder / f"export_{name}"
+    lab.run(
+        f"export_{name}",
+        f"--train-iters 2 --save {save} --save-interval 2 {flags}",
+        processes=processes,
+        sparsity=sparsity,
+    )
+    printed = lab.python("exported.py", save, lab.folder / f"hf_{name}")
+    difference, size = map(float, re.search(r"largest difference (\S+) of (\S+)", printed).groups())
+    assert difference < 1e-4 and size > 1
+
+
+def test_an_imported_model_trains_on(lab, start, baseline):
+    """Export the baseline's checkpoint, import it, and the first loss is that of the run that goes on."""
+    folder, again = lab.folder / "hf_start", lab.folder / "imported"
+    checkpoint = lab.folder / "tenth"
+    checkpoint.mkdir()
+    (checkpoint / "iter_0000010").symlink_to(start / "iter_0000010")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("10")
+    lab.python("exported.py", checkpoint, folder)
+    lab.python("run_tool.py", "import-hf", "--input", folder, "--output", again, "--make-vocab-size-divisible-by", 32)
+    run = lab.run("imported", f"--train-iters 3 --load {again} --finetune")
+    direct = lab.run("direct", f"--train-iters 3 --load {checkpoint} --finetune")
+    assert run.losses == direct.losses and len(run.losses) == 3
