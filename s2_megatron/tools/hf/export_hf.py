@@ -127,7 +127,8 @@ def _check_tensors(reader: TorchDistReader, shape: Shape) -> None:
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
-            f"{reader.folder}: the weights are not those of a Llama- or Qwen-shaped model: {'; '.join(problems[:3])}{more}"
+            f"{reader.folder}: the weights are not those of a Llama- or Qwen-shaped model: "
+            f"{'; '.join(problems[:3])}{more}"
             "; only such models can be exported"
         )
 

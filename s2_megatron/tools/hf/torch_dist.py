@@ -42,7 +42,8 @@ def iteration_folder(load: Path) -> Path:
     if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"--load {load}: {folder} has no metadata.json and .metadata; expected a complete checkpoint of "
-            "--ckpt-format torch_dist; convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+            "--ckpt-format torch_dist; "
+            "convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
     backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
     if backend != "torch_dist":
