@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from s2_megatron.config.errors import nearest_name
-from s2_megatron.patterns.ranges import Ranges
+from s2_megatron.patterns.checks import Ranges
 
 
 def _wrong(expected: str, fix: str) -> PydanticCustomError:

@@ -84,20 +84,9 @@ def rank_pairs(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
     """(query, key) token pairs that each rank computes, summed over the query heads; int64[size]."""
     block = pattern.block_size
     owner = owners(size, n_blocks)
-    total = np.zeros(n_blocks, dtype=np.int64)
-    if isinstance(pattern, BlockMaskPattern):
-        for table, (indptr, indices) in enumerate(pattern.tables):
-            copies = sum(pattern.table_of(head) == table for head in range(pattern.num_heads))
-            diagonal = indices[indptr[1 : n_blocks + 1] - 1] == np.arange(n_blocks)
-            total += copies * _row_pairs(np.diff(indptr[: n_blocks + 1]), diagonal, block)
-    else:
-        for head in set(pattern.heads):
-            total += pattern.heads.count(head) * _row_pairs(head.key_block_counts(n_blocks), np.True_, block)
+    below, diagonal = pattern.row_counts(n_blocks)
+    total = below * block * block + diagonal * (block * (block + 1) // 2)
     return np.bincount(owner, weights=total, minlength=size).astype(np.int64)
-
-
-def _row_pairs(counts, diagonal, block: int):
-    return (counts - diagonal) * block * block + np.where(diagonal, block * (block + 1) // 2, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.patterns.ranges import Pattern, pairs_from_counts
+from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, check_sequence, check_shape, shown
+from s2_megatron.patterns.ranges import Pattern, pairs_of_rows
+
+MOST_BLOCKS = 2**24  # query blocks of a mask
+
+
+def _integer_array(name: str, kind: str, values) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors that are on a GPU or need gradients
+        raise ValueError(f"{name}={shown(values)}; expected integers, 1-D; use a NumPy array") from error
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(
+            f"{name} has dtype {array.dtype} and {array.ndim} dimensions; expected integers, 1-D; {kind} holds one "
+            "such array per pattern head"
+        )
+    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,50 +43,82 @@ class BlockMaskPattern(Pattern):
     tables: tuple[tuple[np.ndarray, np.ndarray], ...]
 
     def __post_init__(self):
-        self._check_heads()
-        if len(self.tables) not in (1, self.num_kv_heads, self.num_heads):
+        shape = check_shape(self.block_size, self.num_heads, self.num_kv_heads)
+        for name, value in zip(("block_size", "num_heads", "num_kv_heads"), shape):
+            object.__setattr__(self, name, value)
+        fix = "use from_csr or from_function, which count them"
+        object.__setattr__(self, "num_blocks", check_integer("num_blocks", self.num_blocks, 1, MOST_BLOCKS, fix))
+        tables = check_sequence("tables", self.tables, "one (indptr, indices) per pattern head", fix)
+        object.__setattr__(self, "tables", tables)
+        if len(tables) not in (1, self.num_kv_heads, self.num_heads):
             raise ValueError(
-                f"block mask for {len(self.tables)} heads; expected 1, num_kv_heads={self.num_kv_heads} or num_heads={self.num_heads}"
+                f"block mask for {len(tables)} heads; expected 1, num_kv_heads={self.num_kv_heads} or "
+                f"num_heads={self.num_heads}; give as many tables"
             )
+        for head, table in enumerate(tables):
+            arrays = isinstance(table, tuple) and len(table) == 2 and all(isinstance(a, np.ndarray) for a in table)
+            if not arrays or len(table[0]) != self.num_blocks + 1:
+                raise ValueError(
+                    f"tables[{head}]={shown(table)}; expected (indptr, indices) for {self.num_blocks} query blocks; "
+                    f"{fix}"
+                )
 
     @classmethod
     def from_csr(cls, block_size: int, num_heads: int, num_kv_heads: int, indptr, indices) -> BlockMaskPattern:
-        """indptr, indices: one array per pattern head. Raises ValueError on an empty row, unsorted or repeated key
-        blocks, k > q."""
+        """indptr int [num_blocks + 1], indices int [nonzeros]: a list of each, with one array per pattern head.
+
+        Raises ValueError for arrays that do not stand in lists, another dtype, an empty row, unsorted or repeated key
+        blocks, and key blocks that do not exist or lie behind the query block.
+        """
+        lists = []
+        for name, arrays in (("indptr", indptr), ("indices", indices)):
+            if isinstance(arrays, np.ndarray) and arrays.ndim == 2:
+                arrays = list(arrays)
+            expected, fix = "a list with one array per pattern head", f"use [{name}] for one pattern of all heads"
+            lists.append(check_sequence(name, arrays, expected, fix))
+        if len(lists[0]) != len(lists[1]):
+            raise ValueError(
+                f"indptr has {len(lists[0])} arrays and indices {len(lists[1])}; expected one of each per pattern head"
+            )
         tables = []
-        for head, (starts, keys) in enumerate(zip(indptr, indices, strict=True)):
-            starts, keys = np.asarray(starts), np.asarray(keys)
-            for name, array in (("indptr", starts), ("indices", keys)):
-                if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-                    raise ValueError(
-                        f"block mask head {head}: {name} has dtype {array.dtype} and {array.ndim} dimensions; expected integers, 1-D"
-                    )
+        for head, (starts, keys) in enumerate(zip(*lists)):
+            starts, keys = (
+                _integer_array(f"{name}[{head}]", name, array)
+                for name, array in (("indptr", starts), ("indices", keys))
+            )
             starts = starts.astype(np.int64)
             if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(keys) or (np.diff(starts) < 0).any():
-                raise ValueError(f"block mask head {head}: indptr must grow from 0 to len(indices)={len(keys)}")
+                raise ValueError(
+                    f"indptr[{head}]={shown(starts.tolist())}; expected two numbers or more that grow from 0 to "
+                    f"len(indices[{head}])={len(keys)}; count the key blocks of each row"
+                )
             counts = np.diff(starts)
             if (counts == 0).any():
                 raise ValueError(
-                    f"block mask head {head}: query block {int(np.argmin(counts))} attends nothing; every row needs a key block, "
-                    "e.g. its own (the diagonal)"
+                    f"block mask head {head}: query block {int(np.argmin(counts))} attends nothing; every row needs a "
+                    "key block, e.g. its own (the diagonal)"
                 )
             rows = np.repeat(np.arange(len(counts)), counts)
             bad = np.flatnonzero((keys < 0) | (keys > rows))
             if len(bad):
                 raise ValueError(
-                    f"block mask head {head}: query block {rows[bad[0]]} lists key block {int(keys[bad[0]])}; expected 0 to "
-                    f"{rows[bad[0]]} (causal)"
+                    f"block mask head {head}: query block {rows[bad[0]]} lists key block {int(keys[bad[0]])}; expected "
+                    f"0 to {rows[bad[0]]} (causal); remove it"
                 )
             unsorted = np.flatnonzero((np.diff(keys.astype(np.int64)) <= 0) & (np.diff(rows) == 0))
             if len(unsorted):
                 raise ValueError(
-                    f"block mask head {head}: the key blocks of query block {rows[unsorted[0]]} are not strictly ascending; sort them"
+                    f"block mask head {head}: the key blocks of query block {rows[unsorted[0]]} are not strictly "
+                    "ascending; sort them"
                 )
             tables.append((starts, keys.astype(np.int32)))
         lengths = {len(starts) - 1 for starts, _ in tables}
+        if not lengths:
+            raise ValueError("indptr=[]; expected one array per pattern head; give at least one")
         if len(lengths) != 1:
             raise ValueError(
-                f"block mask heads have {sorted(lengths)} query blocks; expected the same number in every head"
+                f"block mask heads have {sorted(lengths)} query blocks; expected the same number in every head; make "
+                "them for one length"
             )
         return cls(block_size, num_heads, num_kv_heads, lengths.pop(), tuple(tables))
 
@@ -79,7 +127,14 @@ class BlockMaskPattern(Pattern):
         cls, block_size: int, num_heads: int, num_kv_heads: int, num_blocks: int, function
     ) -> BlockMaskPattern:
         """function(head, query_block, key_blocks int64[q + 1]) -> bool[q + 1], called row by row for every query
-        head."""
+        head. Raises ValueError for another result, and as from_csr."""
+        block_size, num_heads, num_kv_heads = check_shape(block_size, num_heads, num_kv_heads)
+        num_blocks = check_integer("num_blocks", num_blocks, 1, MOST_BLOCKS, "use the blocks of the longest sequence")
+        if not callable(function):
+            raise ValueError(
+                f"function={shown(function)}; expected a function of (head, query_block, key_blocks) that returns "
+                "bool[query_block + 1]; give one"
+            )
         indptr, indices = [], []
         for head in range(num_heads):
             rows = []
@@ -88,8 +143,8 @@ class BlockMaskPattern(Pattern):
                 chosen = np.asarray(function(head, query, keys))
                 if chosen.shape != keys.shape or chosen.dtype != bool:
                     raise ValueError(
-                        f"pattern function returned {chosen.dtype}{list(chosen.shape)} for head {head}, query block {query}; "
-                        f"expected bool[{query + 1}], one per key block"
+                        f"pattern function returned {chosen.dtype}{list(chosen.shape)} for head {head}, query block "
+                        f"{query}; expected bool[{query + 1}], one per key block"
                     )
                 rows.append(keys[chosen].astype(np.int32))
             indptr.append(np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
@@ -105,22 +160,28 @@ class BlockMaskPattern(Pattern):
         return indices[indptr[query_block] : indptr[query_block + 1]].astype(np.int64)
 
     def check_length(self, seq_length: int) -> int:
+        """Query blocks of a sequence of seq_length tokens. Raises ValueError when the mask has fewer."""
+        seq_length = check_integer("seq_length", seq_length, 1, MOST_TOKENS, "use the number of tokens")
         n_blocks = -(-seq_length // self.block_size)
         if n_blocks > self.num_blocks:
             raise ValueError(
-                f"seq_length={seq_length} has {n_blocks} blocks of {self.block_size}, the block mask only {self.num_blocks}; "
-                "use a shorter sequence or a larger mask"
+                f"seq_length={seq_length} has {n_blocks} blocks of {self.block_size}, the block mask only "
+                f"{self.num_blocks}; use a shorter sequence or a larger mask"
             )
         return n_blocks
 
-    def attended_pairs(self, seq_length: int) -> int:
-        n_blocks = self.check_length(seq_length)
-        per_table = []
+    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        self.check_length(n_blocks * self.block_size)
+        below, diagonal = np.zeros(n_blocks, dtype=np.int64), np.zeros(n_blocks, dtype=np.int64)
+        heads_per_table = self.num_heads // len(self.tables)
         for indptr, indices in self.tables:
-            counts = np.diff(indptr[: n_blocks + 1])
-            diagonal = indices[indptr[1 : n_blocks + 1] - 1] == np.arange(n_blocks)
-            per_table.append(pairs_from_counts(counts, diagonal, self.block_size, seq_length))
-        return sum(per_table) * self.num_heads // len(self.tables)
+            own = indices[indptr[1 : n_blocks + 1] - 1] == np.arange(n_blocks)
+            below += heads_per_table * (np.diff(indptr[: n_blocks + 1]) - own)
+            diagonal += heads_per_table * own
+        return below, diagonal
+
+    def attended_pairs(self, seq_length: int) -> int:
+        return pairs_of_rows(*self.row_counts(self.check_length(seq_length)), self.block_size, seq_length)
 
     def tensor_parallel_slice(self, rank: int, size: int) -> BlockMaskPattern:
         heads, kv_heads = self.head_slice(rank, size)

@@ -13,14 +13,28 @@ Heads, layers and blocks are 0-based and global, i.e. before any tensor- or cont
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-Ranges = tuple[tuple[int | None, int], ...]
+from s2_megatron.patterns.checks import (
+    LARGEST_OFFSET,
+    LARGEST_STRIDE,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    Ranges,
+    check_integer,
+    check_ranges,
+    check_sequence,
+    check_shape,
+    shown,
+)
+
 DENSE: Ranges = ((None, 1),)
-LARGEST_STRIDE = 2**24  # blocks; kernels compute with 32-bit integers
+MOST_LAYER_STEP_WORK = 2**20  # layers of 4096 blocks of stride, when a layer step is looked for
 
 
 def _multiples(first, last, stride):
@@ -32,35 +46,17 @@ def _multiples(first, last, stride):
 class HeadPattern:
     """The pattern of one attention head.
 
-    ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1. offset: added to the key block
-    before the modulus. Raises ValueError when the ranges are not of that form.
+    ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1; lists are taken, too. offset:
+    added to the key block before the modulus. Raises ValueError for anything else, and for what is no integer.
     """
 
     ranges: Ranges
     offset: int = 0
 
     def __post_init__(self):
-        previous = 0
-        if not self.ranges:
-            raise ValueError("ranges is empty; give at least one (end, stride), e.g. ((None, 1),) for dense attention")
-        for position, (end, stride) in enumerate(self.ranges):
-            if not 1 <= stride <= LARGEST_STRIDE:
-                raise ValueError(
-                    f"ranges={self.ranges}: stride {stride} at position {position}; expected 1 or more, {LARGEST_STRIDE} at most"
-                )
-            if end is None and position != len(self.ranges) - 1:
-                raise ValueError(
-                    f"ranges={self.ranges}: only the last end may be None (no limit), not the one at position {position}"
-                )
-            if end is not None and end <= previous:
-                raise ValueError(
-                    f"ranges={self.ranges}: end {end} at position {position}; ends must grow, expected {previous + 1} or more"
-                )
-            previous = end
-        if self.ranges[0][1] != 1:
-            raise ValueError(
-                f"ranges={self.ranges}: the first stride is {self.ranges[0][1]}; expected 1, for a token must see its own block"
-            )
+        object.__setattr__(self, "ranges", check_ranges(self.ranges))
+        offset = check_integer("offset", self.offset, -LARGEST_OFFSET, LARGEST_OFFSET, "use 0")
+        object.__setattr__(self, "offset", offset)
 
     @property
     def is_dense(self) -> bool:
@@ -114,15 +110,14 @@ class HeadPattern:
 
 @lru_cache(maxsize=4096)
 def _range_pairs(head: HeadPattern, block_size: int, seq_length: int) -> int:
-    return pairs_from_counts(head.key_block_counts(-(-seq_length // block_size)), True, block_size, seq_length)
+    counts = head.key_block_counts(-(-seq_length // block_size))
+    return pairs_of_rows(counts - 1, np.ones_like(counts), block_size, seq_length)
 
 
-def pairs_from_counts(counts, diagonal, block_size: int, seq_length: int) -> int:
-    """(query, key) token pairs of one head. counts: attended blocks of each query block; diagonal: is the diagonal
-    block among them."""
-    rows = np.minimum(block_size, seq_length - block_size * np.arange(len(counts), dtype=np.int64))
-    below = counts - np.asarray(diagonal, dtype=np.int64)
-    return int((below * block_size * rows + np.where(diagonal, rows * (rows + 1) // 2, 0)).sum())
+def pairs_of_rows(below, diagonal, block_size: int, seq_length: int) -> int:
+    """(query, key) token pairs of a sequence from what Pattern.row_counts returns for it, or from one head's share."""
+    rows = np.minimum(block_size, seq_length - block_size * np.arange(len(below), dtype=np.int64))
+    return int((below * block_size * rows + diagonal * (rows * (rows + 1) // 2)).sum())
 
 
 class Pattern:
@@ -132,24 +127,27 @@ class Pattern:
     num_heads: int
     num_kv_heads: int
 
-    def _check_heads(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                "every KV head needs the same number of query heads"
-            )
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size={self.block_size}; expected a power of two, e.g. 64")
+    def __getstate__(self) -> dict:
+        """What is copied and pickled: the fields, without what was derived from them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def key_blocks(self, head: int, query_block: int) -> np.ndarray:
         raise NotImplementedError
 
+    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        """(attended blocks below the diagonal, heads that attend the diagonal block) of the query blocks 0 ..
+        n_blocks-1, summed over the query heads, int64[n_blocks] each. Raises ValueError for more blocks than a block
+        mask has."""
+        raise NotImplementedError
+
     def attended_pairs(self, seq_length: int) -> int:
-        """(query, key) token pairs that are attended in a sequence, summed over the query heads."""
+        """(query, key) token pairs that are attended in a sequence of seq_length tokens, 1 or more, summed over the
+        query heads."""
         raise NotImplementedError
 
     def density(self, seq_length: int) -> float:
-        """Attended pairs over those of dense causal attention."""
+        """Attended pairs over those of dense causal attention. Raises ValueError as attended_pairs."""
+        seq_length = check_integer("seq_length", seq_length, 1, MOST_TOKENS, "use the number of tokens")
         return self.attended_pairs(seq_length) / (self.num_heads * seq_length * (seq_length + 1) // 2)
 
     def coverage(self, n_blocks: int) -> float:
@@ -158,11 +156,14 @@ class Pattern:
 
     def head_slice(self, rank: int, size: int) -> tuple[range, range]:
         """Global (query heads, KV heads) of a tensor-parallel rank; with fewer KV heads than ranks several ranks share
-        one."""
+        one. Raises ValueError for a rank outside of 0 .. size-1, and for a size that the heads cannot be dealt to."""
+        size = check_integer("size", size, 1, MOST_HEADS, "use the number of tensor-parallel ranks")
+        rank = check_integer("rank", rank, 0, size - 1, f"use the number of a rank of {size}, counted from 0")
         if self.num_heads % size or (self.num_kv_heads % size and size % self.num_kv_heads):
             raise ValueError(
-                f"tensor_parallel_size={size} fits neither num_heads={self.num_heads} nor num_kv_heads={self.num_kv_heads}; "
-                "it must divide the heads, and divide the KV heads or be a multiple of them"
+                f"tensor_parallel_size={size} fits neither num_heads={self.num_heads} nor "
+                f"num_kv_heads={self.num_kv_heads}; it must divide the heads, and divide the KV heads or be a multiple "
+                "of them"
             )
         local = self.num_heads // size
         heads = range(rank * local, (rank + 1) * local)
@@ -170,6 +171,7 @@ class Pattern:
         return heads, range(heads.start // ratio, (heads.stop - 1) // ratio + 1)
 
     def tensor_parallel_slice(self, rank: int, size: int) -> Pattern:
+        """The pattern of one tensor-parallel rank's heads. Raises ValueError as head_slice."""
         raise NotImplementedError
 
     def canonical(self) -> dict:
@@ -182,14 +184,24 @@ class Pattern:
 
 @dataclass(frozen=True)
 class RangePattern(Pattern):
-    """Ranges of distance with strides, one HeadPattern per query head."""
+    """Ranges of distance with strides, one HeadPattern per query head (a list or tuple). Raises ValueError for what is
+    no integer, and as check_shape."""
 
     block_size: int
     num_kv_heads: int
     heads: tuple[HeadPattern, ...]
 
     def __post_init__(self):
-        self._check_heads()
+        heads = check_sequence("heads", self.heads, "a list or tuple with a HeadPattern per query head", "list them")
+        for index, head in enumerate(heads):
+            if not isinstance(head, HeadPattern):
+                raise ValueError(
+                    f"heads[{index}]={shown(head)}; expected a HeadPattern; use HeadPattern(ranges, offset)"
+                )
+        object.__setattr__(self, "heads", heads)
+        block_size, _, num_kv_heads = check_shape(self.block_size, len(heads), self.num_kv_heads)
+        object.__setattr__(self, "block_size", block_size)
+        object.__setattr__(self, "num_kv_heads", num_kv_heads)
 
     @property
     def num_heads(self) -> int:
@@ -197,6 +209,8 @@ class RangePattern(Pattern):
 
     @classmethod
     def dense(cls, block_size: int, num_heads: int, num_kv_heads: int) -> RangePattern:
+        """Every head attends everything."""
+        block_size, num_heads, num_kv_heads = check_shape(block_size, num_heads, num_kv_heads)
         return cls(block_size, num_kv_heads, (HeadPattern(DENSE),) * num_heads)
 
     @cached_property
@@ -206,7 +220,14 @@ class RangePattern(Pattern):
     def key_blocks(self, head: int, query_block: int) -> np.ndarray:
         return self.heads[head].key_blocks(query_block)
 
+    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+        below = np.zeros(n_blocks, dtype=np.int64)
+        for head, count in Counter(self.heads).items():
+            below += count * (head.key_block_counts(n_blocks) - 1)
+        return below, np.full(n_blocks, self.num_heads, dtype=np.int64)
+
     def attended_pairs(self, seq_length: int) -> int:
+        seq_length = check_integer("seq_length", seq_length, 1, MOST_TOKENS, "use the number of tokens")
         return sum(_range_pairs(head, self.block_size, seq_length) for head in self.heads)
 
     def tensor_parallel_slice(self, rank: int, size: int) -> RangePattern:
@@ -246,38 +267,57 @@ class RangePattern(Pattern):
 
 
 def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> int:
-    """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several
-    do."""
-
-    def layers_needed(step):
-        seen: set[int] = set()
-        for layer in range(stride):
-            seen |= {(residue + layer * step) % stride for residue in residues}
-            if len(seen) == stride:
-                return layer + 1
-        return stride + 1
-
-    return min([pattern_heads, *range(1, stride)], key=layers_needed)
+    """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several do.
+    For strides of thousands of blocks the search ends after MOST_LAYER_STEP_WORK, with the best step up to there."""
+    every, first = (1 << stride) - 1, sum(1 << residue for residue in residues)
+    fewest = -(-stride // len(residues))  # layers that any step needs
+    best, best_layers, work = pattern_heads, stride + 1, 0
+    for step in [pattern_heads, *range(1, stride)]:
+        seen = moved = first
+        layers, turn = 1, step % stride
+        while seen != every and layers < best_layers and work <= MOST_LAYER_STEP_WORK:
+            moved = (moved << turn | moved >> stride - turn) & every
+            seen, layers, work = seen | moved, layers + 1, work + 1 + stride // 4096
+        if seen == every and layers < best_layers:
+            best, best_layers = step, layers
+        if best_layers == fewest or work > MOST_LAYER_STEP_WORK:
+            break
+    return best
 
 
 def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
-    """KV heads that are dense. dense_heads: a list of KV heads, {"last": n} (the paper's) or {"spread": n} (evenly,
-    hence over TP ranks)."""
-    if isinstance(dense_heads, dict):
-        ((kind, count),) = dense_heads.items()
-        if not 0 <= count <= num_kv_heads:
-            raise ValueError(f"dense_heads={{{kind}: {count}}}; expected 0 to {num_kv_heads}, the number of KV heads")
-        if kind == "last":
-            return frozenset(range(num_kv_heads - count, num_kv_heads))
-        if kind == "spread":
-            return frozenset(index * num_kv_heads // count for index in range(count))
-        raise ValueError(f"dense_heads has the key {kind!r}; expected 'last' or 'spread'")
-    wrong = [head for head in dense_heads if not 0 <= head < num_kv_heads]
-    if wrong:
-        raise ValueError(
-            f"dense_heads={list(dense_heads)}: {wrong[0]} is not a KV head; expected 0 to {num_kv_heads - 1}"
+    """KV heads that are dense. dense_heads: a list of KV heads, {"last": n} (the paper's), {"spread": n} (evenly, hence
+    over TP ranks), or n alone, which means the same. Raises ValueError for anything else, and for heads that do not
+    exist."""
+    if not isinstance(dense_heads, dict | list | tuple | set | frozenset | range):
+        fix = "use a list of KV heads, {'last': n}, {'spread': n} or n"
+        dense_heads = {"spread": check_integer("dense_heads", dense_heads, 0, num_kv_heads, fix)}
+    if not isinstance(dense_heads, dict):
+        fix = f"use KV heads from 0 to {num_kv_heads - 1}"
+        return frozenset(
+            check_integer(f"dense_heads[{index}]", head, 0, num_kv_heads - 1, fix)
+            for index, head in enumerate(dense_heads)
         )
-    return frozenset(dense_heads)
+    kind = next(iter(dense_heads), None)
+    if len(dense_heads) != 1 or kind not in ("last", "spread"):
+        raise ValueError(
+            f"dense_heads={shown(dense_heads)}; expected {{'last': n}} or {{'spread': n}}; use one of them"
+        )
+    fix = f"use 0 to {num_kv_heads}, the number of KV heads"
+    count = check_integer(f"dense_heads[{kind!r}]", dense_heads[kind], 0, num_kv_heads, fix)
+    if kind == "last":
+        return frozenset(range(num_kv_heads - count, num_kv_heads))
+    return frozenset(index * num_kv_heads // count for index in range(count))
+
+
+def _checked_step(name: str, value, words: tuple[str, ...]):
+    if isinstance(value, str):
+        if value not in words:
+            raise ValueError(
+                f"{name}={value!r}; expected {', '.join(map(repr, words))} or a number of blocks; use {words[0]!r}"
+            )
+        return value
+    return check_integer(name, value, 0, LARGEST_STRIDE, f"use {words[0]!r}, or a number of blocks")
 
 
 def make_range_pattern(
@@ -293,20 +333,22 @@ def make_range_pattern(
     layer_step: str | int = "auto",
     dense_heads=(),
 ) -> RangePattern:
-    """The pattern of one layer: offset = base_offset + p * head_step + layer_index * layer_step, the same in all ranges
-    of a head.
+    """The pattern of one layer, of offsets base_offset + p * head_step + layer_index * layer_step.
 
-    p is the KV head (slide "kv") or the query head ("query"). head_step "paper" is max(1, s_n // num_heads), "auto"
-    max(1, s_n // pattern heads). layer_index counts the layers of one named spec. layer_step "auto" is 0 when the heads
-    of one layer reach every residue of the last stride, otherwise the step with which consecutive layers reach them
-    soonest.
-    Raises ValueError on settings that contradict each other.
+    ranges: ((end in blocks or None, stride), ...), see HeadPattern. p is the KV head (slide "kv") or the query head
+    ("query"). head_step "paper" is max(1, s_n // num_heads), "auto" max(1, s_n // pattern heads). layer_index counts
+    the layers of one named spec from 0. layer_step "auto" is 0 when the heads of one layer reach every residue of the
+    last stride, otherwise the step with which consecutive layers reach them soonest. dense_heads: see dense_kv_heads.
+    Raises ValueError for an argument of another type or out of range, and for settings that contradict each other.
     """
-    if slide not in ("kv", "query"):
-        raise ValueError(f"slide={slide!r}; expected 'kv' or 'query'")
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
-    HeadPattern(ranges)  # refuses ranges of another form
+    if not isinstance(slide, str) or slide not in ("kv", "query"):
+        raise ValueError(f"slide={shown(slide)}; expected 'kv' or 'query'; use 'kv'")
+    block_size, num_heads, num_kv_heads = check_shape(block_size, num_heads, num_kv_heads)
+    ranges = check_ranges(ranges)
+    head_step = _checked_step("head_step", head_step, ("auto", "paper"))
+    layer_step = _checked_step("layer_step", layer_step, ("auto",))
+    base_offset = check_integer("base_offset", base_offset, -LARGEST_STRIDE, LARGEST_STRIDE, "use 0")
+    layer_index = check_integer("layer_index", layer_index, 0, MOST_LAYERS, "count the layers of a spec from 0")
     stride = ranges[-1][1]
     pattern_heads = num_kv_heads if slide == "kv" else num_heads
     ratio = num_heads // num_kv_heads
@@ -342,11 +384,12 @@ def period_coverage(patterns, n_blocks: int) -> float:
         lists = members.setdefault(head.ranges, [np.zeros(n_blocks, dtype=bool) for _ in head.ranges])
         for seen, (_, stride) in zip(lists, head.ranges):
             seen |= (blocks + head.offset) % stride == 0
+    bounds = {ranges: HeadPattern(ranges).bounds() for ranges in members}
     total = 0
     for query in range(n_blocks):
         row = np.zeros(query + 1, dtype=bool)
         for ranges, lists in members.items():
-            for seen, (start, end, _) in zip(lists, HeadPattern(ranges).bounds()):
+            for seen, (start, end, _) in zip(lists, bounds[ranges]):
                 span = slice(0 if end is None else max(0, query - end + 1), max(0, query - start + 1))
                 row[span] |= seen[span]
         for pattern in others:

@@ -1,0 +1,93 @@
+"""Checks of arguments that every function of the Python API shares: each ValueError names the argument, the value, what
+was expected and what to do."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+Ranges = tuple[tuple[int | None, int], ...]  # ((end in blocks or None, stride), ...)
+LARGEST_STRIDE = 2**24  # blocks; kernels compute with 32-bit integers
+LARGEST_END = 2**40  # blocks; host arithmetic is int64
+LARGEST_OFFSET = 2**44
+LARGEST_BLOCK_SIZE = 2**16
+MOST_HEADS = 2**16
+MOST_LAYERS = 2**16
+MOST_TOKENS = 2**40
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as Python writes it, short enough for one line."""
+    if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "shape"):  # its repr may wait for a GPU
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def check_integer(name: str, value: Any, low: int, high: int, fix: str) -> int:
+    """The value as an int. fix: what to do, e.g. "use 64".
+
+    Raises ValueError for what is no integer (booleans, floats, text and tensors are none, NumPy's integers are) or lies
+    outside of low .. high.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool) or not hasattr(value, "__index__") or hasattr(value, "backward"):
+            raise ValueError(f"{name}={shown(value)}; expected an integer, {low} to {high}; {fix}")
+        try:
+            value = operator.index(value)
+        except TypeError as error:  # an array, for example
+            raise ValueError(f"{name}={shown(value)}; expected an integer, {low} to {high}; {fix}") from error
+        if isinstance(value, bool):
+            raise ValueError(f"{name}={value}; expected an integer, {low} to {high}; {fix}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value}; expected {low} to {high}; {fix}")
+    return value
+
+
+def check_sequence(name: str, value: Any, expected: str, fix: str) -> tuple:
+    """A list or tuple as a tuple. Raises ValueError for anything else."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name}={shown(value)}; expected {expected}; {fix}")
+    return tuple(value)
+
+
+def check_ranges(ranges) -> Ranges:
+    """Ranges as tuples of integers. Raises ValueError for anything but ((end or None, stride), ...), ends growing, the
+    first stride 1."""
+    example = "use for example ((16, 1), (None, 16)), or ((None, 1),) for dense attention"
+    expected = "a list or tuple of (end in blocks or None, stride)"
+    checked, previous = [], 0
+    for position, item in enumerate(check_sequence("ranges", ranges, expected, example)):
+        name = f"ranges[{position}]"
+        end, stride = pair if len(pair := check_sequence(name, item, "(end, stride)", example)) == 2 else (False, False)
+        if end is False:
+            raise ValueError(f"{name}={shown(item)}; expected two entries, (end in blocks or None, stride); {example}")
+        first = position == 0
+        why = "use 1: a token must see its own block" if first else f"use 1 to {LARGEST_STRIDE} blocks"
+        stride = check_integer(f"the stride of {name}", stride, 1, 1 if first else LARGEST_STRIDE, why)
+        if end is None and position != len(ranges) - 1:
+            raise ValueError(f"the end of {name}=None; only the last range may have no end; use {previous + 16}")
+        if end is not None:
+            fix = f"the ends must grow; use {previous + 1} or more"
+            previous = end = check_integer(f"the end of {name}", end, previous + 1, LARGEST_END, fix)
+        checked.append((end, stride))
+    if not checked:
+        raise ValueError(f"ranges={shown(ranges)}; expected at least one (end, stride); {example}")
+    return tuple(checked)
+
+
+def check_shape(block_size, num_heads, num_kv_heads) -> tuple[int, int, int]:
+    """(block_size, num_heads, num_kv_heads) as ints. Raises ValueError unless block_size is a power of two and
+    num_heads a multiple of num_kv_heads."""
+    block_size = check_integer("block_size", block_size, 1, LARGEST_BLOCK_SIZE, "use a power of two, e.g. 64")
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size}; expected a power of two; use e.g. 64")
+    num_heads = check_integer("num_heads", num_heads, 1, MOST_HEADS, "use the number of query heads")
+    num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, MOST_HEADS, "use the number of KV heads")
+    if num_heads % num_kv_heads:
+        near = max(count for count in range(1, num_kv_heads) if num_heads % count == 0)
+        raise ValueError(
+            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; expected the same number of "
+            f"query heads for every KV head; use e.g. num_kv_heads={near}"
+        )
+    return block_size, num_heads, num_kv_heads
