@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
 
@@ -45,7 +44,7 @@ class PairTable:
         diagonal = np.zeros(n_blocks + 1, dtype=np.int64)  # heads that attend the diagonal block
         for pattern, layers in _counted(patterns):
             assert pattern.block_size == block_size, (pattern.block_size, block_size)
-            rows_below, rows_diagonal = _row_counts(pattern, n_blocks)
+            rows_below, rows_diagonal = pattern.row_counts(n_blocks)
             below[:-1] += layers * rows_below
             diagonal[:-1] += layers * rows_diagonal
         whole = below * block_size**2 + diagonal * (block_size * (block_size + 1) // 2)
@@ -67,24 +66,6 @@ def _counted(patterns: list[Pattern]) -> list[tuple[Pattern, int]]:
     """Equal layers share one Pattern object: [(pattern, number of layers)]."""
     by_identity = {id(pattern): pattern for pattern in patterns}
     return [(by_identity[key], count) for key, count in Counter(map(id, patterns)).items()]
-
-
-def _row_counts(pattern: Pattern, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """(attended blocks below the diagonal, heads with the diagonal block) of each query block, summed over the query
-    heads, int64[n_blocks]."""
-    below, diagonal = np.zeros(n_blocks, dtype=np.int64), np.zeros(n_blocks, dtype=np.int64)
-    if isinstance(pattern, BlockMaskPattern):
-        pattern.check_length(n_blocks * pattern.block_size)
-        heads_per_table = pattern.num_heads // len(pattern.tables)
-        for indptr, indices in pattern.tables:
-            own = indices[indptr[1 : n_blocks + 1] - 1] == np.arange(n_blocks)
-            below += heads_per_table * (np.diff(indptr[: n_blocks + 1]) - own)
-            diagonal += heads_per_table * own
-    else:
-        for head, count in Counter(pattern.heads).items():
-            below += count * (head.key_block_counts(n_blocks) - 1)
-            diagonal += count
-    return below, diagonal
 
 
 class _SquaredLengths(float):
