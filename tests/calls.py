@@ -53,3 +53,8 @@ def results(function, leaves):
     out, lse = function(*leaves)
     seen = torch.where(torch.isfinite(lse), lse, 0.0)
     return out, lse, *torch.autograd.grad(out.float().sin().sum() + seen.cos().sum(), leaves)
+
+
+def equal(one, two):
+    assert len(one) == len(two) == 5
+    return [torch.equal(a, b) for a, b in zip(one, two)] == [True] * 5

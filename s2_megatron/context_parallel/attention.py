@@ -28,9 +28,11 @@ from s2_megatron.context_parallel.dense import (
 )
 from s2_megatron.context_parallel.plan import check_block_count, make_plan, zigzag_blocks
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
-from s2_megatron.ops.api import AttentionCall, prepare_placement, resolve_backend
+from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
-from s2_megatron.ops.recompute import KeptOutputs, kept_attention
+from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
+from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 
 COMM_TYPES = ("sparse", "all_gather", "a2a")
@@ -60,7 +62,7 @@ class ContextParallel:
     keep_received: save the received keys and values for the backward instead of receiving them again. cut: how packed
     batches were cut over the ranks, as one 'sequence' or each 'document' by itself; unpacked ones are always one
     sequence in zigzag.
-    Raises ValueError for a comm type that is unknown or does not suit the heads.
+    Raises ValueError for arguments of another type, and for a comm type that is unknown or does not suit the heads.
     """
 
     def __init__(
@@ -72,7 +74,19 @@ class ContextParallel:
         keep_received: bool = False,
         cut: str = "sequence",
     ):
-        assert cut in CUTS
+        if not isinstance(pattern, Pattern):
+            raise ValueError(
+                f"pattern={shown(pattern)}; expected the pattern of this rank's heads; use make_range_pattern(...)"
+            )
+        if not (hasattr(group, "size") and hasattr(group, "rank")):
+            raise ValueError(
+                f"group={shown(group)}; expected a process group; use torch.distributed.new_group(...), or "
+                "torch.distributed.group.WORLD after init_process_group"
+            )
+        if cut not in CUTS:
+            raise ValueError(f"cut={shown(cut)}; expected one of {', '.join(CUTS)}; use {CUTS[0]}")
+        if not isinstance(keep_received, bool):
+            raise ValueError(f"keep_received={shown(keep_received)}; expected True or False; use one of them")
         self.pattern, self.group, self.keep_received, self.cut = pattern, group, keep_received, cut
         self.size, self.rank = group.size(), group.rank()
         check_comm_type(comm_type, pattern.num_kv_heads, self.size)
@@ -113,58 +127,64 @@ class ContextParallel:
         packed: PackedSequence | None = None,
         backend: str = "auto",
         deterministic: bool = False,
-        kept: KeptOutputs | None = None,
+        outputs: RecomputeOutputs | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
-        documents of all ranks' tokens together. kept: of a layer that is recomputed, to launch no second forward. The
-        other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError for lengths that
-        cannot be cut, and for packed ones with comm type sparse.
+        documents of all ranks' tokens together. outputs: of a layer that is recomputed, to launch no second forward.
+        The other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as
+        s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
         """
+        call = make_call(
+            query,
+            key,
+            value,
+            self._layout,
+            softmax_scale=softmax_scale,
+            tensor_format="sbhd" if packed is None else "thd",
+            packed=packed,
+            backend=backend,
+            deterministic=deterministic,
+        )
         if key.shape[0] != query.shape[0]:
             raise ValueError(
                 f"query has {query.shape[0]} rows and key {key.shape[0]}; context parallelism trains, it does not "
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
-        backend = resolve_backend(backend, query.device.type)
-        scale = query.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
         if packed is None and self.comm_type != "a2a":
-            return self._own_queries(query, key, value, scale, backend, deterministic, kept)
+            return self._own_queries(query, key, value, call, outputs)
         if self.comm_type == "sparse":
             raise ValueError(
                 "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
                 "or a2a; use --s2-cp-comm-type all_gather"
             )
-        layout, tokens = self._layout.to(query.device), query.shape[0] * self.size
+        tokens = query.shape[0] * self.size
         if packed is not None and self.cut == "document":
             order = cut_order(packed.starts, tokens, self.size)
         else:
             order = sequence_order(tokens, self.size, query.device)
-        options = dict(softmax_scale=scale, backend=backend, deterministic=deterministic, kept=kept)
         if self.comm_type == "a2a":
             whole = RowsToHeads.apply(query, key, value, order, self.group)
-            tensor_format = "sbhd" if packed is None else "thd"
-            out = kept_attention(*whole, layout, tensor_format=tensor_format, packed=packed, **options)
-            return HeadsToRows.apply(out, order, self.group)
+            return HeadsToRows.apply(recompute_attention(*whole, call, outputs), order, self.group)
         if self.cut == "sequence":
-            packed = documents_of_rank(packed, self.rank, self.size, tokens)
+            call = call._replace(packed=documents_of_rank(packed, self.rank, self.size, tokens))
         whole = GatherRows.apply(key, value, order, self.group)
         rows = order.argsort()[self.rank * len(query) : (self.rank + 1) * len(query)]
         # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are
         # not read.
         all_queries = query.new_zeros((tokens, *query.shape[1:])).index_copy(0, rows, query)
-        return kept_attention(all_queries, *whole, layout, tensor_format="thd", packed=packed, **options)[rows]
+        return recompute_attention(all_queries, *whole, call, outputs)[rows]
 
-    def _own_queries(self, query, key, value, scale, backend, deterministic, kept):
+    def _own_queries(self, query, key, value, call: AttentionCall, outputs):
         """Of one unpacked sequence: this rank's queries and the keys that they need, by sparse or all_gather."""
         state = self.state(query.shape[0] * self.size, query.device)
-        call = AttentionCall(state.layout, scale, "sbhd", None, None, backend, deterministic)
+        call = call._replace(layout=state.layout)
         function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
-        known = None if kept is None else kept.take()
+        known = None if outputs is None else outputs.take()
         out, lse = function.apply(query, key, value, call, state, self.keep_received, known)
-        if kept is not None:
-            kept.keep(out, lse)
+        if outputs is not None:
+            outputs.store(out, lse)
         return out
 
     def state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:

@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.settings import S2Settings
+from s2_megatron.ops.api import make_call
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout
-from s2_megatron.ops.recompute import KeptOutputs, kept_attention
+from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
@@ -145,7 +146,7 @@ class S2CoreAttention(MegatronModule):
             )
         self.local_pattern = pattern.tensor_parallel_slice(tp_rank, tp_size)
         self._pattern_key = json.dumps(self.local_pattern.canonical(), sort_keys=True)
-        self.kept = KeptOutputs() if settings.keep_attention_output else None
+        self.recompute_outputs = RecomputeOutputs() if settings.keep_attention_output else None
         self.context_parallel = None
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
@@ -216,7 +217,7 @@ class S2CoreAttention(MegatronModule):
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         self._check_mask_type(mask_type, query, key, packed)
         # Only inside a layer that Megatron will run, or runs, a second time.
-        kept = self.kept if self.training and is_checkpointing() else None
+        outputs = self.recompute_outputs if self.training and is_checkpointing() else None
         options = dict(
             softmax_scale=self.softmax_scale,
             packed=packed,
@@ -224,11 +225,10 @@ class S2CoreAttention(MegatronModule):
             deterministic=self.deterministic,
         )
         if self.context_parallel is not None:
-            return self.context_parallel.attention(query, key, value, kept=kept, **options).flatten(-2)
+            return self.context_parallel.attention(query, key, value, outputs=outputs, **options).flatten(-2)
         form = "sbhd" if packed is None else "thd"
-        return kept_attention(
-            query, key, value, self.layout(query.device), kept=kept, tensor_format=form, **options
-        ).flatten(-2)
+        call = make_call(query, key, value, self.layout(query.device), tensor_format=form, **options)
+        return recompute_attention(query, key, value, call, outputs).flatten(-2)
 
     def _check_mask_type(self, mask_type, query, key, packed) -> None:
         # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees

@@ -16,8 +16,10 @@ import torch
 from s2_megatron.ops import reference
 from s2_megatron.ops.autograd import register_attention
 from s2_megatron.ops.call import FORMATS, AttentionCall, Backend, canonical_view
-from s2_megatron.ops.checks import addressable, check_call
-from s2_megatron.ops.layout import Layout, PackedSequence, Placement
+from s2_megatron.ops.checks import addressable, check_arguments, check_call, softmax_scale_of
+from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_for
+from s2_megatron.patterns.checks import shown
+from s2_megatron.patterns.ranges import Pattern
 from s2_megatron.printing import print_once
 
 BACKENDS = ("auto", "gluon", "triton", "reference")
@@ -27,7 +29,7 @@ def s2_attention(
     query,
     key,
     value,
-    layout: Layout,
+    layout: Layout | Pattern,
     *,
     softmax_scale: float | None = None,
     tensor_format: str = "sbhd",
@@ -41,24 +43,56 @@ def s2_attention(
 
     query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
     likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
-    that the query is its end (static inference). placement: whole query blocks and key slots of a longer sequence (see
-    Placement). softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
-    kernels and the reference always are). backend: see resolve_backend.
+    that the query is its end (static inference). layout: a Layout, or the pattern itself, whose layout is then built at
+    the first call and stays with it. placement: whole query blocks and key slots of a longer sequence (see Placement).
+    softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable kernels and the
+    reference always are). backend: see resolve_backend.
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
-    log. Raises ValueError for tensors that do not fit each other, the layout or the backend.
+    log. Raises ValueError for arguments of another type or out of range, and for tensors that do not fit each other,
+    the layout or the backend. The numbers in cu_seqlens are looked at by the reference alone, for a look waits for the
+    GPU; with the environment variable S2_CHECK_VALUES=1 by all backends.
     """
-    backend = resolve_backend(backend, query.device.type)
-    if softmax_scale is None:
-        softmax_scale = query.shape[-1] ** -0.5
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale={softmax_scale}; expected a positive number, e.g. head_dim ** -0.5")
-    if tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format={tensor_format!r}; expected one of {', '.join(FORMATS)}")
-    call = AttentionCall(layout, float(softmax_scale), tensor_format, packed, placement, backend, deterministic)
-    out, lse = _attention(query, key, value, call)
+    if not isinstance(return_lse, bool):
+        raise ValueError(f"return_lse={shown(return_lse)}; expected True or False; use one of them")
+    call = make_call(
+        query,
+        key,
+        value,
+        layout,
+        softmax_scale=softmax_scale,
+        tensor_format=tensor_format,
+        packed=packed,
+        placement=placement,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    out, lse = attend(query, key, value, call)
     if tensor_format == "thd":
         lse = lse[0]
     return (out, lse) if return_lse else out
+
+
+def make_call(
+    query,
+    key,
+    value,
+    layout: Layout | Pattern,
+    *,
+    softmax_scale: float | None = None,
+    tensor_format: str = "sbhd",
+    packed: PackedSequence | None = None,
+    placement: Placement | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> AttentionCall:
+    """The checked call that these arguments of s2_attention are, for `attend` and ops/recompute.py. Raises ValueError
+    for arguments of another type or out of range."""
+    check_arguments(query, key, value, layout, tensor_format, packed, placement, deterministic)
+    backend = resolve_backend(backend, query.device.type)
+    scale = softmax_scale_of(softmax_scale, query.shape[-1])
+    if not isinstance(layout, Layout):
+        layout = layout_for(layout)
+    return AttentionCall(layout, scale, tensor_format, packed, placement, backend, deterministic)
 
 
 @torch.compiler.assume_constant_result  # looked up, checked and printed while a graph is traced, not in it
@@ -70,8 +104,8 @@ def resolve_backend(name: str, device_type: str) -> str:
     Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on
     a CPU (except 'triton' under Triton's interpreter, TRITON_INTERPRET=1).
     """
-    if name not in BACKENDS:
-        raise ValueError(f"backend={name!r}; expected one of {', '.join(BACKENDS)}")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise ValueError(f"backend={shown(name)}; expected one of {', '.join(BACKENDS)}; use auto")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     chosen = "reference" if name == "auto" and device_type != "cuda" else name
     if chosen != "reference":
@@ -151,9 +185,8 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_h
     alone; more, (key, value) of the placement's slots from own_slots on, like key, whose heads share memory. For
     kv_heads (0, end) the out of `into` and of `initial` needs no more heads than those.
     """
-    check_call(query, key, value, call, more)
+    q, k, v = check_call(query, key, value, call, more)
     form = call.tensor_format
-    q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     out, lse = (_empty_for_queries(query, call), empty_lse(query, form)) if into is None else into
     if call.packed is not None and call.backend == "reference":
         lse.fill_(float("-inf"))
@@ -180,7 +213,8 @@ def _gradient_view(grad_out, call: AttentionCall):
     if call.backend == "reference" or addressable(view):
         return view
     print_once(
-        f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits inside a tile"
+        f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} do not fit into 32 bits "
+        "inside a tile"
     )
     return view.contiguous()
 
@@ -258,8 +292,8 @@ def attention_backward_dq(
 
 @lru_cache(maxsize=256)
 def _placement_of_end(first_block: int, n_blocks: int, device: torch.device) -> Placement:
-    """The last query blocks of a sequence, from first_block on; kept, for every layer of every decoding step of a block
-    asks for the same."""
+    """The last query blocks of a sequence, from first_block on; cached, for every layer of every decoding step of a
+    block asks for the same."""
     return Placement.make(range(first_block, n_blocks), n_blocks, device=device)
 
 
@@ -287,17 +321,12 @@ class _Ending:
 
 
 def _is_ending(query, key, call) -> bool:
-    rows = FORMATS.get(call.tensor_format, (None,) * 4)[2]
-    return (
-        call.placement is None
-        and call.packed is None
-        and query.ndim == key.ndim == 4
-        and query.shape[rows] < key.shape[rows]
-    )
+    rows = FORMATS[call.tensor_format][2]
+    return call.placement is None and call.packed is None and query.shape[rows] < key.shape[rows]
 
 
 def _op_forward(query, key, value, call):
-    call = call._replace(layout=call.layout.to(query.device))
+    call = call.on_device(query.device)
     if not _is_ending(query, key, call):
         return attention_forward(query, key, value, call)
     ending = _Ending(query, key, call)
@@ -306,7 +335,7 @@ def _op_forward(query, key, value, call):
 
 
 def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
-    call = call._replace(layout=call.layout.to(query.device))
+    call = call.on_device(query.device)
     if not _is_ending(query, key, call):
         return attention_backward(grad_out, grad_lse, query, key, value, out, lse, call)
     ending = _Ending(query, key, call)
@@ -316,4 +345,5 @@ def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
     return ending.cut(grad_query, ending.rows), grad_key, grad_value
 
 
-_attention = register_attention(_op_forward, _op_backward)
+# attend(query, key, value, call of make_call) -> (out, LSE [B, H, rows]), with autograd.
+attend = register_attention(_op_forward, _op_backward)

@@ -48,7 +48,8 @@ def key_rows_of(pattern: Pattern, key_slot, n_blocks: int) -> list[KeyRow]:
     key_slot = np.asarray(key_slot, dtype=np.int32)
     if key_slot.shape != (pattern.num_kv_heads, n_blocks):
         raise ValueError(
-            f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks] = [{pattern.num_kv_heads}, {n_blocks}]"
+            f"key_slot has shape {list(key_slot.shape)}; expected [KV heads, n_blocks] = [{pattern.num_kv_heads}, "
+            f"{n_blocks}]; use the same pattern for both"
         )
     known: dict[bytes, KeyRow] = {}
     orders: dict[bytes, int] = {}

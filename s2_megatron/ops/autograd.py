@@ -1,9 +1,8 @@
 """`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
 
 An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those
-and put together again inside: index tensors go as tensors, so that a graph neither stores nor compares them; the layout goes
-as its handle, a number that a compiled graph holds (see `_hold_for_graph`). B batch, H query
-heads, D head dim.
+and put together again inside: index tensors go as tensors, so that a graph neither stores nor compares them; the layout
+goes as its handle, a number that a compiled graph holds (see `_hold_for_graph`). B batch, H query heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from s2_megatron.ops.call import FORMATS, AttentionCall
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_of
 
 _CALL = (
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, int layout, "
-    "float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, SymInt n_blocks, SymInt n_slots, "
-    "SymInt own_slots, int tile_blocks"
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, "
+    "int layout, float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, "
+    "SymInt n_blocks, SymInt n_slots, SymInt own_slots, int tile_blocks"
 )
 
 _library = torch.library.Library("s2_megatron", "DEF")
@@ -61,7 +60,7 @@ def _hold_for_graph(handle: int) -> None:
 
 
 def _is_plain(*tensors) -> bool:
-    """Whether autograd alone sees the call: no tracing, no dispatch mode, no functorch transform, no tensor subclass."""
+    """Whether autograd alone sees the call: no tracing, no dispatch mode, no functorch transform, no subclass."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -83,8 +82,8 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor out, Tensor lse)", tags=tags
     )
     _library.define(
-        "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"{_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+        "attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, "
+        f"Tensor lse, {_CALL}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
         tags=tags,
     )
     attention_op, backward_op = (

@@ -26,6 +26,11 @@ class AttentionCall(NamedTuple):
     backend: str = "reference"  # a resolved one, see resolve_backend
     deterministic: bool = False
 
+    def on_device(self, device: torch.device) -> AttentionCall:
+        """This call with its layout on a device."""
+        layout = self.layout.to(device)
+        return self if layout is self.layout else self._replace(layout=layout)
+
 
 def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
     """[B, heads, rows, D] view of a tensor in one of FORMATS."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from itertools import pairwise
+from numbers import Real
+
 import torch
 
 from s2_megatron.ops.call import FORMATS, AttentionCall, canonical_view
+from s2_megatron.ops.layout import Layout, PackedSequence, Placement
+from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, shown
+from s2_megatron.patterns.ranges import Pattern
 
 HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
@@ -17,16 +24,128 @@ def addressable(view: torch.Tensor) -> bool:
     return LARGEST_TILE * (view.stride(2) + view.stride(3)) < 2**31
 
 
-def check_call(query, key, value, call: AttentionCall, more=None) -> None:
-    """Raises ValueError for tensors that do not fit each other, the layout, the placement or the backend. more: the
-    second key and value."""
-    layout, form = call.layout, call.tensor_format
-    if form not in FORMATS:
-        raise ValueError(f"tensor_format={form!r}; expected one of {', '.join(FORMATS)}")
-    dims = 3 if form == "thd" else 4
+def softmax_scale_of(softmax_scale, head_dim: int) -> float:
+    """The scale of a call: softmax_scale, or head_dim ** -0.5 for None. Raises ValueError unless it is a positive
+    number."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    # A float needs no further look; booleans are integers to Python.
+    number = type(softmax_scale) is float or (isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool))
+    if not number or not 0 < softmax_scale < float("inf"):
+        raise ValueError(
+            f"softmax_scale={shown(softmax_scale)}; expected a positive number; use None for head_dim ** -0.5"
+        )
+    return float(softmax_scale)
+
+
+def check_arguments(query, key, value, layout, tensor_format, packed, placement, deterministic) -> None:
+    """Raises ValueError for arguments of s2_attention that are of another type or empty. Reads no values of tensors."""
+    if not isinstance(tensor_format, str) or tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format={shown(tensor_format)}; expected one of {', '.join(FORMATS)}; use sbhd")
+    dims = 3 if tensor_format == "thd" else 4
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            raise ValueError(f"{name} is {shown(tensor)}; expected a dense tensor; use a torch.Tensor")
         if tensor.ndim != dims:
-            raise ValueError(f"{name} has {tensor.ndim} dimensions; tensor_format={form} has {dims}")
+            raise ValueError(f"{name} has {tensor.ndim} dimensions; expected {dims}, tensor_format={tensor_format}")
+    if not query.shape[FORMATS[tensor_format][2]] or not query.shape[-1]:
+        raise ValueError(
+            f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
+            "call without rows out"
+        )
+    if not isinstance(layout, Layout | Pattern):
+        raise ValueError(
+            f"layout={shown(layout)}; expected a Layout or a pattern; use build_layout(pattern), or the pattern of "
+            "make_range_pattern"
+        )
+    if packed is not None:
+        _check_packed(packed, query.device)
+    if placement is not None and not isinstance(placement, Placement):
+        raise ValueError(f"placement={shown(placement)}; expected a Placement or None; use Placement.make(...)")
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic={shown(deterministic)}; expected True or False; use one of them")
+
+
+def _check_packed(packed, device) -> None:
+    """What can be said of packed documents without waiting for a GPU."""
+    if not isinstance(packed, PackedSequence):
+        raise ValueError(
+            f"packed={shown(packed)}; expected a PackedSequence; use PackedSequence(cu_seqlens, max_seqlen)"
+        )
+    for name in ("cu_seqlens", "cu_seqlens_padded"):
+        borders = getattr(packed, name)
+        if borders is None and name == "cu_seqlens_padded":
+            continue
+        fix = f"use torch.tensor([0, ...], dtype=torch.int32, device={str(device)!r})"
+        if not isinstance(borders, torch.Tensor):
+            raise ValueError(f"{name}={shown(borders)}; expected an int32 tensor [documents + 1] on {device}; {fix}")
+        if borders.ndim != 1 or len(borders) < 2:
+            raise ValueError(
+                f"{name} has shape {list(borders.shape)}; expected one more entry than documents, at least 2; {fix}"
+            )
+        if borders.dtype != torch.int32 or borders.device != device or not borders.is_contiguous():
+            contiguous = "" if borders.is_contiguous() else ", not contiguous"
+            raise ValueError(
+                f"{name} is {borders.dtype} on {borders.device}{contiguous}; expected contiguous int32 on {device}; "
+                f"{fix}"
+            )
+    if packed.cu_seqlens.shape != packed.starts.shape:
+        raise ValueError(
+            f"cu_seqlens has {len(packed.cu_seqlens)} entries, cu_seqlens_padded {len(packed.starts)}; expected the "
+            "same; both have one more than documents"
+        )
+    if not isinstance(packed.max_seqlen, torch.SymInt):
+        check_integer("max_seqlen", packed.max_seqlen, 0, MOST_TOKENS, "use the tokens of the longest document")
+
+
+def checks_values() -> bool:
+    """Whether S2_CHECK_VALUES=1 asks for checks that wait for the GPU. Not while a CUDA graph is captured, which cannot
+    wait."""
+    return os.environ.get("S2_CHECK_VALUES") == "1" and not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+def check_packed_values(packed: PackedSequence, rows: int) -> None:
+    """Raises ValueError for borders of documents that decrease, do not begin with 0 or go beyond the tokens, and for a
+    max_seqlen that is too small. Waits for the GPU. rows: tokens of the query."""
+    ends, starts = packed.cu_seqlens.tolist(), packed.starts.tolist()
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens[0]={ends[0]}; expected 0; use the cumulative lengths, beginning with 0")
+    for index, (first, end) in enumerate(pairwise(ends)):
+        if end < first:
+            raise ValueError(
+                f"cu_seqlens[{index + 1}]={end} is less than cu_seqlens[{index}]={first}; expected borders that do not "
+                "decrease; use the cumulative lengths"
+            )
+    lengths = [end - first for first, end in pairwise(ends)]
+    name = "cu_seqlens" if packed.cu_seqlens_padded is None else "cu_seqlens_padded"
+    behind = 0
+    for index, (start, length) in enumerate(zip(starts, lengths)):
+        if start < behind:
+            raise ValueError(
+                f"{name}[{index}]={start}; expected {behind} or more, where the document before it ends; use the "
+                "cumulative padded lengths"
+            )
+        behind = start + length
+        if behind > rows:
+            raise ValueError(
+                f"{name}[{index}]={start} and {length} tokens end behind the {rows} tokens of query; expected an end "
+                f"of {rows} at most; use the borders of these tokens"
+            )
+    longest = max(lengths)
+    if longest > packed.max_seqlen:
+        raise ValueError(
+            f"max_seqlen={packed.max_seqlen}; expected {longest} or more, the tokens of the longest document; use "
+            f"{longest}"
+        )
+
+
+def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.Tensor]:
+    """The views [B, heads, rows, D] of query, key and value. more: the second key and value. Raises ValueError for
+    tensors that do not fit each other, the layout, the placement or the backend."""
+    layout, form = call.layout, call.tensor_format
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
@@ -37,53 +156,46 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
     if call.backend != "reference" and layout.block_size < SMALLEST_KERNEL_BLOCK:
         raise ValueError(
-            f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or more; "
-            "use a larger block_size, or backend=reference"
+            f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or "
+            "more; use a larger block_size, or backend=reference"
         )
     q, k, v = (canonical_view(tensor, form) for tensor in (query, key, value))
     if call.backend != "reference":
         for name, tensor in (("query", q), ("key", k), ("value", v)):
             if not addressable(tensor):
                 raise ValueError(
-                    f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; make it contiguous"
+                    f"{name} has strides {tensor.stride(2)} and {tensor.stride(3)} between rows and head dims; "
+                    "expected offsets of 32 bits inside a tile; make it contiguous"
                 )
     if q.shape[1] != layout.num_heads or k.shape[1] != layout.num_kv_heads:
         raise ValueError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and {layout.num_kv_heads}"
+            f"query has {q.shape[1]} heads and key {k.shape[1]}; the layout has {layout.num_heads} and "
+            f"{layout.num_kv_heads}; use the pattern of these heads (tensor_parallel_slice), and tensor_format={form} "
+            "with the heads where it says"
         )
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected the same "
-            "batch and head dim, and key like value"
+            f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected "
+            "the same batch and head dim, and key like value"
         )
     if q.shape[3] > HEAD_DIM_LIMIT:
         raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
     if (form == "thd") != (call.packed is not None):
         raise ValueError(
-            f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), the others none"
+            f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), "
+            "the others none"
         )
     limit = getattr(layout.pattern, "num_blocks", None)
     longest = call.packed.max_seqlen if call.packed else k.shape[2]
-    if call.placement is None and limit is not None:
+    if call.placement is None and limit is not None and longest:
         layout.pattern.check_length(longest)
-    if call.packed is not None:
-        if len(call.packed.cu_seqlens) < 2:
-            raise ValueError(
-                f"cu_seqlens has {len(call.packed.cu_seqlens)} entries; expected one more than documents, at least 2"
-            )
-        for tensor in (call.packed.cu_seqlens, call.packed.starts):
-            if tensor.dtype != torch.int32 or tensor.device != query.device or not tensor.is_contiguous():
-                raise ValueError(
-                    f"cu_seqlens is {tensor.dtype} on {tensor.device}; expected contiguous int32 on {query.device}"
-                )
-        if call.packed.cu_seqlens.shape != call.packed.starts.shape:
-            raise ValueError(
-                f"cu_seqlens has {len(call.packed.cu_seqlens)} entries, cu_seqlens_padded {len(call.packed.starts)}; expected the same"
-            )
+    if call.packed is not None and (call.backend == "reference" or checks_values()):
+        check_packed_values(call.packed, q.shape[2])
     if call.placement is not None:
         if call.packed is not None:
             raise ValueError(
-                "placement together with packed: whole-block placement is for one sequence; pack after gathering the sequence"
+                "placement together with packed: whole-block placement is for one sequence; pack after gathering the "
+                "sequence"
             )
         steps = call.placement.steps
         if steps is not None and steps.pattern is not layout.pattern and steps.pattern != layout.pattern:
@@ -93,7 +205,8 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
         expected = len(call.placement.query_block_ids) * layout.block_size
         if q.shape[2] != expected:
             raise ValueError(
-                f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of {layout.block_size} are {expected}"
+                f"query has {q.shape[2]} rows; {len(call.placement.query_block_ids)} query blocks of "
+                f"{layout.block_size} are {expected}; give whole blocks"
             )
         slot = call.placement.key_slot
         if slot is not None and slot.shape[0] != layout.num_kv_heads:
@@ -119,20 +232,25 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> None:
                 or tensor.device != key.device
             ):
                 raise ValueError(
-                    f"the second key or value is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected {key.dtype} on {key.device}, "
-                    f"of key's shape {list(key.shape)} but for its rows, and both of the same"
+                    f"the second key or value is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; expected "
+                    f"{key.dtype} on {key.device}, of key's shape {list(key.shape)} but for its rows, and both "
+                    "of the same"
                 )
             if view.stride(1) != 0 and view.shape[1] > 1:
                 raise ValueError(
-                    "the second key or value has heads with memory of their own; expected slots of one KV head each (stride 0)"
+                    "the second key or value has heads with memory of their own; expected slots of one KV head each "
+                    "(stride 0)"
                 )
         if call.placement.query_block_ids.device != query.device:
             raise ValueError(
-                f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give Placement.make the device"
+                f"placement is on {call.placement.query_block_ids.device}, query on {query.device}; give "
+                "Placement.make the device"
             )
         if limit is not None and call.placement.n_blocks > limit:
             raise ValueError(f"placement has {call.placement.n_blocks} blocks, the block mask only {limit}")
     elif q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal rows"
+            f"query has {q.shape[2]} rows and key {k.shape[2]}; a shorter query needs a placement, packed ones equal "
+            "rows"
         )
+    return [q, k, v]

@@ -12,7 +12,18 @@ import torch
 
 from s2_megatron.ops.key_steps import column_steps, key_lists
 from s2_megatron.ops.query_steps import query_lists
+from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern, RangePattern
+
+
+def check_device(device) -> torch.device:
+    """A device or its name. Raises ValueError for a name that torch does not know."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device={shown(device)}; expected a device of torch; use e.g. 'cuda' or 'cpu'"
+        ) from error
 
 
 class DeviceSteps:

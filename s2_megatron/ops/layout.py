@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns
+from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.checks import check_integer, check_integers, shown
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
@@ -35,7 +36,7 @@ class PackedSequence(NamedTuple):
     """
 
     cu_seqlens: torch.Tensor  # int32 [documents + 1], on the device of the query
-    max_seqlen: int  # tokens of the longest document, or more where ranges are the pattern (only block masks have a longest length)
+    max_seqlen: int  # tokens of the longest document, or more (block masks refuse more than they have)
     cu_seqlens_padded: torch.Tensor | None = None  # int32 [documents + 1]
 
     @property
@@ -69,12 +70,17 @@ class Placement:
     ) -> Placement:
         """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it
         will be used with, for faster kernels. own_slots: where there is a second key and value. Raises ValueError when
-        they do not fit."""
-        ids = np.asarray(query_block_ids, dtype=np.int64)
-        if ids.ndim != 1 or not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
+        they are no integers or do not fit."""
+        device = check_device(device)
+        n_blocks = check_integer("n_blocks", n_blocks, 1, NO_END, "use the blocks of the whole sequence")
+        ids = check_integers("query_block_ids", query_block_ids, 1, "use a list of blocks").astype(np.int64)
+        if not len(ids) or (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= n_blocks:
             raise ValueError(
-                f"query_block_ids must be strictly ascending within 0..{n_blocks - 1}; got {ids.tolist()[:8]}..."
+                f"query_block_ids={shown(ids.tolist())}; expected strictly ascending blocks within 0..{n_blocks - 1}; "
+                "sort them, each once"
             )
+        if pattern is not None and not isinstance(pattern, Pattern):
+            raise ValueError(f"pattern={shown(pattern)}; expected a pattern or None; use the layout's, layout.pattern")
         tile_blocks = 1
         while len(ids) % (2 * tile_blocks) == 0 and tile_blocks < 8:
             rows = ids.reshape(-1, 2 * tile_blocks)
@@ -84,18 +90,23 @@ class Placement:
         rank = np.searchsorted(ids, np.arange(n_blocks + 1))
         n_slots, runs, steps, slots = n_blocks, None, None, None
         if key_slot is not None:
-            slots = np.asarray(key_slot, dtype=np.int32)
-            if slots.ndim != 2 or slots.shape[1] != n_blocks:
+            slots = check_integers("key_slot", key_slot, 2, "use an array [KV heads, n_blocks]")
+            if slots.shape[1] != n_blocks:
                 raise ValueError(f"key_slot has shape {list(slots.shape)}; expected [KV heads, n_blocks={n_blocks}]")
+            if slots.size and not -1 <= slots.min() <= slots.max() < NO_END:
+                wrong = int(slots.min() if slots.min() < -1 else slots.max())
+                raise ValueError(
+                    f"key_slot has the slot {wrong}; expected 0 to {NO_END - 1}, or -1 for an absent block"
+                )
+            slots = slots.astype(np.int32)
             n_slots = int(slots.max()) + 1
             if (
                 isinstance(pattern, RangePattern) and own_slots is None
             ):  # only kernels that take steps know a second key
                 runs = KeyRuns.make(pattern, slots, device)
-        if own_slots is not None and not 0 < own_slots <= n_slots:
-            raise ValueError(
-                f"own_slots={own_slots}; expected 1 to {n_slots}, the slots of both keys, or None where there is one key"
-            )
+        if own_slots is not None:
+            fix = "use the slots of the first key, or None where there is one key"
+            own_slots = check_integer("own_slots", own_slots, 1, n_slots, fix)
         if pattern is not None:
             steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
         return cls(
@@ -327,8 +338,28 @@ def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
     return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
 
 
+@torch.compiler.assume_constant_result
+def layout_for(pattern: Pattern) -> Layout:
+    """build_layout at the first call; from then on the same one, which lives as long as the pattern. `Layout.to` has
+    the copies on devices. Raises ValueError as build_layout."""
+    layout = getattr(pattern, "_layout", None)
+    if layout is None:
+        layout = build_layout(pattern)
+        object.__setattr__(pattern, "_layout", layout)
+    return layout
+
+
 def build_layout(pattern: Pattern, device="cpu") -> Layout:
-    """The layout of a pattern (already sliced for tensor parallelism)."""
+    """The layout of a pattern (already sliced for tensor parallelism) on a device.
+
+    Raises ValueError for what is no pattern and for a device that torch does not know.
+    """
+    if not isinstance(pattern, RangePattern | BlockMaskPattern):
+        raise ValueError(
+            f"pattern={shown(pattern)}; expected a RangePattern or a BlockMaskPattern; use make_range_pattern(...), or "
+            "BlockMaskPattern.from_csr or from_function"
+        )
+    device = check_device(device)
     if isinstance(pattern, RangePattern):
         most = max(len(head.ranges) for head in pattern.heads)
         table = np.zeros((pattern.num_heads, most, 4), dtype=np.int32)
@@ -342,7 +373,6 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
                     head.offset % stride,
                 )
         return RangeLayout(pattern, torch.from_numpy(table).to(device), _shared_tile_blocks(pattern))
-    assert isinstance(pattern, BlockMaskPattern)
     row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0
     for indptr, indices in pattern.tables:
         rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))

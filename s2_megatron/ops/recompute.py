@@ -1,8 +1,8 @@
 """Attention under activation recomputation without a second forward pass of the attention.
 
 Recomputation runs a layer twice: first without gradients, then again when its backward comes. The result of the first
-pass, out and LSE, is all that the second one needs of the forward: kept between the two, it costs 2 * hidden size + 4 *
-heads bytes a token and layer (in bf16) and saves the most expensive part of the recomputation at long context.
+pass, out and LSE, is all that the second one needs of the forward: stored between the two, it costs 2 * hidden size + 4
+* heads bytes a token and layer (in bf16) and saves the most expensive part of the recomputation at long context.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections import deque
 import torch
 from torch.autograd.function import once_differentiable
 
-from s2_megatron.ops.api import AttentionCall, attention_backward, resolve_backend, s2_attention
+from s2_megatron.ops.api import attend, attention_backward
+from s2_megatron.ops.call import AttentionCall
 
 
-class KeptOutputs:
-    """Results of one layer's first passes, oldest first: backward passes come in the order of their forward passes."""
+class RecomputeOutputs:
+    """(out, LSE) of one layer's first passes, oldest first: backward passes come in the order of their forward
+    passes."""
 
     def __init__(self):
         self._results: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
@@ -24,7 +26,7 @@ class KeptOutputs:
     def __len__(self) -> int:
         return len(self._results)
 
-    def keep(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def store(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """In a first pass (gradients off); otherwise nothing happens."""
         if not torch.is_grad_enabled():
             self._results.append((out, lse))
@@ -35,7 +37,7 @@ class KeptOutputs:
 
 
 class _KnownAttention(torch.autograd.Function):
-    """s2_attention whose result is known: only the backward computes."""
+    """Attention whose result is known: only the backward computes."""
 
     @staticmethod
     def forward(ctx, query, key, value, call, known):
@@ -50,25 +52,13 @@ class _KnownAttention(torch.autograd.Function):
         return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), None, None
 
 
-def kept_attention(
-    query, key, value, layout, *, kept: KeptOutputs | None, softmax_scale, tensor_format, packed, backend, deterministic
-):
-    """s2_attention, which in a first pass keeps its result and in the second takes it. kept: None to do neither.
-    Returns out."""
-    known = None if kept is None else kept.take()
+def recompute_attention(query, key, value, call: AttentionCall, outputs: RecomputeOutputs | None) -> torch.Tensor:
+    """out of `attend`, whose result is stored in a first pass and taken in the second one. call: of make_call. outputs:
+    None to do neither."""
+    known = None if outputs is None else outputs.take()
     if known is not None:
-        scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        chosen = resolve_backend(backend, query.device.type)
-        call = AttentionCall(layout.to(query.device), float(scale), tensor_format, packed, None, chosen, deterministic)
-        return _KnownAttention.apply(query, key, value, call, known)
-    options = dict(
-        softmax_scale=softmax_scale,
-        tensor_format=tensor_format,
-        packed=packed,
-        backend=backend,
-        deterministic=deterministic,
-    )
-    out, lse = s2_attention(query, key, value, layout, return_lse=True, **options)
-    if kept is not None:
-        kept.keep(out, lse[None] if tensor_format == "thd" else lse)
+        return _KnownAttention.apply(query, key, value, call.on_device(query.device), known)
+    out, lse = attend(query, key, value, call)
+    if outputs is not None:
+        outputs.store(out, lse)
     return out

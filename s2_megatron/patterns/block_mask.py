@@ -8,23 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, check_sequence, check_shape, shown
+from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, check_integers, check_sequence, check_shape, shown
 from s2_megatron.patterns.ranges import Pattern, pairs_of_rows
 
 MOST_BLOCKS = 2**24  # query blocks of a mask
-
-
-def _integer_array(name: str, kind: str, values) -> np.ndarray:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors that are on a GPU or need gradients
-        raise ValueError(f"{name}={shown(values)}; expected integers, 1-D; use a NumPy array") from error
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(
-            f"{name} has dtype {array.dtype} and {array.ndim} dimensions; expected integers, 1-D; {kind} holds one "
-            "such array per pattern head"
-        )
-    return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +69,8 @@ class BlockMaskPattern(Pattern):
             )
         tables = []
         for head, (starts, keys) in enumerate(zip(*lists)):
-            starts, keys = (
-                _integer_array(f"{name}[{head}]", name, array)
-                for name, array in (("indptr", starts), ("indices", keys))
-            )
+            starts = check_integers(f"indptr[{head}]", starts, 1, "indptr holds one such array per pattern head")
+            keys = check_integers(f"indices[{head}]", keys, 1, "indices holds one such array per pattern head")
             starts = starts.astype(np.int64)
             if len(starts) < 2 or starts[0] != 0 or starts[-1] != len(keys) or (np.diff(starts) < 0).any():
                 raise ValueError(

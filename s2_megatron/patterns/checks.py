@@ -6,6 +6,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
+
 Ranges = tuple[tuple[int | None, int], ...]  # ((end in blocks or None, stride), ...)
 LARGEST_STRIDE = 2**24  # blocks; kernels compute with 32-bit integers
 LARGEST_END = 2**40  # blocks; host arithmetic is int64
@@ -42,6 +44,19 @@ def check_integer(name: str, value: Any, low: int, high: int, fix: str) -> int:
     if not low <= value <= high:
         raise ValueError(f"{name}={value}; expected {low} to {high}; {fix}")
     return value
+
+
+def check_integers(name: str, values: Any, dims: int, fix: str) -> np.ndarray:
+    """Integers of any kind as a NumPy array of `dims` dimensions, of their own dtype (int64 for an empty list). Raises
+    ValueError for anything else, a tensor on a GPU too."""
+    expected = f"expected integers, {dims}-D; {fix}"
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors on a GPU or with gradients
+        raise ValueError(f"{name}={shown(values)}; {expected}") from error
+    if array.ndim != dims or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"{name} has dtype {array.dtype} and {array.ndim} dimensions; {expected}")
+    return array if array.size else array.astype(np.int64)
 
 
 def check_sequence(name: str, value: Any, expected: str, fix: str) -> tuple:

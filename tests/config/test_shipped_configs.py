@@ -134,12 +134,20 @@ def test_the_launcher_for_long_context():
     shorter sequences."""
     script = ROOT / "examples/pretrain_7b_128k.sh"
     command = launched(script, "--global-batch-size", "8", TP="2", CP="4")
-    for flag, values in (("--tensor-model-parallel-size", ["2"]), ("--context-parallel-size", ["4"]), ("--s2-cp-comm-type", ["sparse"]),
-                         ("--recompute-granularity", ["full"]), ("--global-batch-size", ["128", "32", "8"])):  # fmt: skip
+    expected = {
+        "--tensor-model-parallel-size": ["2"],
+        "--context-parallel-size": ["4"],
+        "--s2-cp-comm-type": ["sparse"],
+        "--recompute-granularity": ["full"],
+        "--global-batch-size": ["128", "32", "8"],
+    }
+    for flag, values in expected.items():
         assert [command[place + 1] for place, name in enumerate(command) if name == flag] == values
     assert {"--s2-keep-attention-output", "--sequence-parallel"} <= set(command)
-    tokens = [int(value["--seq-length"]) * int(value["--global-batch-size"]) for value in
-              (dict(itertools.pairwise(launched(ROOT / f"examples/{name}.sh"))) for name in ("pretrain_7b", "pretrain_7b_128k"))]  # fmt: skip
+    flags = [
+        dict(itertools.pairwise(launched(ROOT / f"examples/{name}.sh"))) for name in ("pretrain_7b", "pretrain_7b_128k")
+    ]
+    tokens = [int(value["--seq-length"]) * int(value["--global-batch-size"]) for value in flags]
     assert tokens[0] == tokens[1]
     value = dict(itertools.pairwise(launched(script)))
     assert (value["--context-parallel-size"], value["--tensor-model-parallel-size"]) == ("8", "1")

@@ -89,11 +89,11 @@ def test_tensor_parallel_ranks_together_are_the_whole(size):
 def test_the_deterministic_backward_is_selected_by_megatrons_config(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        core_attention, "kept_attention", lambda query, *rest, **options: calls.append(options) or query
+        core_attention, "recompute_attention", lambda query, key, value, call, _: calls.append(call) or query
     )
     for mode in (False, True):
         make_core(make_config(deterministic_mode=mode))(*make_qkv())
-    assert [options["deterministic"] for options in calls] == [False, True]
+    assert [call.deterministic for call in calls] == [False, True]
 
 
 def test_softmax_scale_from_the_argument_and_the_config():

@@ -290,25 +290,6 @@ def test_empty_batch(device):
 
 
 GOOD = dict(query=(64, 1, 4, 32), key=(64, 1, 2, 32), value=(64, 1, 2, 32))
-BAD = {
-    "heads": (dict(query=(64, 1, 6, 32)), {}, "query has 6 heads"),
-    "kv heads": (dict(key=(64, 1, 4, 32), value=(64, 1, 4, 32)), {}, "key 4"),
-    "value": (dict(value=(64, 1, 2, 16)), {}, "shapes do not fit"),
-    "head dim": (dict(query=(64, 1, 4, 288), key=(64, 1, 2, 288), value=(64, 1, 2, 288)), {}, "at most 256"),
-    "format": ({}, dict(tensor_format="sdbh"), "expected one of sbhd"),
-    "dimensions": ({}, dict(tensor_format="thd"), "thd has 3"),
-    "longer query": (dict(query=(80, 1, 4, 32)), {}, "query has 80 rows and key 64"),
-    "scale": ({}, dict(softmax_scale=-1.0), "expected a positive number"),
-    "backend": ({}, dict(backend="cuda"), "expected one of auto"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused(case):
-    shapes, options, message = BAD[case]
-    tensors = {name: torch.zeros(shapes.get(name, shape)) for name, shape in GOOD.items()}
-    with pytest.raises(ValueError, match=message):
-        s2_attention(**tensors, layout=build_layout(pattern_of(PAPER, 16, 4, 2)), **{"backend": "reference", **options})
 
 
 def test_mask_too_short_is_refused():
@@ -350,7 +331,10 @@ def test_a_gradient_with_such_strides_is_copied(monkeypatch):
         attention_backward_dkdv(grad, out, out, out, lse, lse, out, out, call)
         attention_backward_dq(grad, out, out, out, lse, lse, call)
     assert taken == [(16, 8, 16, 1)] * 4 + [(64, 32, 8, 1)] * 4
-    line = "S2 attention copies the gradient of its output, whose strides (1, 8, 4, 8388608) do not fit into 32 bits inside a tile"
+    line = (
+        "S2 attention copies the gradient of its output, whose strides (1, 8, 4, 8388608) do not fit into 32 bits "
+        "inside a tile"
+    )
     assert lines == [line] * 4
 
 

@@ -16,7 +16,7 @@ from s2_megatron.ops import autograd as attention_op
 from s2_megatron.ops.api import AttentionCall, s2_attention
 from s2_megatron.ops.autograd import _taken_apart
 from s2_megatron.ops.layout import build_layout, layout_of
-from tests.calls import KINDS, make_call, results
+from tests.calls import KINDS, equal, make_call, results
 from tests.ops.test_attention import PAPER, pattern_of
 
 BLOCK = 16
@@ -27,11 +27,6 @@ def fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def equal(one, two):
-    assert len(one) == len(two) == 5
-    return [torch.equal(a, b) for a, b in zip(one, two)] == [True] * 5
 
 
 BACKENDS_OF_COMPILE = ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]

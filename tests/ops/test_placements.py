@@ -137,12 +137,14 @@ def test_placements_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match=message):
             attention_forward(*tensors, two, more=(wrong, wrong))
     assert _put_together(*_taken_apart(two)).placement.own_slots == 4, "an operator's arguments hold it, too"
-    with pytest.raises(ValueError, match="own_slots=7; expected 1 to 6"):
+    with pytest.raises(ValueError, match="own_slots=7; expected 1 to 6; use the slots of the first key"):
         Placement.make(range(4), 6, own_slots=7)
     other = pattern_of(UNEVEN, 16, 2, 2)
     with pytest.raises(ValueError, match="made for another pattern"):
         attention_forward(*tensors, call._replace(placement=Placement.make(range(4), 4, [range(4)] * 2, pattern=other)))
-    with pytest.raises(ValueError, match=r"strictly ascending within 0\.\.3"):
+    with pytest.raises(
+        ValueError, match=r"query_block_ids=\[0, 0\]; expected strictly ascending blocks within 0\.\.3; sort"
+    ):
         Placement.make([0, 0], 4)
     with pytest.raises(ValueError, match="expected \\[KV heads, n_blocks=4\\]"):
         Placement.make([0], 4, [[0]])

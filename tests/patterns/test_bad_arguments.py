@@ -16,6 +16,7 @@ from s2_megatron.patterns.ranges import (
     dense_kv_heads,
     make_range_pattern,
 )
+from tests.refusing import refuses
 
 GOOD = {"block_size": 64, "num_heads": 4, "num_kv_heads": 2, "ranges": ((2, 1), (None, 4))}
 # settings of make_range_pattern -> words of the message, in order
@@ -64,17 +65,6 @@ BAD = [
     (dict(dense_heads={}), "dense_heads={}; expected {'last': n}"),
     (dict(dense_heads="0"), "dense_heads='0'; expected an integer, 0 to 2; use a list of KV heads"),
 ]  # fmt: skip
-
-
-def refuses(call, *words):
-    """call() raises a ValueError with these words, in this order."""
-    with pytest.raises(ValueError) as caught:
-        call()
-    text, place = str(caught.value), 0
-    for part in words:
-        assert part in text[place:], f"{part!r} is not in {text!r}"
-        place = text.index(part, place) + len(part)
-    assert "\n" not in text
 
 
 @pytest.mark.parametrize("options, words", [(options, words) for options, *words in BAD], ids=str)
@@ -133,7 +123,7 @@ BAD_MASKS = {
     "booleans": (([0, 1],), ([True],), "indices[0] has dtype bool"),
     "not in lists": ([0, 1, 3], [0, 0, 1], "indptr[0] has dtype int64 and 0 dimensions", "per pattern head"),
     "one array": (np.array([0, 1, 3]), np.array([0, 0, 1]), "expected a list with one array per pattern head; use ["),
-    "nested": ([[[0, 1]]], [[0]], "indptr[0] has dtype int64 and 2 dimensions"),
+    "nested": ([[[0, 1]]], [[0]], "indptr[0] has dtype int64 and 2 dimensions; expected integers, 1-D"),
     "ragged": ([[[0, 1], [2]]], [[0]], "indptr[0]=[[0, 1], [2]]; expected integers"),
     "counts": (([0, 1],), ([0], [0]), "indptr has 1 arrays and indices 2; expected one of each"),
     "nothing": ((), (), "indptr=[]; expected one array per pattern head"),

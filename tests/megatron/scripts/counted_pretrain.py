@@ -11,7 +11,7 @@ def main():
     install_if_no_gpu()
     from s2_megatron.context_parallel.exchange import BlockExchange
     from s2_megatron.ops import reference
-    from s2_megatron.ops.recompute import KeptOutputs
+    from s2_megatron.ops.recompute import RecomputeOutputs
 
     counts = {"forwards": 0, "exchanges": 0}
 
@@ -27,7 +27,7 @@ def main():
     try:
         pretrain_gpt_s2.main()  # ends with SystemExit under --exit-interval
     finally:
-        left = sum(len(item) for item in gc.get_objects() if isinstance(item, KeptOutputs))
+        left = sum(len(item) for item in gc.get_objects() if isinstance(item, RecomputeOutputs))
         print(
             f"\nattention forwards: {counts['forwards']}, exchanges: {counts['exchanges']}, results left over: {left}",
             flush=True,
