@@ -26,6 +26,14 @@ def run(code: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_op_in_the_readme(tmp_path):
+    """On the CPU and a shorter sequence."""
+    (code,) = blocks("README.md", "python")
+    assert "8192" in code
+    code = code.replace('device="cuda"', 'device="cpu"').replace("8192", "256")
+    run(f"{code}\nassert out.shape == query.shape == query.grad.shape", tmp_path)
+
+
 def test_the_mask_in_the_patterns_page(tmp_path):
     (code,) = blocks("docs/patterns.md", "python")
     run(code, tmp_path)
