@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from argparse import Namespace
 from collections import Counter
 
-from s2_megatron.config.sparsity import ResolvedSparsity
+import numpy as np
+
+from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
 from s2_megatron.megatron.run_records import flops_per_token
+from s2_megatron.patterns.picture import draw_patterns
 from s2_megatron.printing import print_once
 
 
@@ -46,10 +50,44 @@ def report_run(args: Namespace, sparsity: ResolvedSparsity) -> None:
         return
     flops = flops_per_token(args)
     if wandb is not None:
-        wandb.config.update({"s2_density": sparsity.density(), "s2_flops_per_token": flops}, allow_val_change=True)
+        known = {"s2_density": sparsity.density(), "s2_flops_per_token": flops}
+        wandb.config.update(known, allow_val_change=True)
+        _report_resumed(wandb.run)
     if writer is not None:
         writer.add_scalar("s2/density", sparsity.density(), 0)
         writer.add_text("s2/flops_per_token", json.dumps(flops), 0)
+    _log_picture(sparsity, writer, wandb)
+
+
+def _report_resumed(run) -> None:
+    """Says what wandb does with iterations that are trained again after a resume: its steps never go back."""
+    if run.resumed:
+        # Not print_once: only the last rank has a wandb run.
+        print(
+            f"S2: wandb run {run.id} has steps up to {run.step - 1} from before; iterations up to there are not logged "
+            "again, the run keeps their first values"
+        )
+
+
+def _log_picture(sparsity: ResolvedSparsity, writer, wandb) -> None:
+    """A picture of the distinct patterns, as s2/patterns; nothing for a dense model. writer, wandb: None where Megatron
+    has not opened them."""
+    layers: dict[int, list[str]] = {}
+    patterns = {id(layer.pattern): layer.pattern for layer in sparsity.layers if layer.pattern is not None}
+    for index, layer in enumerate(sparsity.layers):
+        layers.setdefault(id(layer.pattern), []).append(str(index))
+    if not patterns:
+        return
+    titled = [(f"layers {joined_layers(layers[key])}", pattern) for key, pattern in patterns.items()]
+    from PIL import Image
+
+    file = io.BytesIO()
+    draw_patterns(titled, sparsity.n_blocks).savefig(file, format="png", dpi=110)
+    picture = Image.open(file).convert("RGB")
+    if writer is not None:
+        writer.add_image("s2/patterns", np.asarray(picture), 0, dataformats="HWC")
+    if wandb is not None and wandb.run.step == 0:
+        wandb.log({"s2/patterns": wandb.Image(picture)}, 0)
 
 
 def report_missing_flags(args: Namespace) -> None:

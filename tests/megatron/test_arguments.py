@@ -6,11 +6,13 @@ import argparse
 import json
 from argparse import Namespace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
+from s2_megatron.megatron.metrics import _report_resumed
 from s2_megatron.megatron.report import report_flags_without_effect, report_tensor_parallel
 from s2_megatron.megatron.settings import S2Settings
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
@@ -48,6 +50,18 @@ def results(folder) -> dict[str, dict]:
         "heads": dict(argv=arguments({"--s2-config": plain, "--num-query-groups": "3"})),
         "no_triton": dict(argv=arguments({"--s2-config": plain}), device="cuda", missing="triton"),
         "triton_on_cpu": dict(argv=arguments({"--s2-config": plain, "--s2-backend": "triton"})),
+    }
+    project = {"--wandb-project": "curves", "--wandb-exp-name": "run"}
+    beside = project | {"--tensorboard-dir": str(folder / "tensorboard")}
+    throughput = {"--log-throughput": None, "--log-timers-to-tensorboard": None}
+    cases |= {
+        "wandb_alone": dict(argv=arguments(project)),
+        "wandb_beside_tensorboard": dict(argv=arguments(beside)),
+        "wandb_complete": dict(argv=arguments(beside | throughput)),
+        "position_loss": dict(argv=arguments({"--s2-position-loss": "2000"})),
+        "position_loss_of_a_teacher": dict(
+            argv=arguments({"--s2-position-loss": "8"}), attributes={"logits_load_dir": "logits"}
+        ),
     }
     return dict(zip(cases, parse_cases(list(cases.values())), strict=True))
 
@@ -232,3 +246,24 @@ def test_uneven_tensor_parallel_work_is_warned_about(dense_heads, warned, tmp_pa
     printed = capsys.readouterr().out
     assert "2 tensor-parallel ranks" in printed
     assert ("WARNING" in printed) == warned
+
+
+def test_start_up_says_which_flag_wandb_lacks(cases):
+    printed = {name: accepted(result)["printed"] for name, result in cases.items() if name.startswith("wandb_")}
+    assert "wandb project curves will receive no curves" in printed["wandb_alone"]
+    assert "add --tensorboard-dir" in printed["wandb_alone"]
+    text = "wandb project curves will receive no throughput; add --log-throughput --log-timers-to-tensorboard"
+    assert text in printed["wandb_beside_tensorboard"]
+    assert "wandb" not in printed["wandb_complete"]
+
+
+def test_position_losses_that_cannot_be(cases):
+    assert "--s2-position-loss 2000 with --seq-length 1024; expected 1 to 1024" in cases["position_loss"]["message"]
+    assert "--s2-position-loss with --logits-load-dir" in cases["position_loss_of_a_teacher"]["message"]
+
+
+def test_a_resumed_wandb_run_is_said_to_keep_its_first_values(capsys):
+    _report_resumed(SimpleNamespace(resumed=True, id="abc", step=26))
+    assert "wandb run abc has steps up to 25" in capsys.readouterr().out
+    _report_resumed(SimpleNamespace(resumed=False, id="abc", step=0))
+    assert capsys.readouterr().out == ""

@@ -92,5 +92,8 @@ def test_settings_reach_the_writers(run):
     events.Reload()
     (density,) = events.Scalars("s2/density")
     assert density.value == pytest.approx(expected.density(), rel=1e-6)
+    (picture,) = events.Images("s2/patterns")
+    assert picture.encoded_image_string.startswith(b"\x89PNG")
+    assert list((folder / "wandb" / "wandb").glob("offline-run-*/files/media/images/s2/patterns_*.png"))
     (plan,) = events.Tensors("s2/plan/text_summary")
     assert json.loads(plan.tensor_proto.string_val[0]) == ["D", "S", "S", "S"]

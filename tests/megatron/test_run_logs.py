@@ -10,7 +10,7 @@ import pytest
 
 from s2_megatron.megatron.loss_log import HEADER, read_records
 from s2_megatron.tools.commands import main
-from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.readers import read_place, read_run
 
 pytest.importorskip("wandb")
 STEPS = 30
@@ -51,6 +51,12 @@ def test_every_process_has_a_header(logs):
         assert [header["iteration"] for header in headers] == [1, 21]
         arguments = headers[0][HEADER]["arguments"]
         assert arguments["seq_length"] == 128 and arguments["global_batch_size"] == 4 and arguments["seed"] == 7
+
+
+def test_the_steps_of_wandb_never_go_back(logs):
+    for *_, wandb in logs.values():
+        _, pieces = read_place(str(wandb))
+        assert [list(piece.times) for piece in pieces] == [list(range(1, 21)), list(range(21, STEPS + 1))]
 
 
 def test_flops_are_attended_and_dense(runs):

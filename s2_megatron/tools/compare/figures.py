@@ -10,17 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from s2_megatron.config.sparsity import joined_layers
+from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
-from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run
+from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, number
 from s2_megatron.tools.compare.settings import DENSE, Arm
 from s2_megatron.tools.compare.table import AXIS_NAMES
 
 COLOURS = ["#333333", "#2f6db3", "#e58a2e", "#1e8449", "#7d3c98", "#c0392b", "#16a085", "#b7950b"]
 MAX_POINTS = 1500  # of a line: more are not seen, and make the page heavy
 POSITION = re.compile(r"lm loss by position/(\d+)-(\d+)( validation)?")
-DRAWN_BLOCKS = 48
-MAX_PATTERNS = 4
 
 
 def _thinned(steps: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
@@ -30,8 +30,9 @@ def _thinned(steps: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
 
 def _runs(comparison: Comparison):
     for index, result in enumerate(comparison.results):
-        for number, run in enumerate(result.arm.runs):
-            yield run, COLOURS[index % len(COLOURS)], result.arm.name if number == 0 else None
+        for run in result.arm.runs:
+            label = result.arm.name if run is result.arm.runs[0] else None
+            yield run, COLOURS[index % len(COLOURS)], label
 
 
 def _ignore_start(axis, curves: list[np.ndarray]) -> None:
@@ -60,7 +61,7 @@ def draw_difference(axis, comparison: Comparison, x: str) -> bool:
     drawn = False
     for index, result in enumerate(comparison.results):
         colour = COLOURS[index % len(COLOURS)]
-        for number, paired in enumerate(comparison.paired[result.arm.name]):
+        for which, paired in enumerate(comparison.paired[result.arm.name]):
             difference = paired.arm - paired.baseline
             width = smoothed_steps(baseline)
             sums = np.cumsum(np.concatenate([[0.0], difference]))
@@ -70,7 +71,7 @@ def draw_difference(axis, comparison: Comparison, x: str) -> bool:
                 baseline.at(paired.steps, x), difference, (sums[ends] - sums[starts]) / (ends - starts)
             )
             axis.plot(places, raw, color=colour, alpha=0.2, linewidth=0.6)
-            axis.plot(places, mean, color=colour, linewidth=1.5, label=result.arm.name if number == 0 else None)
+            axis.plot(places, mean, color=colour, linewidth=1.5, label=result.arm.name if which == 0 else None)
             late = raw[len(raw) // 10 :]
             low, high = np.percentile(late, [1, 99])
             axis.set_ylim(*((min(low, 0) * 1.3 - 1e-4, max(high, 0) * 1.3 + 1e-4)))
@@ -232,7 +233,7 @@ def pattern_of(form: dict) -> RangePattern | None:
 
 
 def pattern_svg(arm: Arm) -> str | None:
-    """How many of the heads attend each block, one picture per distinct layer pattern; None for a dense arm."""
+    """The distinct patterns of an arm's layers; None for a dense arm, and where the log has only a hash of them."""
     if arm.sparsity == DENSE:
         return None
     content = json.loads(arm.sparsity)
@@ -240,21 +241,10 @@ def pattern_svg(arm: Arm) -> str | None:
     for index, form in enumerate(content["patterns"]):
         pattern = pattern_of(form)
         if pattern is not None:
-            shown.append(([layer for layer, kind in enumerate(content["layers"]) if kind == index], pattern))
+            layers = [str(layer) for layer, kind in enumerate(content["layers"]) if kind == index]
+            shown.append((f"layer{'s' * (len(layers) > 1)} {joined_layers(layers)}", pattern))
     if not shown:
         return None
-    pyplot = _pyplot()
-    shown = shown[:MAX_PATTERNS]
-    figure, axes = pyplot.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.9), layout="constrained", squeeze=False)
-    for axis, (layers, pattern) in zip(axes.flat, shown):
-        grid = np.zeros((DRAWN_BLOCKS, DRAWN_BLOCKS))
-        for head in range(pattern.num_heads):
-            for query in range(DRAWN_BLOCKS):
-                grid[query, pattern.key_blocks(head, query)] += 1 / pattern.num_heads
-        axis.imshow(np.ma.masked_equal(grid, 0), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-        names = ", ".join(map(str, layers[:6])) + ("" if len(layers) <= 6 else " ...")
-        axis.set_title(f"layers {names}", fontsize=9)
-        axis.set_xticks([])
-        axis.set_yticks([])
-    axes[0, 0].set_ylabel(f"query block (first {DRAWN_BLOCKS})", fontsize=8)
-    return _svg(figure, arm.name)
+    length = number(arm.runs[0].arguments, "seq_length")
+    blocks = MOST_BLOCKS if length is None else -(-int(length) // shown[0][1].block_size)
+    return _svg(draw_patterns(shown, blocks), arm.name)

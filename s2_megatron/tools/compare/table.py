@@ -15,7 +15,12 @@ from s2_megatron.tools.compare.measure import (
 from s2_megatron.tools.compare.statistics import CONFIDENCE, RUN_OFFSET, RUN_OFFSET_SOURCE, SPREAD_PAIRS, Difference
 
 AXIS_NAMES = {"tokens": "tokens", "hours": "hours", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
-_EQUAL_NAMES = {"tokens": "tokens", "hours": "time", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
+_AMOUNT_NAMES = {
+    "tokens": "tokens",
+    "hours": "time",
+    "flops": "attended FLOPs",
+    "dense-flops": "dense-equivalent FLOPs",
+}
 
 
 def amount_text(axis: str, amount: float) -> str:
@@ -78,10 +83,10 @@ def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     add("its spread over seeds", (r.spread for r in results), loss)
     add("validation loss", (r.validation for r in results), loss)
     for axis, limit in comparison.limits.items():
-        name = f"loss at equal {_EQUAL_NAMES[axis]} ({amount_text(axis, limit)})"
+        name = f"loss at equal {_AMOUNT_NAMES[axis]} ({amount_text(axis, limit)})"
         add(name, (r.at_equal.get(axis) for r in results), loss)
     for axis in comparison.limits:
-        name = f"{AXIS_NAMES[axis]} to loss {comparison.target:.4f}"
+        name = f"{_AMOUNT_NAMES[axis]} to loss {comparison.target:.4f}"
         add(name, (r.to_target.get(axis) for r in results), lambda value, axis=axis: amount_text(axis, value))
     add("effective speed-up (time to that loss)", (r.speed_up for r in results), lambda value: f"{value:.3f}x")
     add("tokens/s", (r.tokens_per_second for r in results), lambda value: f"{value:,.0f}")
