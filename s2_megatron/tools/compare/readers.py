@@ -179,8 +179,9 @@ def _add_history(piece: Piece, row: dict) -> None:
     step = row.get("_step")
     if step is None:
         return
+    pictures = tuple(name.removesuffix("_type") for name in row if name.endswith("._type"))
     for name, value in row.items():
-        if not name.startswith("_") and isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and not name.startswith(("_", *pictures)):
             piece.add(name, step, value)
     if TRAINING_LOSS in row and row.get("_timestamp") is not None:
         piece.times[step] = _seconds(row["_timestamp"])
