@@ -30,6 +30,9 @@ COMMANDS = {
     "import-hf": Command(
         "s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a Megatron checkpoint"
     ),
+    "export-pattern": Command(
+        "s2_megatron.tools.export_pattern", "which blocks are attended, for other engines, with test vectors"
+    ),
     "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
     "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),
 }
