@@ -16,6 +16,8 @@ from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity,
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
 
+MODEL_TYPE = "s2_gpt"  # in the config.json of exported models
+
 
 def stored_sparsity(sparsity: ResolvedSparsity) -> dict:
     """The sparsity of the decoder's layers as data for a JSON file.

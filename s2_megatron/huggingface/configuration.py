@@ -10,9 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.config.stored import sparsity_from_stored
-
-MODEL_TYPE = "s2_gpt"
+from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored
 
 
 @strict

@@ -27,12 +27,9 @@ COMMANDS = {
     "inspect": Command("s2_megatron.tools.inspect", "what a sparsity YAML means: a table of its layers, pictures"),
     "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
     "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
-    "import-hf": Command(
-        "s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a Megatron checkpoint"
-    ),
-    "export-pattern": Command(
-        "s2_megatron.tools.export_pattern", "which blocks are attended, for other engines, with test vectors"
-    ),
+    "import-hf": Command("s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a checkpoint"),
+    "export-pattern": Command("s2_megatron.tools.export_pattern", "which blocks are attended, for ports, with vectors"),
+    "generate": Command("s2_megatron.tools.generate", "a checkpoint continues a prompt, in Megatron"),
     "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
     "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),
 }

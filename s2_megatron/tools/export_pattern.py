@@ -26,10 +26,11 @@ from s2_megatron.tools import flex_mask
 from s2_megatron.tools.hf.folders import complete_folder
 
 RULE = (
-    "Blocks have block_size tokens and count from the start of the text. Query block q attends key block k <= q iff, with "
-    "d = q - k, a range [previous end, end) of its head holds d (an end of null has no limit) and (k + offset) mod stride "
-    "== 0. In the block of the query itself a token sees the tokens up to itself. Block masks: compressed sparse rows; the "
-    "rows of several tables stand one after the other in indices, and every row of indptr counts from 0."
+    "Blocks have block_size tokens and count from the start of the text. Query block q attends key block k <= q iff, "
+    "with d = q - k, a range [previous end, end) of its head holds d (an end of null has no limit) and "
+    "(k + offset) mod stride == 0. In the block of the query itself a token sees the tokens up to itself. Block masks: "
+    "compressed sparse rows; the rows of several tables stand one after the other in indices, and every row of indptr "
+    "counts from 0."
 )
 LONGEST_VECTORS = 4096
 

@@ -28,6 +28,7 @@ def test_exported_model_equals_the_checkpoint(lab, name):
     printed = lab.python("exported.py", save, lab.folder / f"hf_{name}")
     difference, size = map(float, re.search(r"largest difference (\S+) of (\S+)", printed).groups())
     assert difference < 1e-4 and size > 1
+    assert int(re.search(r"same continuation of (\d+) different tokens", printed)[1]) > 5
 
 
 def test_an_imported_model_trains_on(lab, start, baseline):
@@ -42,3 +43,7 @@ def test_an_imported_model_trains_on(lab, start, baseline):
     run = lab.run("imported", f"--train-iters 3 --load {again} --finetune")
     direct = lab.run("direct", f"--train-iters 3 --load {checkpoint} --finetune")
     assert run.losses == direct.losses and len(run.losses) == 3
+
+
+def test_generation_notices_layers_that_go_around_s2_attention(lab, start, baseline):
+    assert "went around the core attention" in lab.python("stock_generation.py", start)

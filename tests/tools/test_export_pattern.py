@@ -19,6 +19,7 @@ from s2_megatron.tools.export_pattern import write_pattern
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 BLOCK, HEADS, KV_HEADS = 16, 4, 2
+HEADS_4 = ["--num-layers", "4", "--num-attention-heads", "4"]
 
 
 def mask(tables):
@@ -125,7 +126,7 @@ def test_the_command_from_a_yaml_and_from_a_model(tmp_path, capsys):
         ([], "either a sparsity YAML or --model"),
         ([str(CONFIGS / "quickstart.yaml")], "needs --num-layers and --num-attention-heads"),
         (["--model", "nowhere"], "config.json cannot be read"),
-        ([str(CONFIGS / "quickstart.yaml"), "--num-layers", "4", "--num-attention-heads", "4", "--head-dim", "0"], "256"),
+        ([str(CONFIGS / "quickstart.yaml"), *HEADS_4, "--head-dim", "0"], "256"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
@@ -137,7 +138,6 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
 
 def test_nothing_is_overwritten(tmp_path, capsys):
     assert commands.main(["export-pattern", "--model", "x", "--output", str(tmp_path)]) == 2
-    numbers = ["--num-layers", "4", "--num-attention-heads", "4"]
-    arguments = [str(CONFIGS / "quickstart.yaml"), *numbers, "--output", str(tmp_path)]
+    arguments = [str(CONFIGS / "quickstart.yaml"), *HEADS_4, "--output", str(tmp_path)]
     assert commands.main(["export-pattern", *arguments]) == 2
     assert "never overwritten" in capsys.readouterr().err

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
-from s2_megatron.config.stored import sparsity_from_stored, stored_sparsity
-from s2_megatron.huggingface.configuration import MODEL_TYPE
+from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
 from s2_megatron.tools.hf.weights import Shape
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -1,6 +1,7 @@
-"""Exports a checkpoint and compares the exported model's logits with those of Megatron's own load of it.
+"""Exports a checkpoint and compares the exported model's logits, and its greedy continuation, with those of Megatron's
+own load of it.
 
-Usage: exported.py LOAD OUTPUT; prints "largest difference X of Y".
+Usage: exported.py LOAD OUTPUT; prints "largest difference X of Y" and "same continuation of N different tokens".
 """
 
 import sys
@@ -23,6 +24,14 @@ def main():
     with torch.no_grad():
         expected = loaded.model(tokens, torch.arange(200).unsqueeze(0), None)
         logits = model(tokens, use_cache=False).logits
+    from s2_megatron.tools.generate import chooser, continuation
+
+    start = tokens[0, :70].tolist()
+    ours = list(continuation(loaded.model, start, 90, chooser(0, 0, 0, logits.shape[-1])))
+    settings = dict(max_new_tokens=90, do_sample=False, eos_token_id=None)
+    theirs = model.generate(tokens[:, :70], attention_mask=torch.ones(1, 70, dtype=torch.long), **settings)
+    assert theirs[0, 70:].tolist() == ours, (theirs[0, 70:], ours)
+    print(f"same continuation of {len(set(ours))} different tokens")
     print(f"largest difference {(logits - expected).abs().max().item():.3e} of {expected.abs().max().item():.3f}")
 
 

@@ -1,0 +1,151 @@
+"""s2-megatron generate: a Megatron checkpoint continues a prompt, without leaving Megatron.
+
+    s2-megatron generate --load runs/quickstart/checkpoints --prompt "def main("
+
+One process, Megatron's static context with the full KV cache, and a loop of our own: Megatron's engines read the cache
+around the core attention, densely. That S2-Attention computed every layer of every step is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from s2_megatron.tools.hf.torch_dist import iteration_folder
+
+PROMPT_END = 8  # tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", type=Path, required=True, help="Megatron's checkpoint folder (torch_dist)")
+    parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="sample among so many tokens; 0 (default): among all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--tokenizer", help="Hugging Face tokenizer folder (default: the one it was trained with)")
+    parser.add_argument("--s2-config", type=Path, help="the YAML it was trained with; only needed for block masks")
+
+
+def run(args: argparse.Namespace) -> int:
+    for name, value, least in (
+        ("--max-new-tokens", args.max_new_tokens, 1),
+        ("--temperature", args.temperature, 0),
+        ("--top-k", args.top_k, 0),
+    ):
+        if not value >= least:
+            raise ValueError(f"{name} {value}: expected {least} or more")
+    folder = iteration_folder(args.load)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model
+
+    trained = checkpoint_arguments(folder)
+    tokenizer = _tokenizer(trained, args.tokenizer)
+    start = tokenizer.tokenize(prompt)
+    if not start:
+        raise ValueError("--prompt has no token; expected a text, e.g. --prompt 'def '")
+    import torch
+
+    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.ops.api import resolve_backend
+
+    dtype = torch.float32 if compute_device().type == "cpu" else trained.params_dtype
+    loaded = load_model(folder, s2_config=args.s2_config, dtype=dtype)
+    # Rows of the embedding that are no words are never chosen.
+    words = min(tokenizer.vocab_size, trained.padded_vocab_size)
+    choose = chooser(args.temperature, args.top_k, args.seed, words)
+    resolve_backend("auto", compute_device().type)  # says which, before the text
+    print(prompt, end="", flush=True)
+    # Behind the end of the prompt, for what stands between two tokens depends on both.
+    shown = list(start[-PROMPT_END:])
+    text = tokenizer.detokenize(shown)
+    for token in continuation(loaded.model, start, args.max_new_tokens, choose):
+        if token == getattr(tokenizer, "eod", None):
+            break
+        shown.append(token)
+        longer = tokenizer.detokenize(shown)
+        if not longer.endswith("\ufffd"):  # half a character
+            print(longer[len(text) :], end="", flush=True)
+            text = longer
+    print()
+    return 0
+
+
+def _tokenizer(trained, folder: str | None):
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    if folder is not None:
+        trained.tokenizer_type, trained.tokenizer_model = "HuggingFaceTokenizer", folder
+    if trained.tokenizer_type in (None, "NullTokenizer"):
+        raise ValueError(
+            f"the model was trained with tokenizer type {trained.tokenizer_type}, which has no words; "
+            "expected one that has; give a Hugging Face tokenizer folder with --tokenizer"
+        )
+    try:
+        return build_tokenizer(trained)
+    except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"the tokenizer {trained.tokenizer_type} {trained.tokenizer_model} cannot be loaded ({reason}); "
+            "give a Hugging Face tokenizer folder with --tokenizer"
+        ) from error
+
+
+def chooser(temperature: float, top_k: int, seed: int, words: int):
+    """A function from logits [rows of the embedding] to the next token. temperature 0: the likeliest."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits) -> int:
+        logits = logits[:words].float().cpu()
+        if temperature == 0:
+            return int(logits.argmax())
+        if top_k:
+            least = logits.topk(min(top_k, words)).values[-1]
+            logits = logits.masked_fill(logits < least, float("-inf"))
+        return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+    return choose
+
+
+def continuation(model, start: list[int], count: int, choose) -> Iterator[int]:
+    """Tokens after `start`, one by one, `count` at most.
+
+    model: a GPTModel whose layers all compute with S2CoreAttention. choose: from the last token's logits to the next
+    token. Raises RuntimeError when a step went around S2CoreAttention in a layer.
+    """
+    import torch
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.inference.utils import InferenceMode
+
+    from s2_megatron.megatron.core_attention import S2CoreAttention
+
+    cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
+    calls = [0]
+    handles = [core.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1)) for core in cores]
+    device = next(model.parameters()).device
+    context = StaticInferenceContext(1, len(start) + count)
+    tokens, steps = list(start), 0
+    try:
+        for _ in range(count):
+            first = context.sequence_len_offset
+            ids = torch.tensor([tokens[first:]], device=device)
+            positions = torch.arange(first, len(tokens), device=device).unsqueeze(0)
+            with torch.inference_mode(), InferenceMode.active():
+                logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
+            steps += 1
+            if not cores or len(cores) != model.config.num_layers or calls[0] != steps * len(cores):
+                raise RuntimeError(
+                    f"{calls[0]} calls of S2-Attention in {steps} steps of {model.config.num_layers} layers; "
+                    "Megatron's inference went around the core attention"
+                )
+            context.sequence_len_offset += ids.shape[1]
+            context.enable_decode_mode()
+            tokens.append(choose(logits[0, -1]))
+            yield tokens[-1]
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,44 @@
+"""s2-megatron generate: how the next token is chosen, that S2-Attention computed it, and what is refused.
+
+That its greedy continuation is the exported model's is tested with real checkpoints, in tests/megatron.
+"""
+
+import pytest
+import torch
+
+from s2_megatron.tools import commands
+from s2_megatron.tools.generate import chooser
+
+
+def test_temperature_0_takes_the_likeliest_word():
+    logits = torch.tensor([0.0, 3.0, 1.0, 9.0])
+    assert chooser(0, 0, 0, 4)(logits) == 3
+    assert chooser(0, 0, 0, 3)(logits) == 1  # the last row is no word
+
+
+def test_samples_follow_the_distribution_and_the_seed():
+    logits = torch.log(torch.tensor([0.5, 0.3, 0.2, 1e-9]))
+    drawn = [[choose(logits) for _ in range(2000)] for choose in (chooser(1, 0, seed, 4) for seed in (1, 1, 2))]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for word, share in enumerate((0.5, 0.3, 0.2)):
+        assert abs(drawn[0].count(word) / 2000 - share) < 0.05
+    top = chooser(1, 2, 1, 4)
+    assert {top(logits) for _ in range(200)} == {0, 1}
+    cold = chooser(0.01, 0, 1, 4)
+    assert {cold(logits) for _ in range(200)} == {0}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
+        (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        (["--temperature", "nan"], "--temperature nan"),
+        ([], "does not exist; expected a checkpoint that Megatron saved"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
+    load = ["generate", "--load", str(tmp_path / "none"), "--prompt", "a"]
+    assert commands.main([*load, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
