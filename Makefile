@@ -1,5 +1,6 @@
 # make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
+# make generate     the trained quickstart GPT continues PROMPT, word by word
 # make test         everything that can be tested without a GPU
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
@@ -7,6 +8,7 @@
 #
 #   CONFIG=configs/quickstart_dense.yaml   another sparsity; its run is in runs/<name of the file>
 #   ITERATIONS=600                         train that far (a finished run is continued)
+#   PROMPT='import '                       what it continues
 #   RUNS=/big/disk/runs                    where corpus, logs and checkpoints go
 #   PYTHON=/path/to/python3.12             the Python to make .venv with (else the first one >= 3.12 that is found)
 #   VENV=                                  empty: use the packages of the present environment, make no .venv
@@ -18,6 +20,7 @@ PYTHON ?=
 CONFIG ?= configs/quickstart.yaml
 ITERATIONS ?=
 RUNS ?= runs
+PROMPT ?= import
 TESTS ?= tests
 JOBS ?= $(shell n=$$(nproc); [ $$n -gt 8 ] && n=8; echo $$n)
 
@@ -29,7 +32,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain compare test test-gpu lint dist install check-packages
+.PHONY: help pretrain compare generate test test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +56,11 @@ compare: $(INSTALLED)
 	    $(RUN) -m examples.quickstart.run --config $$config --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS)) || exit; \
 	done
 	@$(RUN) -m s2_megatron compare "$(RUNS)/quickstart_dense" "$(RUNS)/quickstart" --html "$(RUNS)/compare.html"
+
+# The prompt goes through the environment, so that quotes in it stay as they are.
+generate: export PROMPT := $(PROMPT)
+generate: $(INSTALLED)
+	@$(RUN) -m s2_megatron generate --load "$(RUNS)/$(basename $(notdir $(CONFIG)))/checkpoints" --prompt "$$PROMPT"
 
 # One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
 # stays in one process, for the costly fixtures that its tests share.

@@ -364,6 +364,20 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
 
 
 @pytest.mark.slow
+def test_make_generate_continues_a_prompt(uninterrupted):
+    """The same words each time, and the prompt as it was given."""
+    runs, _ = uninterrupted
+    command = ["make", "-s", "generate", "VENV=", f"PYTHON={sys.executable}", f"RUNS={runs}", "PROMPT=x = 'a b'"]
+    printed = [
+        subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    assert printed[0] == printed[1]
+    continued = printed[0].split("x = 'a b'", 1)[1]
+    assert len(continued) > 20 and "\ufffd" not in continued
+
+
+@pytest.mark.slow
 def test_a_finished_run_is_left_alone(uninterrupted):
     runs, _ = uninterrupted
     path = runs / "quickstart" / "summary.json"
