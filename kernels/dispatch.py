@@ -17,6 +17,7 @@ from s2_megatron.kernels.triton import launch as portable
 from s2_megatron.kernels.triton.packed_rows import s2_fill_between_kernel
 from s2_megatron.printing import print_once
 
+MOST_KINDS = 1024  # of calls that are remembered with their choice, a layout
 FILL_ROWS, FILL_HEADS = 1024, 8  # of a program that looks for rows between documents
 
 
@@ -41,6 +42,20 @@ def _hopper(query, key, value, call, initial=None, more=None):
     """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
     if call.backend == "triton":
         return None
+    if call.packed is not None or call.placement is not None or initial is not None:
+        return _chosen(query, key, value, call, initial, more)
+    # To look again at tensors of the same kind takes as long as a launch.
+    chosen = call.layout.chosen_kernels
+    kind = (call.backend, *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16)
+                            for tensor in (query, key, value)])
+    if kind not in chosen:
+        if len(chosen) >= MOST_KINDS:  # every length is one, and decoding meets many of them
+            chosen.clear()
+        chosen[kind] = _chosen(query, key, value, call)
+    return chosen[kind]
+
+
+def _chosen(query, key, value, call, initial=None, more=None):
     reason = _no_hopper(query.device)
     if reason is None:
         from s2_megatron.kernels.hopper import launch as hopper  # Gluon: only where it can run

@@ -18,8 +18,9 @@ from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper.rows import s2_scale_kernel
 from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
-from s2_megatron.kernels.triton import launch as portable
+from s2_megatron.kernels.triton.launch import DELTA_ROWS
 from s2_megatron.kernels.triton.packed_rows import s2_document_tiles_kernel
+from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel
 from s2_megatron.printing import print_once
 
 TILE = 2 * BLOCK  # rows of a tile, of two blocks
@@ -126,6 +127,15 @@ class Geometry:
     def key_tiles(self):
         """Launches of the kernel with a program per key tile."""
         return self._kept("key", self.tiles.backward, self._key_tiles)
+
+    def delta_tiles(self):
+        """Launches of the portable kernel that makes the row sums."""
+        return self._kept("delta", None, self._delta_tiles)
+
+    def _delta_tiles(self, tile):
+        return Launches(triton.cdiv(self.rows, DELTA_ROWS) * self.batch * self.heads,
+                        dict(n_rows=self.rows, n_heads=self.heads, ROWS=DELTA_ROWS, HEAD_DIM=self.head_dim,
+                             BLOCK_D=max(16, triton.next_power_of_2(self.head_dim))))
 
     def _kept(self, kind, tile, make):
         if self.packed is not None:
@@ -262,7 +272,7 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     grad_out = _loadable_gradient(grad_out)
     delta = torch.empty_like(lse)
     sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
-    portable.launch_delta(grad_out, grad_lse, out, lse, delta, sums)
+    _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, sums)
     _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums)
     if one_pass:
         s2_scale_kernel[(triton.cdiv(geometry.rows, 64) * geometry.batch * geometry.heads,)](
@@ -287,6 +297,15 @@ def _loadable_gradient(grad_out):
         return grad_out
     print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
     return grad_out.contiguous()
+
+
+def _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, clear):
+    """As portable.launch_delta, without Triton's look at the arguments."""
+    log_grad = lse if grad_lse is None else grad_lse
+    geometry.delta_tiles().start(
+        s2_delta_kernel, [], [out, grad_out, log_grad, lse, delta, delta if clear is None else clear],
+        dict(o=out, g=grad_out, l=log_grad), stride_od=out.stride(3), stride_gd=grad_out.stride(3),
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
 
 
 def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums=None, returned=None):

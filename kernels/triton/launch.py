@@ -12,6 +12,8 @@ from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_add_returned_kernel, s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
 
+DELTA_ROWS = 64  # of a program that makes row sums
+
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -92,9 +94,9 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
     """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous, when it is given."""
     batch, heads, rows, head_dim = out.shape
     log_grad = lse if grad_lse is None else grad_lse
-    s2_delta_kernel[(triton.cdiv(rows, 64) * batch * heads,)](
+    s2_delta_kernel[(triton.cdiv(rows, DELTA_ROWS) * batch * heads,)](
         out, grad_out, log_grad, lse, delta, delta if clear is None else clear, rows, heads,
-        *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=64, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=DELTA_ROWS, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, **OPTIONS)
 
 

@@ -16,7 +16,7 @@ import torch
 from s2_megatron.ops import reference
 from s2_megatron.ops.autograd import register_attention
 from s2_megatron.ops.call import FORMATS, AttentionCall, Backend, canonical_view
-from s2_megatron.ops.checks import addressable, check_arguments, check_call, softmax_scale_of
+from s2_megatron.ops.checks import addressable, check_arguments, check_once, softmax_scale_of
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_for
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
@@ -149,13 +149,15 @@ def _leaves_rows(call) -> bool:
 
 def _empty_like(tensor, call):
     """An output for a tensor's shape, contiguous in its format; zeros where the kernels may leave rows alone."""
-    return (torch.zeros if _leaves_rows(call) else torch.empty)(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    make = torch.zeros_like if _leaves_rows(call) else torch.empty_like
+    return make(tensor, memory_format=torch.contiguous_format)
 
 
 def _empty_for_queries(query, call):
     """The same for query's shape: of placed queries every row is written."""
     leaves_rows = call.packed is not None and call.backend == "reference"
-    return (torch.zeros if leaves_rows else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
+    make = torch.zeros_like if leaves_rows else torch.empty_like
+    return make(query, memory_format=torch.contiguous_format)
 
 
 def _views(tensors, form):
@@ -185,7 +187,7 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_h
     alone; more, (key, value) of the placement's slots from own_slots on, like key, whose heads share memory. For
     kv_heads (0, end) the out of `into` and of `initial` needs no more heads than those.
     """
-    q, k, v = check_call(query, key, value, call, more)
+    q, k, v = check_once(query, key, value, call, more)
     form = call.tensor_format
     out, lse = (_empty_for_queries(query, call), empty_lse(query, form)) if into is None else into
     if call.packed is not None and call.backend == "reference":

@@ -16,6 +16,7 @@ from s2_megatron.patterns.ranges import Pattern
 HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
+MOST_KINDS = 1024  # of calls that are remembered to have passed, a layout
 
 
 def addressable(view: torch.Tensor) -> bool:
@@ -254,3 +255,24 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.
             "rows"
         )
     return [q, k, v]
+
+
+def check_once(query, key, value, call: AttentionCall, more=None) -> list[torch.Tensor]:
+    """check_call, but not again for what has passed it: the same shapes, strides, types and settings with the same
+    layout. To check takes as long as a launch. Calls with index tensors of their own (packed, placement) are always
+    checked."""
+    if call.packed is not None or call.placement is not None:
+        return check_call(query, key, value, call, more)
+    passed, form = call.layout.passed_checks, call.tensor_format
+    kind = (
+        form,
+        call.backend,
+        *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in (query, key, value)],
+    )
+    if kind in passed:
+        return [canonical_view(tensor, form) for tensor in (query, key, value)]
+    views = check_call(query, key, value, call, more)
+    if len(passed) >= MOST_KINDS:  # every length is one, and decoding meets many of them
+        passed.clear()
+    passed.add(kind)
+    return views

@@ -21,9 +21,7 @@ def check_device(device) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device={shown(device)}; expected a device of torch; use e.g. 'cuda' or 'cpu'"
-        ) from error
+        raise ValueError(f"device={shown(device)}; expected a device of torch; use e.g. 'cuda' or 'cpu'") from error
 
 
 class DeviceSteps:

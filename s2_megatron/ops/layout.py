@@ -134,6 +134,8 @@ class Layout:
     def __post_init__(self):
         object.__setattr__(self, "handle", next(_handles))
         object.__setattr__(self, "_copies", {})
+        object.__setattr__(self, "passed_checks", set())  # kinds of calls, of ops.checks.check_once
+        object.__setattr__(self, "chosen_kernels", {})  # by kind of call, of kernels.dispatch
         object.__setattr__(self, "_steps", {})
         _alive[self.handle] = self
 

@@ -16,7 +16,6 @@ from s2_megatron.kernels import trial
 from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper.descriptors import Box
-from s2_megatron.kernels.triton import launch as portable
 from s2_megatron.ops.api import (
     AttentionCall,
     attention_backward,
@@ -42,14 +41,14 @@ class Compiled(NamedTuple):
 
 
 class Triton:
-    """Stands for it. made: every launch of a Gluon kernel as Triton would see it, (launch, grid, whether Triton was
-    left out), in order."""
+    """Stands for it. made: every launch of a Gluon kernel, and of `portable` ones, as Triton would see it, (launch,
+    grid, whether Triton was left out), in order."""
 
-    def __init__(self):
-        self.made = []
+    def __init__(self, *portable):
+        self.made, self.portable = [], portable
 
     def run(self, kernel, *args, grid, warmup, **kwargs):
-        if not kernel.is_gluon():
+        if not kernel.is_gluon() and kernel not in self.portable:
             return None
         self.made.append((launch_of(kernel, *args, **kwargs), grid, False))
         return Compiled(self.made[-1][0], self.start)
@@ -81,7 +80,9 @@ def same(one, two) -> bool:
 def started(monkeypatch):
     """[whether Triton was left out] of all launches, each of which was compared with what it would be through
     Triton."""
-    triton_, real, found = Triton(), hopper_launch.Launches.start, []
+    # Without a GPU the portable kernels are interpreted; this one is looked at as Triton compiles it.
+    delta = JITFunction(hopper.s2_delta_kernel.fn, do_not_specialize=["n_rows", "stride_lb", "stride_lh"])
+    triton_, real, found = Triton(delta), hopper_launch.Launches.start, []
 
     def start(launches, *args, **constants):
         real(hopper_launch.Launches(launches.grid[0], launches.arguments), *args, **constants)
@@ -97,9 +98,7 @@ def started(monkeypatch):
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
     monkeypatch.setattr(trial, "NEWEST", trial.release())
-    monkeypatch.setattr(
-        portable, "launch_delta", lambda *args: None
-    )  # portable kernels run slowly here, and are not what is tested
+    monkeypatch.setattr(hopper, "s2_delta_kernel", delta)
     monkeypatch.setattr(hopper, "s2_scale_kernel", defaultdict(lambda: lambda *args, **kwargs: None))
     return found
 
@@ -129,10 +128,11 @@ class Case:
     def call(self, form="sbhd", **options):
         return AttentionCall(self.layout, 0.5, form, None, None, "gluon", False)._replace(**options)
 
-    def attend(self, query, key, value, form="sbhd", grad=torch.randn_like, **options):
+    def attend(self, query, key, value, form="sbhd", grad=torch.randn_like, grad_lse=None, **options):
         call = self.call(form, **options)
         out, lse = attention_forward(query, key, value, call)
-        attention_backward(grad(out), None, query, key, value, out, lse, call)
+        grad_lse = None if grad_lse is None else grad_lse(lse)
+        attention_backward(grad(out), grad_lse, query, key, value, out, lse, call)
 
     def go_on(self, query, key, value, shift=0, wider=0):
         """The forward from an earlier out, `wider` elements between its rows, and an LSE that begins `shift` elements
@@ -165,6 +165,10 @@ def strided_gradient(out):
     return torch.randn(*out.shape[:3], 80).to(out.dtype)[..., :64]
 
 
+def strided_lse_gradient(lse):
+    return torch.randn(1, 1, lse.shape[2]).expand(lse.shape)
+
+
 CALLS = {
     "plain": lambda case: case.attend(*tensors()),
     "fp16": lambda case: case.attend(*tensors(dtype=F16)),
@@ -178,6 +182,8 @@ CALLS = {
     "scale": lambda case: case.attend(*tensors(), softmax_scale=1.0),
     "deterministic": lambda case: case.attend(*tensors(), deterministic=True),
     "strides of the gradient": lambda case: case.attend(*tensors(), grad=strided_gradient),
+    "gradient of LSE": lambda case: case.attend(*tensors(), grad_lse=torch.randn_like),
+    "strides of the gradient of LSE": lambda case: case.attend(*tensors(), grad_lse=strided_lse_gradient),
     "continued": lambda case: case.go_on(*tensors()),
     "continued, fp16": lambda case: case.go_on(*tensors(dtype=F16)),
     "continued, LSE off its 16 bytes": lambda case: case.go_on(*tensors(), shift=1),
@@ -209,7 +215,7 @@ def test_packed_documents_come_through_triton(started):
     case, packed = Case(), PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
     for _ in range(2):
         case.attend(*tensors(form="thd"), form="thd", packed=packed)
-    assert started == [False] * 4
+    assert started == [False] * 6  # forward, row sums, and dK, dV and dQ in one pass; twice
 
 
 def test_what_has_been_launched_can_be_copied(started):
