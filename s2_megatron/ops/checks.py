@@ -49,6 +49,7 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
             raise ValueError(f"{name} is {shown(tensor)}; expected a dense tensor; use a torch.Tensor")
         if tensor.ndim != dims:
             raise ValueError(f"{name} has {tensor.ndim} dimensions; expected {dims}, tensor_format={tensor_format}")
+    _check_alike(query, key, value)  # here, too: with one of them on meta, PyTorch calls none of the op's own code
     if not query.shape[FORMATS[tensor_format][2]] or not query.shape[-1]:
         raise ValueError(
             f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
@@ -65,6 +66,14 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
         raise ValueError(f"placement={shown(placement)}; expected a Placement or None; use Placement.make(...)")
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic={shown(deterministic)}; expected True or False; use one of them")
+
+
+def _check_alike(query, key, value) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
+            )
 
 
 def _check_packed(packed, device) -> None:
@@ -146,11 +155,7 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.
     """The views [B, heads, rows, D] of query, key and value. more: the second key and value. Raises ValueError for
     tensors that do not fit each other, the layout, the placement or the backend."""
     layout, form = call.layout, call.tensor_format
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
-            )
+    _check_alike(query, key, value)
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
     if call.backend != "reference" and query.dtype == torch.float64:

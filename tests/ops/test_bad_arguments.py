@@ -32,6 +32,7 @@ def packed_of(*borders, longest=64, padded=None, dtype=torch.int32):
     return PackedSequence(torch.tensor(borders, dtype=dtype), longest, padded)
 
 
+META = torch.zeros(64, 1, 2, 32, device="meta")
 # shapes of tensors or tensors, options of s2_attention, words of the message
 BAD = {
     "heads": (dict(query=(64, 1, 6, 32)), {}, "query has 6 heads and key 2; the layout has 4 and 2; use the pattern"),
@@ -59,6 +60,8 @@ BAD = {
     "scale nan": ({}, dict(softmax_scale=float("nan")), "softmax_scale=nan; expected a positive number"),
     "scale inf": ({}, dict(softmax_scale=float("inf")), "softmax_scale=inf; expected a positive number"),
     "scale tensor": ({}, dict(softmax_scale=torch.ones(())), "softmax_scale=a Tensor of shape []; expected a positive"),
+    "key on meta": (dict(key=META), {}, "key is torch.float32 on meta, query torch.float32 on cpu; expected the same"),
+    "value on meta": (dict(value=META), {}, "value is torch.float32 on meta, query torch.float32 on cpu"),
     "backend": ({}, dict(backend="cuda"), "backend='cuda'; expected one of auto, gluon, triton, reference; use auto"),
     "backend none": ({}, dict(backend=None), "backend=None; expected one of auto"),
     "deterministic": ({}, dict(deterministic="no"), "deterministic='no'; expected True or False"),
