@@ -83,7 +83,7 @@ GROUPS = {
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }
 
-FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals.py
+FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals/attention.py
 
 EXPECTED = (
     "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|full|blockN|{selective,mlp,layernorm}][-keep][-received]"

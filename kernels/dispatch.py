@@ -46,8 +46,8 @@ def _hopper(query, key, value, call, initial=None, more=None):
         return _chosen(query, key, value, call, initial, more)
     # To look again at tensors of the same kind takes as long as a launch.
     chosen = call.layout.chosen_kernels
-    kind = (call.backend, *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16)
-                            for tensor in (query, key, value)])
+    kind = (call.backend, call.deterministic, *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16)
+                                                for tensor in (query, key, value)])
     if kind not in chosen:
         if len(chosen) >= MOST_KINDS:  # every length is one, and decoding meets many of them
             chosen.clear()

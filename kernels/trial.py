@@ -2,7 +2,7 @@
 
 They were measured on 3.6 to 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On a newer one they are tried:
 a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and compares a small call with the portable kernels; of
-its own, because what the wrong code does to a GPU may end a process or keep it for ever. The verdict is kept in Triton's cache folder, for this
+its own, because what the wrong code does to a GPU may end a process or never return. The verdict is stored in Triton's cache folder, for this
 version of Triton, these sources, this GPU and this kind of call.
 """
 from __future__ import annotations
@@ -93,11 +93,11 @@ def _verdict(device, kind: Kind, pattern) -> str | None:
     """Why the kernels of a kind failed in their trial, or None: from this process, from the cache folder, or from a trial now."""
     place = device, kind
     if place not in _known:
-        kept = _kept(device, kind)
-        found = kept.read()
+        stored = _stored(device, kind)
+        found = stored.read()
         if found is None:
             found = _try(device, kind, pattern)
-            kept.write(found)
+            stored.write(found)
         reason = found["reason"]
         if reason is not None:
             reason = (f"Triton {triton.__version__} is newer than {_version(NEWEST)}, the newest that the kernels for Hopper were measured on, "
@@ -109,7 +109,7 @@ def _verdict(device, kind: Kind, pattern) -> str | None:
     return _known[place]
 
 
-class _Kept:
+class _Stored:
     """A verdict in Triton's cache folder, as far as there is one."""
 
     def __init__(self, key: str):
@@ -133,10 +133,10 @@ class _Kept:
             pass
 
 
-def _kept(device, kind) -> _Kept:
+def _stored(device, kind) -> _Stored:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     said = "\n".join([triton.__version__, torch.__version__, gpu, repr(kind), _sources()])
-    return _Kept(hashlib.sha256(said.encode()).hexdigest())
+    return _Stored(hashlib.sha256(said.encode()).hexdigest())
 
 
 @cache

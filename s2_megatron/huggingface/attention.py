@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from s2_megatron.huggingface.configuration import resolved_sparsity
 from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.checks import softmax_scale_of
 from s2_megatron.ops.layout import Layout, build_layout
 from s2_megatron.patterns.ranges import Pattern
 
@@ -125,9 +126,7 @@ def s2_attention_forward(
         )
     pattern = layer_pattern(module)
     stored_scale = resolved_sparsity_scale(module)
-    scale = stored_scale if stored_scale is not None else scaling
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
+    scale = softmax_scale_of(stored_scale if stored_scale is not None else scaling, query.shape[-1])
     if compact_cache is not None:
         out = compact_cache.attend(module.layer_idx, query, key, value, attention_mask, scale)
     else:

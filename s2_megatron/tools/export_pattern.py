@@ -133,6 +133,7 @@ def check_vectors(pattern: Pattern | None, sparsity: ResolvedSparsity, head_dim:
     import torch
 
     from s2_megatron.ops.api import s2_attention
+    from s2_megatron.ops.checks import softmax_scale_of
     from s2_megatron.ops.layout import build_layout
 
     if pattern is None:
@@ -141,7 +142,7 @@ def check_vectors(pattern: Pattern | None, sparsity: ResolvedSparsity, head_dim:
     generator = torch.Generator().manual_seed(seed)
     heads = (sparsity.num_heads, sparsity.num_kv_heads, sparsity.num_kv_heads)
     tensors = [torch.randn(1, count, length, head_dim, generator=generator) for count in heads]
-    scale = head_dim**-0.5 if sparsity.softmax_scale is None else sparsity.softmax_scale
+    scale = softmax_scale_of(sparsity.softmax_scale, head_dim)
     settings = dict(softmax_scale=scale, tensor_format="bhsd", backend="reference", return_lse=True)
     out, lse = s2_attention(*(tensor.double() for tensor in tensors), build_layout(pattern), **settings)
     named = dict(zip(("query", "key", "value", "out", "lse"), (*tensors, out.float(), lse.float())))

@@ -158,12 +158,12 @@ def kind_of(name: str, dtype: str) -> str:
 
 def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: str = "") -> Entry:
     """A portable kernel for blocks of 64, with aligned pointers and strides."""
-    wide, flags = dtype == "fp32", VARIANTS[variant]
+    fp32, flags = dtype == "fp32", VARIANTS[variant]
     share = 1 if variant in ("mask", "uneven") else 2
-    tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, wide, 64, share, divmod(capability, 10))))
-    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4, BLOCK=64,
-                 HEAD_DIM=dim, BLOCK_D=dim, IEEE=wide, EFFICIENT=True, RATIO=1, CONTINUE=False, FORWARD=role == "forward", ROWS=64,
-                 GRAD_LSE=True, CLEAR=False)  # fmt: skip
+    tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
+    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
+                 BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
+                 FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False)  # fmt: skip
     known.update(flags)
     options = dict(OPTIONS)
     if role in tiles:

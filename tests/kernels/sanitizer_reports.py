@@ -65,7 +65,8 @@ def main(tool: str, backend: str, path: str) -> int:
     print(f"{tool}, {backend}: {total} reports, {len(found)} of them not explained in {EXPLAINED.name}")
     if total >= PRINT_LIMIT:
         print(
-            f"{tool}, {backend}: the tool prints {PRINT_LIMIT} reports at most, and may have left out others; give it fewer cases (--only)"
+            f"{tool}, {backend}: the tool prints {PRINT_LIMIT} reports at most, and may have left out others; give it "
+            "fewer cases (--only)"
         )
         return 1
     return int(bool(found))

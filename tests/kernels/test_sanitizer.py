@@ -73,8 +73,8 @@ HAZARD = """\
 
 
 @pytest.mark.parametrize("kind, reader, writer, explained", [
-    ("RAW", 94, 450, True), ("WAR", 94, 450, True), ("WAR", 250, 260, True), ("WAR", 94, 40, False), ("RAW", 384, 400, False),
-    ("WAW", 94, 450, False),
+    ("RAW", 94, 450, True), ("WAR", 94, 450, True), ("WAR", 250, 260, True), ("WAR", 94, 40, False),
+    ("RAW", 384, 400, False), ("WAW", 94, 450, False),
 ])  # fmt: skip
 def test_barriers_explain_what_two_warp_groups_do(kind, reader, writer, explained):
     log = HAZARD.format(kind=kind, address="0x24660", block=1, reader=reader, writer=writer)

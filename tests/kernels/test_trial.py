@@ -61,12 +61,13 @@ def test_a_trial_that_agrees_is_made_once(runs):
     assert arguments == [sys.executable, "-m", "s2_megatron.testing.kernel_trial"]
     assert options["timeout"] == trial.SECONDS
     new_process()
-    assert chosen() is hopper and len(runs.made) == 1, "the verdict was not kept"
+    assert chosen() is hopper and len(runs.made) == 1, "the verdict was not stored"
 
 
 def test_every_kind_has_its_own_trial(runs):
-    chosen()
-    chosen(deterministic=True)
+    call = call_with()
+    for one in (call, call._replace(deterministic=True)):  # of one layout, which remembers the choice
+        assert dispatch._hopper(QUERY, KEY, KEY, one) is hopper
     assert len(runs.made) == 2
     dispatch._hopper(QUERY.half(), KEY.half(), KEY.half(), call_with())
     assert len(runs.made) == 3
@@ -95,7 +96,7 @@ def test_a_trial_that_fails_leaves_the_portable_kernels(runs, answer, status, st
     runs.answer, runs.status, runs.stderr = answer, status, stderr
     assert chosen() is None and chosen() is None
     new_process()
-    assert chosen() is None and len(runs.made) == 1, "the verdict was not kept"
+    assert chosen() is None and len(runs.made) == 1, "the verdict was not stored"
     printed = [line for line in capsys.readouterr().out.splitlines() if "portable" in line]
     assert len(printed) == 1 and words in printed[0] and "Triton 3.11.0 is newer than 3.9" in printed[0]
     with pytest.raises(ValueError, match=r"backend=gluon: .*; use backend=auto or triton"):

@@ -6,11 +6,11 @@ from argparse import Namespace
 
 from s2_megatron.context_parallel.attention import COMM_TYPES
 from s2_megatron.megatron.refusals.refusal import Refusal, is_set
+from s2_megatron.megatron.settings import packed_cut
 
 
 def _documents_shift_labels_over_ranks(args: Namespace) -> bool:
-    by_documents = args.dataloader_inter_document_masking and not args.sft
-    return bool(args.context_parallel_size > 1 and by_documents and args.mtp_num_layers)
+    return bool(args.context_parallel_size > 1 and packed_cut(args) == "sequence" and args.mtp_num_layers)
 
 
 REFUSALS = (
