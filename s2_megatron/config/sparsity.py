@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -109,12 +110,14 @@ class ResolvedSparsity:
         longer grows, and the share of the causal blocks that their heads attend together."""
         result = {}
         for spec in dict.fromkeys(layer.spec for layer in self.all_layers if layer.pattern is not None):
-            distinct = list(dict.fromkeys(layer.pattern for layer in self.all_layers if layer.spec == spec))
+            patterns = {id(layer.pattern): layer.pattern for layer in self.all_layers if layer.spec == spec}
+            distinct = list(patterns.values())
             total = period_coverage(distinct, self.n_blocks)
-            count = next(
-                n for n in range(1, len(distinct) + 1) if period_coverage(distinct[:n], self.n_blocks) == total
+            # Coverage grows with the layers, so that the first number that reaches it can be searched by halves.
+            before = bisect_left(
+                range(1, len(distinct)), total, key=lambda count: period_coverage(distinct[:count], self.n_blocks)
             )
-            result[spec] = (count, total)
+            result[spec] = (before + 1, total)
         return result
 
     def table(self, core_modules: Sequence[str] | None = None) -> Table:

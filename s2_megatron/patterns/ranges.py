@@ -32,9 +32,10 @@ from s2_megatron.patterns.checks import (
     check_shape,
     shown,
 )
+from s2_megatron.patterns.counts import covered_block_pairs, head_block_pairs, range_bounds
+from s2_megatron.patterns.layer_step import choose_layer_step
 
 DENSE: Ranges = ((None, 1),)
-MOST_LAYER_STEP_WORK = 2**20  # layers of 4096 blocks of stride, when a layer step is looked for
 
 
 def _multiples(first, last, stride):
@@ -79,8 +80,7 @@ class HeadPattern:
 
     def bounds(self) -> list[tuple[int, int | None, int]]:
         """[(first distance, distance limit or None, stride)] of every range."""
-        starts = [0, *(end for end, _ in self.ranges[:-1])]
-        return [(start, end, stride) for start, (end, stride) in zip(starts, self.ranges)]
+        return range_bounds(self.ranges)
 
     def attends(self, query_block: int, key_block: int) -> bool:
         distance = query_block - key_block
@@ -109,9 +109,13 @@ class HeadPattern:
 
 
 @lru_cache(maxsize=4096)
-def _range_pairs(head: HeadPattern, block_size: int, seq_length: int) -> int:
-    counts = head.key_block_counts(-(-seq_length // block_size))
-    return pairs_of_rows(counts - 1, np.ones_like(counts), block_size, seq_length)
+def _range_pairs(ranges: Ranges, offset: int, block_size: int, seq_length: int) -> int:
+    whole, last = divmod(seq_length - 1, block_size)  # query blocks before the last one; its tokens but one
+    last += 1
+    below = head_block_pairs(ranges, offset, whole)
+    below_last = head_block_pairs(ranges, offset, whole + 1) - below - 1
+    pairs = (below - whole) * block_size**2 + whole * (block_size * (block_size + 1) // 2)
+    return pairs + below_last * block_size * last + last * (last + 1) // 2
 
 
 def pairs_of_rows(below, diagonal, block_size: int, seq_length: int) -> int:
@@ -228,7 +232,8 @@ class RangePattern(Pattern):
 
     def attended_pairs(self, seq_length: int) -> int:
         seq_length = check_integer("seq_length", seq_length, 1, MOST_TOKENS, "use the number of tokens")
-        return sum(_range_pairs(head, self.block_size, seq_length) for head in self.heads)
+        counts = Counter(head.canonical for head in self.heads)
+        return sum(count * _range_pairs(*head, self.block_size, seq_length) for head, count in counts.items())
 
     def tensor_parallel_slice(self, rank: int, size: int) -> RangePattern:
         heads, kv_heads = self.head_slice(rank, size)
@@ -264,25 +269,6 @@ class RangePattern(Pattern):
             text += f", {len({head.offset % stride for head in sparse})} offsets"
         dense = (len(self.heads) - len(sparse)) * self.num_kv_heads // self.num_heads
         return text + (f", {dense} dense KV heads" if dense else "")
-
-
-def _choose_layer_step(stride: int, residues: set[int], pattern_heads: int) -> int:
-    """The layer step whose consecutive layers together reach every residue soonest; `pattern_heads` where several do.
-    For strides of thousands of blocks the search ends after MOST_LAYER_STEP_WORK, with the best step up to there."""
-    every, first = (1 << stride) - 1, sum(1 << residue for residue in residues)
-    fewest = -(-stride // len(residues))  # layers that any step needs
-    best, best_layers, work = pattern_heads, stride + 1, 0
-    for step in [pattern_heads, *range(1, stride)]:
-        seen = moved = first
-        layers, turn = 1, step % stride
-        while seen != every and layers < best_layers and work <= MOST_LAYER_STEP_WORK:
-            moved = (moved << turn | moved >> stride - turn) & every
-            seen, layers, work = seen | moved, layers + 1, work + 1 + stride // 4096
-        if seen == every and layers < best_layers:
-            best, best_layers = step, layers
-        if best_layers == fewest or work > MOST_LAYER_STEP_WORK:
-            break
-    return best
 
 
 def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
@@ -361,7 +347,7 @@ def make_range_pattern(
     if layer_step == "auto":
         residues = {p * head_step % stride for p in range(pattern_heads) if p // per_pattern_head not in dense}
         covered = not residues or len(residues) == stride
-        layer_step = 0 if covered else _choose_layer_step(stride, residues, pattern_heads)
+        layer_step = 0 if covered else choose_layer_step(stride, residues, pattern_heads)
     sparse = {
         p: HeadPattern(ranges, base_offset + p * head_step + layer_index * layer_step) for p in range(pattern_heads)
     }
@@ -375,26 +361,9 @@ def make_range_pattern(
 def period_coverage(patterns, n_blocks: int) -> float:
     """Share of the causal (query block, key block) pairs that at least one head of at least one of the layers' patterns
     attends."""
-    members: dict[Ranges, list[np.ndarray]] = {}
-    others = [pattern for pattern in patterns if not isinstance(pattern, RangePattern)]
-    blocks = np.arange(n_blocks)
-    for head in {head for pattern in patterns if isinstance(pattern, RangePattern) for head in pattern.heads}:
-        if head.is_dense:
-            return 1.0
-        lists = members.setdefault(head.ranges, [np.zeros(n_blocks, dtype=bool) for _ in head.ranges])
-        for seen, (_, stride) in zip(lists, head.ranges):
-            seen |= (blocks + head.offset) % stride == 0
-    bounds = {ranges: HeadPattern(ranges).bounds() for ranges in members}
-    total = 0
-    for query in range(n_blocks):
-        row = np.zeros(query + 1, dtype=bool)
-        for ranges, lists in members.items():
-            for seen, (start, end, _) in zip(lists, bounds[ranges]):
-                span = slice(0 if end is None else max(0, query - end + 1), max(0, query - start + 1))
-                row[span] |= seen[span]
-        for pattern in others:
-            for indptr, indices in pattern.tables:
-                if query < pattern.num_blocks:
-                    row[indices[indptr[query] : indptr[query + 1]]] = True
-        total += int(row.sum())
-    return total / (n_blocks * (n_blocks + 1) // 2)
+    heads = {head for pattern in patterns if isinstance(pattern, RangePattern) for head in pattern.heads}
+    if any(head.is_dense for head in heads):
+        return 1.0
+    masks = [table for pattern in patterns if not isinstance(pattern, RangePattern) for table in pattern.tables]
+    covered = covered_block_pairs(((head.ranges, head.offset) for head in heads), masks, n_blocks)
+    return covered / (n_blocks * (n_blocks + 1) // 2)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.layer_step import choose_layer_step
 from s2_megatron.patterns.ranges import (
     HeadPattern,
     RangePattern,
-    _choose_layer_step,
     dense_kv_heads,
     make_range_pattern,
 )
@@ -205,7 +205,7 @@ def test_the_layer_step_is_the_best_one(data):
     stride = data.draw(st.integers(2, 40))
     residues = data.draw(st.sets(st.integers(0, stride - 1), min_size=1, max_size=stride - 1))
     heads = data.draw(st.integers(1, 64))
-    assert _choose_layer_step(stride, residues, heads) == slow_layer_step(stride, residues, heads)
+    assert choose_layer_step(stride, residues, heads) == slow_layer_step(stride, residues, heads)
 
 
 @pytest.mark.parametrize("stride", [4096, 20000, 2**24])
