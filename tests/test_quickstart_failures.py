@@ -48,7 +48,7 @@ def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
     with pytest.raises(run.QuickstartError) as caught:
         failures.checkpoint_iteration(tmp_path)
     text = str(caught.value)
-    assert problem in text and "the newest complete one is of iteration 150" in text and "\n" not in text
+    assert problem in text and "the newest complete checkpoint is of iteration 150" in text and "\n" not in text
     assert caught.value.status == 2
     subprocess.run(text.partition("do: ")[2], shell=True, check=True)
     assert failures.checkpoint_iteration(tmp_path) == 150 and path.exists()
@@ -57,7 +57,7 @@ def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
 def test_a_tracker_without_any_checkpoint_has_a_remedy(tmp_path):
     run_folder = tmp_path / "a folder"
     tracker(run_folder, b"75")
-    with pytest.raises(run.QuickstartError, match="there is no complete one; do: rm ") as caught:
+    with pytest.raises(run.QuickstartError, match="there is no complete checkpoint; do: rm ") as caught:
         failures.checkpoint_iteration(run_folder)
     subprocess.run(str(caught.value).partition("do: ")[2].partition(" (")[0], shell=True, check=True)
     assert failures.checkpoint_iteration(run_folder) == 0

@@ -100,11 +100,11 @@ def checkpoint_iteration(run_folder: Path) -> int:
         problem = f"names iteration {iteration}, which has no complete checkpoint"
     else:
         problem = "is empty" if not content.strip() else f"holds {content[:40]!r}, expected an iteration"
-    newest = _newest_complete(checkpoints)
-    path = shlex.quote(str(tracker))
-    remedy = (
-        f"the newest complete one is of iteration {newest}; do: echo {newest} > {path}"
-        if newest
-        else f"there is no complete one; do: rm {path} (training starts again)"
+    newest, path = _newest_complete(checkpoints), shlex.quote(str(tracker))
+    if newest:
+        raise QuickstartError(
+            f"{tracker} {problem}; the newest complete checkpoint is of iteration {newest}; do: echo {newest} > {path}"
+        )
+    raise QuickstartError(
+        f"{tracker} {problem}; there is no complete checkpoint; do: rm {path} (training starts again)"
     )
-    raise QuickstartError(f"{tracker} {problem}; {remedy}")
