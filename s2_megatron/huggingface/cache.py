@@ -10,12 +10,12 @@ B batch, H query heads, G KV heads, R = H / G, D head dim, T tokens of a forward
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.huggingface.attention import attend, rows_by_start
 from s2_megatron.huggingface.configuration import resolved_sparsity
+from s2_megatron.huggingface.decoding import DecodeMask, decode_attention, decode_mask, part_count
 from s2_megatron.huggingface.slots import Slots, kept_slots
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
@@ -123,20 +123,24 @@ class S2CacheLayer(CacheLayerMixin):
         for slots, tensor in zip(self.groups, store):
             position, there = slots.held_tokens(past, new.device)
             place = position.where(there, past + length)[None, :, :, None].expand(batch, len(slots.kv_heads), -1, dim)
-            kv_heads = list(slots.kv_heads)
-            full[:, kv_heads] = full[:, kv_heads].scatter(2, place, tensor[rows])
+            heads_here = slots.head_index(new.device)
+            full.index_copy_(1, heads_here, full.index_select(1, heads_here).scatter(2, place, tensor[rows]))
         return torch.cat([full[:, :, :past], new], 2)
 
     def _store(self, rows, keys, values, n_tokens: int) -> None:
         for index, slots in enumerate(self.groups):
             position, _ = slots.held_tokens(n_tokens, keys.device)
             for store, source in ((self.keys, keys), (self.values, values)):
-                source = source if len(self.groups) == 1 else source[:, list(slots.kv_heads)]
+                source = self._heads(source, slots)
                 place = position[None, :, :, None].expand(source.shape[0], source.shape[1], -1, source.shape[3])
                 store[index][rows] = source.gather(2, place)
 
+    def _heads(self, tensor, slots: Slots):
+        """Of a tensor [B, G, ...] the heads of one group."""
+        return tensor if len(self.groups) == 1 else tensor.index_select(1, slots.head_index(tensor.device))
+
     def decode(self, query, key, value, steps, scale: float) -> torch.Tensor:
-        """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask).
+        """Attention of one token a row to what is kept, itself included. steps: for each group (places, DecodeMask).
         [B, H, 1, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key)
@@ -149,21 +153,16 @@ class S2CacheLayer(CacheLayerMixin):
         query = query.view(batch, kv_heads, heads // kv_heads, dim)  # the heads of a group as rows of one matrix
         parts = []
         for index, (slots, (place, mask)) in enumerate(zip(self.groups, steps)):
-            chosen = slice(None) if len(self.groups) == 1 else list(slots.kv_heads)
             for store, new in ((self.keys, key), (self.values, value)):
-                new = new[:, chosen]
+                new = self._heads(new, slots)
                 places = place[..., None].expand(batch, new.shape[1], -1, dim)
                 store[index].scatter_(2, places, new.expand(-1, -1, places.shape[2], -1))
-            parts.append(
-                scaled_dot_product_attention(
-                    query[:, chosen], self.keys[index], self.values[index], attn_mask=mask, scale=scale
-                )
-            )
+            parts.append(decode_attention(self._heads(query, slots), self.keys[index], self.values[index], mask, scale))
         if len(parts) == 1:
             return parts[0].reshape(batch, heads, 1, dim)
         out = torch.empty_like(query)
         for slots, part in zip(self.groups, parts):
-            out[:, list(slots.kv_heads)] = part
+            out.index_copy_(1, slots.head_index(query.device), part)
         return out.reshape(batch, heads, 1, dim)
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -258,7 +257,7 @@ class S2Cache(Cache):
         assert layer.seen + length == self.seen, f"layer {layer_idx} saw {layer.seen} tokens, the cache {self.seen}"
         one_each = length == 1 and (self.starts is None or int(self.starts.max()) < self.seen)
         if one_each:
-            out = layer.decode(query, key, value, self._step(layer.kept_pattern, query.device), scale)
+            out = layer.decode(query, key, value, self._step(layer, query), scale)
         else:
             out = layer.extend(query, key, value, self.starts, scale)
         layer.seen = self.seen
@@ -328,14 +327,19 @@ class S2Cache(Cache):
         self._slots[id(pattern)] = list(larger)
         return list(places)
 
-    def _step(self, pattern: Pattern, device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each group of a pattern's heads, where the newest tokens go and what they attend; once a forward."""
-        key = (id(pattern), device)
+    def _step(self, layer: S2CacheLayer, query) -> list[tuple[torch.Tensor, DecodeMask]]:
+        """For each group of a layer's heads, where the newest tokens go and what they attend; once a forward for equal
+        layers."""
+        key = (id(layer.kept_pattern), query.device)
         if key not in self._steps:
-            position = self.position.to(device)
-            self._steps[key] = [
-                (slots.write_tokens(position), slots.token_mask(position)) for slots in self._slots[id(pattern)]
-            ]
+            position = self.position.to(query.device)
+            steps = []
+            for slots in layer.groups:
+                heads = len(slots.kv_heads)
+                parts = part_count(query.shape[0] * heads, slots.n_slots, slots.block_size, query.device)
+                mask = decode_mask(slots.token_mask(position), heads, parts, query.dtype)
+                steps.append((slots.write_tokens(position), mask))
+            self._steps[key] = steps
         return self._steps[key]
 
     def count_replay(self) -> None:

@@ -5,6 +5,7 @@ The weights have Llama's names (q_norm and k_norm are Qwen3's). B batch, T token
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -12,14 +13,20 @@ from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
+    rotate_half,
 )
 
 from s2_megatron.huggingface.attention import NAME
 from s2_megatron.huggingface.cache import S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
+
+
+class S2GPTRMSNorm(nn.RMSNorm):
+    """Llama's norm in one kernel: decoding is bound by launches otherwise."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps=eps)
 
 
 class S2GPTAttention(LlamaAttention):
@@ -32,8 +39,8 @@ class S2GPTAttention(LlamaAttention):
             for name, count in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
                 setattr(self, name, nn.Linear(config.hidden_size, count * self.head_dim, bias=True))
         if config.qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
         """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
@@ -43,8 +50,10 @@ class S2GPTAttention(LlamaAttention):
         )
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
+        cos, sin = (tensor.unsqueeze(2) for tensor in position_embeddings)
+        both = torch.cat((query, key), 2)  # half the kernels of a decoding step's RoPE
+        query, key = (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         compact = past_key_values if isinstance(past_key_values, S2Cache) else None
         if past_key_values is not None and compact is None:
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -66,6 +75,8 @@ class S2GPTDecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: S2GPTConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.self_attn = S2GPTAttention(config, layer_idx)
+        self.input_layernorm = S2GPTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = S2GPTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class S2GPTPreTrainedModel(LlamaPreTrainedModel):
@@ -101,7 +112,7 @@ class S2GPTModel(S2GPTPreTrainedModel, LlamaModel):
         self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([S2GPTDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = S2GPTRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()

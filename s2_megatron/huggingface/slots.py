@@ -37,9 +37,14 @@ class Slots:
         """What the arithmetic reads."""
         raise NotImplementedError
 
+    def head_index(self, device: torch.device) -> torch.Tensor:
+        """kv_heads on a device; kept there, for a copy to it cannot be captured."""
+        return self._table(device)["kv_heads"]
+
     def _table(self, device: torch.device) -> dict[str, torch.Tensor]:
         if device not in self._tables:
-            self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in self._arrays().items()}
+            arrays = self._arrays() | {"kv_heads": np.array(self.kv_heads)}
+            self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         return self._tables[device]
 
     def held_blocks(self, query_block: torch.Tensor) -> torch.Tensor:

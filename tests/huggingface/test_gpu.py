@@ -1,0 +1,66 @@
+"""S2Cache on a GPU: keys in parts, bf16, and a captured step that is replayed over the borders of blocks."""
+
+import pytest
+import torch
+
+from s2_megatron.huggingface import S2Cache
+from s2_megatron.huggingface.attention import attend
+from s2_megatron.huggingface.decoding import part_count
+from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_equals_the_full_cache(name, dtype):
+    sparsity = sparsity_named(name)
+    pattern = sparsity.layers[1].pattern
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, count, 600, 64, generator=generator).cuda().to(dtype) for count in (4, 2, 2)]
+    starts = torch.tensor([0, 37])
+    cache = S2Cache(config_of(sparsity, head_dim=64), max_length=640)
+    cache.layers = [cache.layers[1]]
+    out = []
+    for first, count in ((0, 500), *((500 + step, 1) for step in range(100))):
+        out.append(cache.attend(0, *(part[:, :, first : first + count] for part in parts), starts, 0.2))
+    out = torch.cat(out, 2)
+    for row, start in enumerate(starts.tolist()):
+        rows = [part[row : row + 1, :, start:].cpu().double() for part in parts]
+        expected = attend(*rows, pattern, 0.2)
+        error = (out[row : row + 1, :, start:].cpu().double() - expected).abs().max()
+        assert error < (2e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), error  # fp32: TF32 in SDPA
+
+
+def test_few_rows_are_cut_into_parts():
+    """A long dense layer of one text has so few rows that its keys are cut."""
+    device = torch.device("cuda")
+    assert part_count(8, 2048, 64, device) >= 16 and part_count(10**6, 2048, 64, device) == 1
+
+
+@pytest.mark.parametrize("name", ["s2", "dense_heads", "mask_heads", "query_slide"])
+def test_a_captured_step_is_replayed_over_block_borders(name):
+    model = model_of(sparsity_named(name)).cuda()
+    text = tokens(2, 200).cuda()
+    expected = model(text, use_cache=False).logits.detach()
+    cache = S2Cache(model.config, max_length=256)
+    ids = text[:, 60:61].clone()
+
+    def step():
+        positions = (cache.position + 1)[:, None]
+        return model(ids, position_ids=positions, past_key_values=cache).logits
+
+    with torch.no_grad():
+        model(text[:, :60], past_key_values=cache)
+        step()  # token 60, eagerly: makes what a capture must not make
+        ids.copy_(text[:, 61:62])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        for index in range(61, 61 + 5 * BLOCK):
+            ids.copy_(text[:, index : index + 1])
+            graph.replay()
+            if index > 61:
+                cache.count_replay()
+            assert (logits[:, 0] - expected[:, index]).abs().max() < 2e-2, index
+    assert cache.get_seq_length() == 61 + 5 * BLOCK
