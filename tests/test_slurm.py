@@ -296,7 +296,7 @@ def test_the_first_nodes_exit_code_is_the_jobs(cluster):
     assert done.returncode == 7 and time.monotonic() - started < 15
     assert "node 2 (gpu12) failed first, with exit code 7" in done.stderr and str(log(cluster, 2)) in done.stderr
     assert not (cluster[0] / "scontrol").exists(), "a job that fails is not queued again"
-    # Logs are kept beside those of the next attempt; the failure is not, here of one that leaves none: killed from
+    # Logs stay beside those of the next attempt; the failure is not, here of one that leaves none: killed from
     # outside.
     done = submit(
         cluster, probe(cluster, "echo again; if [[ $NODE_RANK == 2 ]]; then kill -KILL $PPID; exit; fi; sleep 20; exit")

@@ -239,7 +239,7 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
         corpus={name: value for name, value in corpus.description.items() if name != "file_sha256"},
     )
     path = run_folder / "summary.json"
-    if path.exists():  # of fewer iterations: kept beside the new one
+    if path.exists():  # of fewer iterations: it stays beside the new one
         path.rename(run_folder / f"summary_{summary.read_json(path)['iterations']}.json")
     summary.write_atomically(path, content)
     show_summary(content, path, console)

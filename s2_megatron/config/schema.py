@@ -116,7 +116,7 @@ class _Strict(BaseModel):
 
 
 class RangeConfig(_Strict):
-    """Distances up to an end, with the stride at which key blocks are kept there."""
+    """Distances up to an end, with the stride at which key blocks are attended there."""
 
     end_tokens: Positive | None = Field(None, examples=[1024])
     """Where the range ends, in tokens of distance; a multiple of block_size. The last range may leave it out: no

@@ -154,10 +154,10 @@ def truncate_loss_log(path: str | Path, iteration: int, wait_seconds: float = 60
         records, evaluations = read_loss_log(path)
         # A header stands before the first record of its process: one without a record that stays goes, too.
         headers = [record for record in read_records(path) if HEADER in record and record["iteration"] <= iteration]
-        kept = headers + [record for number, record in records.items() if number <= iteration]
+        remaining = headers + [record for number, record in records.items() if number <= iteration]
         # The evaluation at the checkpoint itself is repeated, too, or belongs to the end of a shorter run.
-        kept += [record for record in evaluations.values() if record["iteration"] < iteration]
-        kept.sort(key=lambda record: (record["iteration"], HEADER not in record, "validation" in record))
+        remaining += [record for record in evaluations.values() if record["iteration"] < iteration]
+        remaining.sort(key=lambda record: (record["iteration"], HEADER not in record, "validation" in record))
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-        unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        unfinished.write_text("".join(json.dumps(record) + "\n" for record in remaining), encoding="utf-8")
         unfinished.replace(path)

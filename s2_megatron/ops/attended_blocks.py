@@ -93,7 +93,7 @@ class Attended:
     """Which row blocks attend which of K present key blocks in a head; key block K (or -1) is one that none attends.
 
     first, last: int64 [K + 1], the first and the last row block that attends a key block; n_rows and -1 when none does.
-    Parts of the table of cells are made where they are looked at (for ranges: of masks the whole one is kept, a byte a
+    Parts of the table of cells are made where they are looked at (for ranges: of masks the whole is stored, a byte a
     cell).
     """
 

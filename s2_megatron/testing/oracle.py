@@ -86,7 +86,7 @@ def make_inputs(pattern, length, dim, dtype, device, batch=1, seed=0, form="bhsd
     generator = torch.Generator().manual_seed(seed)
     heads, groups = pattern.num_heads, pattern.num_kv_heads
     fused = torch.randn(batch, length, heads + 2 * groups, dim + 8, generator=generator) * spread
-    fused = torch.nn.functional.pad(fused, (4, 4))  # pieces on 16 bytes, as the copy engine of a Hopper GPU wants them
+    fused = torch.nn.functional.pad(fused, (4, 4))  # pieces on 16 bytes, as TMA wants them
     fused = fused.to(dtype).to(device)
     pieces = [piece[..., 8 : dim + 8] for piece in fused.split([heads, groups, groups], 2)]
     grad_out = torch.randn(batch, length, heads, dim, generator=generator).to(dtype).to(device)
@@ -130,10 +130,10 @@ def check_against_eager(inputs, grad_lse, pattern, form, mask, scale, factor=2.0
             # Units of roundoff that are always allowed: one in 16 bits; in 32 bits eight, less than twice eager's usual
             # error; sixteen where eager is exact, as with a single key, for dP and delta cancel in ours. LSE is a
             # 32-bit result in either case.
-            wide = name == "lse" or inputs[0].itemsize >= 4
+            long = name == "lse" or inputs[0].itemsize >= 4
             unit = torch.finfo(torch.float32).eps if name == "lse" else roundoff
-            exact = reference < (unit if wide else unit / 2)
-            limit = max(factor * reference, (16 if exact else 8 if wide else 1) * unit)
+            exact = reference < (unit if long else unit / 2)
+            limit = max(factor * reference, (16 if exact else 8 if long else 1) * unit)
             assert mine <= limit, (
                 f"{name} ({kind}): error {mine:.3e} > {limit:.3e} = {factor} x eager's {reference:.3e}"
             )

@@ -83,7 +83,7 @@ def test_peers_pattern_has_the_same_window_and_stride_in_tokens(offset):
     assert isinstance(coarse, RangePattern) and coarse.block_size == 128
     assert {head.ranges for head in coarse.heads} == {((2, 1), (None, 4))}
     for small, large in zip(fine.heads, coarse.heads):
-        # The large block that is kept is the one that holds the kept small one.
+        # The large block that remains is the one that holds the small one that is attended.
         stripes = {key // 2 for key in range(64) if (key + small.offset) % 8 == 0}
         assert {key for key in range(32) if (key + large.offset) % 4 == 0} == stripes
     case = Case("x", fine, 1000, batch=2)

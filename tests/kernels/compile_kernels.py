@@ -9,7 +9,7 @@ The first (--all: of every entry, --gluon: of those in Gluon that a second Trito
 "serialised": [codes], "late": exponentials under no product, of Gluon kernels}}}, all but the first for sm_90. --write
 takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
 Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is
-kept in Triton's cache folder, for the same Triton, kernel and arguments.
+stored in Triton's cache folder, for the same Triton, kernel and arguments.
 """
 
 import contextlib
@@ -77,8 +77,8 @@ def compiled(entry: Entry):
     return triton.compile(ast, target=GPUTarget("cuda", entry.capability, 32), options=entry.options)
 
 
-def kept_place(entry: Entry):
-    """Where in Triton's cache folder the needs of an entry are kept."""
+def stored_place(entry: Entry):
+    """Where in Triton's cache folder the needs of an entry are stored."""
     known = [Path(__file__).read_text(), triton.__version__, entry.kernel.cache_key, entry.capability]
     known += [sorted(entry.signature.items()), sorted((name, repr(value)) for name, value in entry.constants.items())]
     known += [sorted(entry.attributes.items()), sorted(entry.options.items())]
@@ -88,10 +88,10 @@ def kept_place(entry: Entry):
 def measured(name: str) -> dict:
     """What an entry needs, by its compiled metadata and, for sm_90, by ptxas."""
     entry = entries()[name]
-    place = kept_place(entry)
-    kept = place.get_file("needs.json")
-    if kept:
-        return json.loads(Path(kept).read_text())
+    place = stored_place(entry)
+    stored = place.get_file("needs.json")
+    if stored:
+        return json.loads(Path(stored).read_text())
     found = compile_and_measure(entry)
     place.put(json.dumps(found), "needs.json", binary=False)
     return found
@@ -248,7 +248,7 @@ def hopper_entries() -> dict[str, Entry]:
 
     for parts, few in (("", 0), ("parts", hopper.FEW_UNITS)):
         hopper.FEW_UNITS = few
-        # Layouts keep what is launched.
+        # Layouts store what is launched.
         ranges, mask, alone = build_layout(pattern), build_layout(as_table(pattern, 8192)), build_layout(one_each)
         for dim in (64, 128, 256):
             shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
@@ -342,9 +342,9 @@ def main(arguments):
     elif arguments == ["--write"]:
         known = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
         found = measure([name for name in entries() if name.startswith("sm90-")])
-        kept = ("registers", "spills", "serialised", "late")
+        listed = ("registers", "spills", "serialised", "late")
         known[version()] = {
-            name: {key: numbers[key] for key in kept if key in numbers} for name, numbers in found.items()
+            name: {key: numbers[key] for key in listed if key in numbers} for name, numbers in found.items()
         }
         lines = (
             f'  "{release}": {{\n'

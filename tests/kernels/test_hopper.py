@@ -247,8 +247,8 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
     state = Chosen(layout, Handed(plan, buffer), 1.0, *place(plan, pattern, device), {})
     out, lse = compute(q, *kv, call, state)
-    kept = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
-    dq, *rounded = gradients(do, q, *kv, out, lse, *kept, call=call, state=state)
+    stored = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
+    dq, *rounded = gradients(do, q, *kv, out, lse, *stored, call=call, state=state)
     (returned,) = state.exchange.returned_gradients
     own = call._replace(placement=state.own)
     sums = attention_delta(do, out, lse, own)
@@ -441,7 +441,7 @@ def test_calls_that_leave_triton_out_are_equal_bit_for_bit(dim, dtype):
     """With one layout, the calls after the first are started without Triton's look at the arguments
     (hopper_launch.py)."""
     pattern = pattern_of(((8, 1), (None, 8)), 64, 8, 2)
-    kept = build_layout(pattern, "cuda")
+    used = build_layout(pattern, "cuda")
     for form, length, seed in product(("sbhd", "bshd"), (1000, 1024), range(3)):
         torch.manual_seed(seed)
         batch, rows = (2, length) if form == "bshd" else (length, 2)
@@ -449,7 +449,7 @@ def test_calls_that_leave_triton_out_are_equal_bit_for_bit(dim, dtype):
             torch.randn(batch, rows, heads, dim, device="cuda", dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
         )
         found = []
-        for layout in (kept, build_layout(pattern, "cuda")):
+        for layout in (used, build_layout(pattern, "cuda")):
             out, lse = s2_attention(
                 query, key, value, layout, tensor_format=form, backend="gluon", deterministic=True, return_lse=True
             )

@@ -114,7 +114,7 @@ def tensors(rows=200, dim=64, dtype=BF16, batch=1, form="sbhd", wider=0, shift=0
 
 
 class Case:
-    """Calls of one layout and one placement, of which launches are kept."""
+    """Calls of one layout and one placement, of which launches are stored."""
 
     def __init__(self):
         self.layout = build_layout(PATTERN)
@@ -222,11 +222,11 @@ def test_what_has_been_launched_can_be_copied(started):
     """A compiled kernel cannot, and its copy is not needed."""
     case = Case()
     CALLS["own keys"](case)
-    (kept,) = case.placement.steps.cache.values()
-    twin = copy.deepcopy(kept)
+    (stored,) = case.placement.steps.cache.values()
+    twin = copy.deepcopy(stored)
     assert (
-        twin.grid == kept.grid
-        and twin.arguments.keys() == kept.arguments.keys()
-        and kept._compiled
+        twin.grid == stored.grid
+        and twin.arguments.keys() == stored.arguments.keys()
+        and stored._compiled
         and not twin._compiled
     )

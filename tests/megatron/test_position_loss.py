@@ -36,8 +36,8 @@ def test_sums_by_bucket():
         sums.add(losses * 0, mask, positions)
     found = sums.read(TRAIN)
     assert list(found) == ["00-07", "08-15", "16-23", "24-31", "trailing"]
-    kept = torch.cat([losses[0, :5], losses[0, 6:8], losses[1, :8]]).double()
-    assert found["00-07"] == (kept.mean().item() + 0.5, 30.0)
+    counted = torch.cat([losses[0, :5], losses[0, 6:8], losses[1, :8]]).double()
+    assert found["00-07"] == (counted.mean().item() + 0.5, 30.0)
     assert found["trailing"] == (losses[:, 28:].double().mean().item() + 0.5, 16.0)
     assert sums.read(TRAIN) == {} and sums.read(EVALUATE)["08-15"] == (0.0, 16.0)
 

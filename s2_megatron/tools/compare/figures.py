@@ -24,8 +24,10 @@ POSITION = re.compile(r"lm loss by position/(\d+)-(\d+)( validation)?")
 
 
 def _thinned(steps: np.ndarray, *columns: np.ndarray) -> list[np.ndarray]:
-    kept = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).astype(int)) if len(steps) > MAX_POINTS else slice(None)
-    return [column[kept] for column in (steps, *columns)]
+    drawn = (
+        np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).astype(int)) if len(steps) > MAX_POINTS else slice(None)
+    )
+    return [column[drawn] for column in (steps, *columns)]
 
 
 def _runs(comparison: Comparison):

@@ -137,8 +137,8 @@ def _join_pieces(pieces: Sequence[Piece]) -> tuple[dict[str, dict[int, float]], 
     elapsed: dict[int, float] = {}
     for piece, limit in zip(trained, limits):
         for series, items in piece.values.items():
-            kept = {step: value for step, value in items.items() if limit is None or step < limit}
-            values.setdefault(series, {}).update(kept)
+            before = {step: value for step, value in items.items() if limit is None or step < limit}
+            values.setdefault(series, {}).update(before)
         durations = _durations(piece)
         elapsed.update({step: value for step, value in durations.items() if limit is None or step < limit})
     return values, elapsed, _repeats(trained, limits)

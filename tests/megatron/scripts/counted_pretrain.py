@@ -1,5 +1,5 @@
 """pretrain_gpt_s2.py whose every rank says how often its attention's forward was computed, how often it sent its keys
-and values to the other ranks, and how many kept results were left over."""
+and values to the other ranks, and how many stored attention outputs were left over."""
 
 import gc
 
