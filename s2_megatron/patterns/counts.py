@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def covered_block_pairs(
     pairs = np.unique(np.concatenate([_mask_pairs(*table, n_blocks) for table in tables] or [np.zeros(0, np.int64)]))
     query, key = np.divmod(pairs, n_blocks)
     only_masks, total = np.ones(len(pairs), dtype=bool), 0
-    for start, end in zip(edges, edges[1:]):
+    for start, end in pairwise(edges):
         classes = set()  # (stride, residue) of the key blocks at these distances
         for ranges, shifts in offsets.items():
             for low, high, stride in range_bounds(ranges):
