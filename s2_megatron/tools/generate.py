@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         ("--top-k", args.top_k, 0),
     ):
         if not value >= least:
-            raise ValueError(f"{name} {value}: expected {least} or more")
+            raise ValueError(f"{name} {value}: expected a number of {least} or more")
     folder = iteration_folder(args.load)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model

@@ -31,8 +31,8 @@ def test_samples_follow_the_distribution_and_the_seed():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
-        (["--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0: expected a number of 1 or more"),
+        (["--temperature", "-1"], "--temperature -1.0: expected a number of 0 or more"),
         (["--temperature", "nan"], "--temperature nan"),
         ([], "does not exist; expected a checkpoint that Megatron saved"),
     ],
