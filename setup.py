@@ -71,6 +71,6 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
         "wandb": ["wandb"],
-        "hf": ["transformers>=5", "safetensors"],
+        "hf": ["transformers>=5"],
     },
 )

@@ -75,7 +75,8 @@ def paths_in(line: str) -> set[str]:
 
 # Names that the texts give to files of the reader, of Megatron, or of a past commit.
 NOT_OURS = {
-    "pattern.png", "pattern.json", "exchange.png", "table.json", "file.npz", "mask.npz", "my.yaml", "pretrain_gpt.py", "summary.json",
+    "pattern.png", "exchange.png", "table.json", "file.npz", "mask.npz", "my.yaml", "pretrain_gpt.py", "summary.json",
+    "pattern.json",
     "losses.jsonl", "train.log", "config.json", "metadata.json", "kernels/__init__.py", "kernels/blackwell",
 }  # fmt: skip
 
