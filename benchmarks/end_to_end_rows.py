@@ -11,6 +11,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from s2_megatron.megatron.refusals.attention import FUSED_ROPE_ELEMENTS
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -82,8 +84,6 @@ GROUPS = {
     "7b-1m-8gpus": ("7b-1m-tp8-full-keep-s2", "7b-1m-tp2-cp4-full-keep-s2"),
     "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
 }
-
-FUSED_ROPE_ELEMENTS = 2**31  # as in s2_megatron/megatron/refusals/attention.py
 
 EXPECTED = (
     "SHAPE[-Nlayers]-LENGTH[-tpN][-cpN][-ppN][-none|full|blockN|{selective,mlp,layernorm}][-keep][-received]"

@@ -16,14 +16,12 @@ import pytest
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
 from benchmarks.end_to_end_rows import (
-    FUSED_ROPE_ELEMENTS,
     GROUPS,
     memory_flags,
     model_flags,
     parse_row,
     row_environment,
 )
-from s2_megatron.megatron import refusals
 from tests.megatron.arguments import parse_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,7 +130,6 @@ def test_names_of_rows():
     )  # as launch.sh
     dense = row_flags(parse_row("1p3b-128k-cp4-full-a2a-dense"), GPUS, 6, 1)
     assert "--cp-comm-type a2a" in " ".join(dense) and not any(flag.startswith("--s2") for flag in dense)
-    assert FUSED_ROPE_ELEMENTS == refusals.FUSED_ROPE_ELEMENTS
     for name, unfused in (
         ("7b-8layers-1m-tp2-cp2-s2", True),
         ("7b-1m-tp2-cp4-dense", False),
