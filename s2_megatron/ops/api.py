@@ -135,7 +135,7 @@ def prepare_placement(
 ) -> None:
     """Makes what the kernels will read of a placement, lest the first call waits for it. rows: of the queries. backend:
     a resolved one."""
-    call = AttentionCall(layout, head_dim**-0.5, placement=placement, backend=backend)
+    call = AttentionCall(layout, softmax_scale_of(None, head_dim), placement=placement, backend=backend)
     _implementation(backend).prepare(call, rows, head_dim, dtype)
 
 

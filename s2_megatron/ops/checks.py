@@ -72,7 +72,8 @@ def _check_alike(query, key, value) -> None:
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the same"
+                f"{name} is {tensor.dtype} on {tensor.device}, query {query.dtype} on {query.device}; expected the "
+                f"same; use {name}.to(query)"
             )
 
 
