@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, shown, unknown_name
+from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, printable, shown, unknown_name
 from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
 
 SPEC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -16,8 +17,19 @@ FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def meaning_problems(config: S2Config) -> list[Problem]:
     """What types alone cannot say: how the settings go together."""
-    problems = []
+    problems, names = [], {"d": "D"}  # by their letters in lower case
     for name, spec in config.specs.items():
+        other = names.setdefault(name.lower(), name)
+        if name not in ("D", other):
+            what = "the predefined dense spec D" if other == "D" else f"{printable(other)}"
+            problems.append(
+                Problem(
+                    ("specs", name),
+                    f"{shown(name)} beside {what}",
+                    "names that differ in more than their case",
+                    f"another name than {printable(name)}",
+                )
+            )
         if name == "D":
             problems.append(
                 Problem(
@@ -29,13 +41,18 @@ def meaning_problems(config: S2Config) -> list[Problem]:
             )
         elif not SPEC_NAME.fullmatch(name):
             problems.append(
-                Problem(("specs", name), f"the spec name {name!r}", "a letter, or a word of letters, digits and _", "S")
+                Problem(
+                    ("specs", name),
+                    f"the spec name {shown(name)}",
+                    "a letter, or a word of letters, digits and _",
+                    "S",
+                )
             )
         problems += _spec_problems(("specs", name), spec, config.block_size)
     known = ["D", *config.specs]
     for key in ("layers", "mtp_layers"):
         plan = getattr(config, key)
-        wrong = dict.fromkeys(name for name in plan or () if name not in known)
+        wrong = islice(dict.fromkeys(name for name in plan or () if name not in config.specs and name != "D"), 20)
         problems += [unknown_name((key,), name, known, f"spec in the plan {shown(plan)}") for name in wrong]
     return problems
 
@@ -171,6 +188,11 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
                     _nearest_literal(value, re.findall(r"\w+", allowed.replace(" or ", " "))),
                 )
             )
+        elif kind == "less_than_equal":
+            problems.append(Problem(path, shown(value), f"at most {context['le']}", str(context["le"])))
+        elif kind in ("too_long", "string_too_long"):
+            most = context["max_length"]
+            problems.append(Problem(path, shown(value), f"a length of at most {most}", "fewer of them"))
         elif kind in ("greater_than_equal", "greater_than"):
             expected = f"{context['ge']} or more" if "ge" in context else f"more than {context['gt']:g}"
             problems.append(Problem(path, shown(value), expected, str(context["ge"]) if "ge" in context else example))

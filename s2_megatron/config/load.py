@@ -8,10 +8,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from s2_megatron.config.checks import meaning_problems, pydantic_problems
-from s2_megatron.config.errors import Problem, Source, read_yaml
+from s2_megatron.config.errors import Problem, Source
 from s2_megatron.config.resolve import resolve_config
 from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.config.yaml_file import read_yaml
 
 
 @dataclass(frozen=True)

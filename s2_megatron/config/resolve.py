@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib
 import json
-import zipfile
 
 import numpy as np
 
-from s2_megatron.config.errors import Problem, Source, nearest_name, shown
+from s2_megatron.config.errors import Problem, Source, nearest_name, printable, shown
+from s2_megatron.config.mask_file import read_mask
 from s2_megatron.config.schema import S2Config, SpecConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, canonical_pattern
+from s2_megatron.config.yaml_file import neighbours, not_a_file
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, make_range_pattern
 
 NPZ_FORMAT = "an .npz with the integer arrays `indptr` ([n+1] or [P, n+1]) and `indices`"
+MOST_LAYERS, MOST_HEADS, MOST_SEQ_LENGTH = 4096, 4096, 2**30
+MOST_LAYER_HEADS = 2**18  # query heads of all layers together
+MOST_FUNCTION_CALLS = 2**22  # of a Python pattern: one a head and query block
 
 
 def resolve_config(
@@ -28,14 +32,24 @@ def resolve_config(
     mtp_num_layers: int,
 ) -> ResolvedSparsity:
     """See SparsityConfig.resolve. source: where the masks' relative paths start, and what errors name."""
-    for flag, value in (
-        ("--num-layers", num_layers),
-        ("--num-attention-heads", num_heads),
-        ("--num-query-groups", num_kv_heads),
-        ("--seq-length", seq_length),
+    for flag, value, least, most in (
+        ("--num-layers", num_layers, 1, MOST_LAYERS),
+        ("--num-attention-heads", num_heads, 1, MOST_HEADS),
+        ("--num-query-groups", num_kv_heads, 1, MOST_HEADS),
+        ("--seq-length", seq_length, 1, MOST_SEQ_LENGTH),
+        ("--mtp-num-layers", mtp_num_layers, 0, MOST_LAYERS),
     ):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: expected 1 or more")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{flag} {shown(value)}: expected an integer, {least} to {most}")
+        if value < least:
+            raise ValueError(f"{flag} {shown(value)}: expected {least} or more")
+        if value > most:
+            raise ValueError(f"{flag} {shown(value)}: expected at most {most}")
+    if (num_layers + mtp_num_layers) * num_heads > MOST_LAYER_HEADS:
+        raise ValueError(
+            f"--num-layers {num_layers} with --num-attention-heads {num_heads}: expected at most {MOST_LAYER_HEADS} "
+            "heads in all layers together; use fewer"
+        )
     if num_heads % num_kv_heads:
         near = [groups for groups in range(num_heads, 0, -1) if num_heads % groups == 0]
         best = min(near, key=lambda groups: abs(groups - num_kv_heads))
@@ -46,6 +60,9 @@ def resolve_config(
     plan = _tiled_plan(config, source, "layers", "--num-layers", num_layers)
     mtp_plan = _mtp_plan(config, source, mtp_num_layers)
 
+    for name in dict.fromkeys((*plan, *mtp_plan)):
+        if name != "D":
+            _check_strides(config, source, name, seq_length)
     built = _Patterns(config, source, num_heads, num_kv_heads, seq_length)
     layers = tuple(LayerSparsity(name, built.next_of(name)) for name in plan)
     # The ordinals run on into the multi-token-prediction layers, which follow the decoder's.
@@ -60,11 +77,43 @@ def resolve_config(
         layer.spec: layer.pattern for layer in (*layers, *mtp_layers) if layer.pattern is not None
     }.items():
         if pattern.density(seq_length) == 1:
-            length = f"a sequence of {seq_length} tokens"
-            notes.append(f"spec {name} attends everything in {length}: its window is no shorter or its strides are 1")
+            notes.append(_dense_note(name, config.specs[name], config.block_size, seq_length))
     return ResolvedSparsity(
         layers, mtp_layers, config.softmax_scale, config.block_size, num_heads, num_kv_heads, seq_length, tuple(notes)
     )
+
+
+def _check_strides(config: S2Config, source: Source, name: str, seq_length: int) -> None:
+    """Refuses a stride that is longer than the sequence: most often it was meant in tokens."""
+    spec, size = config.specs[name], config.block_size
+    blocks = -(-seq_length // size)
+    strides = [(("specs", name, "stride"), spec.stride)] if spec.stride is not None else []
+    strides += [(("specs", name, "ranges", i, "stride"), item.stride) for i, item in enumerate(spec.ranges or ())]
+    problems = []
+    for path, stride in strides:
+        if stride > blocks and stride > 1:
+            meant = stride // size
+            fix = (
+                f"{meant}, if {stride} was meant in tokens: strides count blocks of {size} tokens"
+                if stride % size == 0 and 1 < meant <= blocks
+                else f"{blocks}, or a longer sequence"
+            )
+            got = f"{stride}, longer than the {blocks} blocks of --seq-length {seq_length}"
+            problems.append(Problem(path, got, f"a stride in blocks, at most {blocks} in this sequence", fix))
+    if problems:
+        raise source.error(*problems)
+
+
+def _dense_note(name: str, spec: SpecConfig, block_size: int, seq_length: int) -> str:
+    text = f"spec {name} attends everything in a sequence of {seq_length} tokens: it is DENSE attention here"
+    ranges = spec.block_ranges(block_size)
+    if ranges is None:
+        return f"{text}; its {'mask' if spec.mask is not None else 'function'} leaves out nothing"
+    if ranges[0][0] is not None and ranges[0][0] * block_size >= seq_length:
+        return f"{text}; its window of {ranges[0][0] * block_size} tokens is no shorter"
+    if all(stride == 1 for _, stride in ranges):
+        return f"{text}; its strides are 1"
+    return f"{text}; all its heads are dense, or its strides leave out nothing"
 
 
 def _tiled_plan(config: S2Config, source: Source, key: str, flag: str, count: int) -> list[str]:
@@ -101,10 +150,6 @@ def _mtp_plan(config: S2Config, source: Source, count: int) -> list[str]:
             )
         )
     return _tiled_plan(config, source, "mtp_layers", "--mtp-num-layers", count)
-
-
-def _array_text(name: str, array: np.ndarray) -> str:
-    return f"{name} {array.dtype}{list(array.shape)}"
 
 
 class _Patterns:
@@ -166,52 +211,30 @@ class _Patterns:
     def _from_mask(self, name: str, spec: SpecConfig) -> Pattern:
         key = ("specs", name, "mask")
         file = self.source.folder / spec.mask
-        if not file.is_file():
-            near = (
-                nearest_name(file.name, [path.name for path in file.parent.glob("*.npz")])
-                if file.parent.is_dir()
-                else None
-            )
+        found = not_a_file(file)
+        if found is not None:
+            near = nearest_name(file.name, neighbours(file, "*.npz"))
             raise self.source.error(
                 Problem(
                     key,
-                    f"{spec.mask!r}, but {file} does not exist",
+                    f"{shown(spec.mask)}, but {file} "
+                    + ("does not exist" if found == "no such file" else f"is {found}"),
                     "a file, relative to the YAML's folder",
                     near or "the path of an existing .npz",
                 )
             )
+        heads, kv_heads = self.shape["num_heads"], self.shape["num_kv_heads"]
         try:
-            with np.load(file, allow_pickle=False) as arrays:
-                indptr, indices = np.atleast_2d(arrays["indptr"]), arrays["indices"]
-        except (ValueError, TypeError, KeyError, OSError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+            indptr, indices = read_mask(file, tuple(dict.fromkeys((1, kv_heads, heads))))
+        except ValueError as error:
             raise self.source.error(
                 Problem(
                     key,
-                    f"{file}, which cannot be read ({error})",
-                    NPZ_FORMAT,
+                    f"{printable(file, 120)}, which cannot be read: {error}",
+                    f"{NPZ_FORMAT}, P being 1, --num-query-groups {kv_heads} or --num-attention-heads {heads}",
                     "numpy.savez(file, indptr=..., indices=...)",
                 )
             ) from error
-        heads, kv_heads = self.shape["num_heads"], self.shape["num_kv_heads"]
-        if indptr.ndim != 2 or len(indptr) not in (1, kv_heads, heads):
-            allowed = dict.fromkeys((1, kv_heads, heads))
-            raise self.source.error(
-                Problem(
-                    key,
-                    f"{file} with indptr of shape {list(indptr.shape)}",
-                    f"[n+1] or [P, n+1], P being 1, --num-query-groups {kv_heads} or --num-attention-heads {heads}",
-                    f"P = {min(allowed, key=lambda count: abs(count - len(indptr)))}",
-                )
-            )
-        if indptr.dtype.kind not in "iu" or indices.ndim != 1 or int(indptr[:, -1].sum()) != len(indices):
-            raise self.source.error(
-                Problem(
-                    key,
-                    f"{file} with {_array_text('indptr', indptr)} and {_array_text('indices', indices)}",
-                    f"{NPZ_FORMAT}, one index for each count in the last column of indptr",
-                    "indices of all P heads one after the other, each indptr row from 0",
-                )
-            )
         blocks, needed = indptr.shape[1] - 1, -(-self.seq_length // self.config.block_size)
         if blocks < needed:
             size = self.config.block_size
@@ -223,7 +246,7 @@ class _Patterns:
                     f"--seq-length {blocks * size}, or a larger mask",
                 )
             )
-        pieces = np.split(indices, np.cumsum(indptr[:-1, -1]))
+        pieces = np.split(indices, np.cumsum(indptr[:-1, -1].astype(np.int64)))
         try:
             return BlockMaskPattern.from_csr(self.shape["block_size"], heads, kv_heads, list(indptr), pieces)
         except ValueError as error:
@@ -241,13 +264,15 @@ class _Patterns:
         module_name, _, function_name = spec.function.partition(":")
         try:
             module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
+        except Exception as error:  # a module from elsewhere may raise anything
+            missing = isinstance(error, ModuleNotFoundError)
+            why = f"there is no module {error.name!r}" if missing else f"importing it raises {_named(error)}"
             raise self.source.error(
                 Problem(
                     key,
-                    f"{spec.function!r}, but there is no module {error.name!r}",
+                    f"{shown(spec.function)}, but {why}",
                     "module:function that Python can import",
-                    "add the module's folder to PYTHONPATH",
+                    "add the module's folder to PYTHONPATH" if missing else "correct the module",
                 )
             ) from error
         function = getattr(module, function_name, None)
@@ -260,21 +285,35 @@ class _Patterns:
             raise self.source.error(
                 Problem(
                     key,
-                    f"{spec.function!r}, but {module_name} has no function {function_name}",
+                    f"{shown(spec.function)}, but {module_name} has no function {function_name}",
                     "a function f(head, query_block, key_blocks) -> bool[]",
                     f"{module_name}:{nearest_name(function_name, names) or (names or ['my_function'])[0]}",
                 )
             )
-        try:
-            return BlockMaskPattern.from_function(
-                **self.shape, num_blocks=-(-self.seq_length // self.config.block_size), function=function
-            )
-        except ValueError as error:
+        blocks = -(-self.seq_length // self.config.block_size)
+        calls = blocks * self.shape["num_heads"]
+        if calls > MOST_FUNCTION_CALLS:
             raise self.source.error(
                 Problem(
                     key,
-                    f"{spec.function!r}: {error}",
+                    f"{calls:,} calls, one for each head and query block of --seq-length {self.seq_length}",
+                    f"at most {MOST_FUNCTION_CALLS:,} calls of a Python pattern",
+                    "save the pattern as an .npz and use `mask`",
+                )
+            )
+        try:
+            return BlockMaskPattern.from_function(**self.shape, num_blocks=blocks, function=function)
+        except Exception as error:  # so may its function
+            detail = str(error) if type(error) is ValueError else _named(error)
+            raise self.source.error(
+                Problem(
+                    key,
+                    f"{shown(spec.function)}: {detail}",
                     "bool[query_block + 1], causal, with at least one true a row",
                     "correct the function",
                 )
             ) from error
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {printable(error, 120)}"

@@ -18,8 +18,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from s2_megatron.config.errors import nearest_name
-from s2_megatron.patterns.checks import Ranges
+from s2_megatron.config.errors import nearest_name, shown
+from s2_megatron.patterns.checks import LARGEST_END, LARGEST_STRIDE, MOST_HEADS, MOST_TOKENS, Ranges
+
+MOST_PLAN = 4096  # names in a plan
+MOST_SPECS = 256
+MOST_RANGES = 64
+MOST_LETTERS = 4096  # of a path or a function's name
 
 
 def _wrong(expected: str, fix: str) -> PydanticCustomError:
@@ -32,6 +37,8 @@ def _check_plan(value: Any) -> str | tuple[str, ...]:
     expected = "a plan such as DSSS, or a list of spec names such as [D, S]"
     if isinstance(value, bool):
         raise _wrong(f"{expected} (YAML reads NO, ON, YES and OFF as booleans)", "the plan in quotes, e.g. 'NO'")
+    if isinstance(value, str | list | tuple) and len(value) > MOST_PLAN:
+        raise _wrong(f"at most {MOST_PLAN} names; a plan is tiled over the layers", "the part that repeats, e.g. DSSS")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
@@ -47,50 +54,63 @@ def _check_layer_step(value: Any) -> str | int:
     return _check_step(value, ("auto",))
 
 
+def _is_count(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
 def _check_step(value: Any, words: tuple[str, ...]) -> str | int:
-    if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+    if (isinstance(value, str) and value in words) or _is_count(value, LARGEST_STRIDE):
         return value
-    near = "0" if isinstance(value, int) and not isinstance(value, bool) else nearest_name(value, words) or words[0]
-    raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more", near)
+    if isinstance(value, int) and not isinstance(value, bool):
+        near = "0" if value < 0 else str(LARGEST_STRIDE)
+    else:
+        near = nearest_name(value, words) or words[0]
+    raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more, at most {LARGEST_STRIDE}", near)
 
 
 def _check_dense_heads(value: Any) -> tuple[int, ...] | dict[str, int]:
-    def is_count(item):
-        return isinstance(item, int) and not isinstance(item, bool) and item >= 0
-
-    if is_count(value):
+    if _is_count(value, MOST_HEADS):
         return {"spread": value}
-    if isinstance(value, list | tuple) and all(map(is_count, value)):
+    if isinstance(value, list | tuple) and all(_is_count(item, MOST_HEADS - 1) for item in value):
         if len(set(value)) == len(value):
             return tuple(value)
-        raise _wrong("a list that names each KV head once", str(sorted(set(value))))
+        raise _wrong("a list that names each KV head once", shown(sorted(set(value))).removeprefix("the list "))
     if isinstance(value, dict) and len(value) == 1:
         ((kind, count),) = value.items()
-        if kind in ("last", "spread") and is_count(count):
+        valid = _is_count(count, MOST_HEADS)
+        if kind in ("last", "spread") and valid:
             return value
         near = nearest_name(kind, ("last", "spread")) or "spread"
-        raise _wrong("{last: n} or {spread: n}, n being 0 or more", f"{{{near}: {count if is_count(count) else 1}}}")
-    raise _wrong("a list of KV heads, a number of heads to spread, {last: n} or {spread: n}", "{spread: 1}")
+        raise _wrong(
+            f"{{last: n}} or {{spread: n}}, n being 0 or more, at most {MOST_HEADS}",
+            f"{{{near}: {count if valid else 1}}}",
+        )
+    raise _wrong(
+        f"a list of KV heads, a number of heads to spread (at most {MOST_HEADS}), {{last: n}} or {{spread: n}}",
+        "{spread: 1}",
+    )
 
 
-_COUNT = {"type": "integer", "minimum": 0}
+_STEP = {"type": "integer", "minimum": 0, "maximum": LARGEST_STRIDE}
+_HEAD = {"type": "integer", "minimum": 0, "maximum": MOST_HEADS - 1}
+_HEADS = {"type": "integer", "minimum": 0, "maximum": MOST_HEADS}
 Plan = Annotated[
     str | tuple[str, ...],
     PlainValidator(_check_plan),
     WithJsonSchema(
         {
             "oneOf": [
-                {"type": "string", "pattern": "^[A-Za-z]+$"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "string", "pattern": "^[A-Za-z]+$", "maxLength": MOST_PLAN},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MOST_PLAN},
             ]
         }
     ),
 ]
 HeadStep = Annotated[
-    str | int, PlainValidator(_check_head_step), WithJsonSchema({"oneOf": [{"enum": ["auto", "paper"]}, _COUNT]})
+    str | int, PlainValidator(_check_head_step), WithJsonSchema({"oneOf": [{"enum": ["auto", "paper"]}, _STEP]})
 ]
 LayerStep = Annotated[
-    str | int, PlainValidator(_check_layer_step), WithJsonSchema({"oneOf": [{"enum": ["auto"]}, _COUNT]})
+    str | int, PlainValidator(_check_layer_step), WithJsonSchema({"oneOf": [{"enum": ["auto"]}, _STEP]})
 ]
 DenseHeads = Annotated[
     tuple[int, ...] | dict[str, int],
@@ -98,17 +118,19 @@ DenseHeads = Annotated[
     WithJsonSchema(
         {
             "oneOf": [
-                {"type": "array", "items": _COUNT, "uniqueItems": True},
-                _COUNT,
+                {"type": "array", "items": _HEAD, "uniqueItems": True},
+                _HEADS,
                 *(
-                    {"type": "object", "properties": {kind: _COUNT}, "required": [kind], "additionalProperties": False}
+                    {"type": "object", "properties": {kind: _HEADS}, "required": [kind], "additionalProperties": False}
                     for kind in ("last", "spread")
                 ),
             ]
         }
     ),
 ]
-Positive = Annotated[int, Field(ge=1)]
+Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Blocks = Annotated[int, Field(ge=1, le=LARGEST_END)]
+Stride = Annotated[int, Field(ge=1, le=LARGEST_STRIDE)]
 
 
 class _Strict(BaseModel):
@@ -118,12 +140,12 @@ class _Strict(BaseModel):
 class RangeConfig(_Strict):
     """Distances up to an end, with the stride at which key blocks are attended there."""
 
-    end_tokens: Positive | None = Field(None, examples=[1024])
+    end_tokens: Tokens | None = Field(None, examples=[1024])
     """Where the range ends, in tokens of distance; a multiple of block_size. The last range may leave it out: no
     limit."""
-    end_blocks: Positive | None = Field(None, examples=[16])
+    end_blocks: Blocks | None = Field(None, examples=[16])
     """The same in blocks. Give one of the two."""
-    stride: Positive = Field(examples=[16])
+    stride: Stride = Field(examples=[16])
     """Of every `stride` key blocks one is attended, a different one per head. 1 keeps them all; the first range needs
     1."""
 
@@ -132,21 +154,21 @@ class SpecConfig(_Strict):
     """One kind of attention layer. Give exactly one of: local_tokens or local_blocks (with or without stride), ranges,
     mask, function."""
 
-    local_tokens: Positive | None = Field(None, examples=[1024])
+    local_tokens: Tokens | None = Field(None, examples=[1024])
     """Window in which every block is attended, in tokens; a multiple of block_size."""
-    local_blocks: Positive | None = Field(None, examples=[16])
+    local_blocks: Blocks | None = Field(None, examples=[16])
     """The same in blocks."""
-    stride: Positive | None = Field(None, examples=[16])
+    stride: Stride | None = Field(None, examples=[16])
     """Beyond the window, one block in `stride` is attended, a different one per head. Left out: the window alone."""
-    ranges: Annotated[list[RangeConfig], Field(min_length=1)] | None = Field(
+    ranges: Annotated[list[RangeConfig], Field(min_length=1, max_length=MOST_RANGES)] | None = Field(
         None, examples=["[{end_tokens: 1024, stride: 1}, {stride: 16}]"]
     )
     """Several strides by distance: the ends grow, the first stride is 1."""
-    mask: str | None = Field(None, examples=["mask.npz"], min_length=1)
+    mask: str | None = Field(None, examples=["mask.npz"], min_length=1, max_length=MOST_LETTERS)
     """An .npz file, relative to this YAML: `indptr` [n+1] or [P, n+1] and `indices`, compressed sparse rows of key
     blocks for P = 1, KV heads or query heads. The rows of the P heads stand one after the other in `indices`, each
     indptr counts from 0."""
-    function: str | None = Field(None, examples=["my_patterns:my_function"], min_length=1)
+    function: str | None = Field(None, examples=["my_patterns:my_function"], min_length=1, max_length=MOST_LETTERS)
     """module:function, called as f(head, query_block, key_blocks) -> bool[]; only with --s2-allow-python-patterns."""
     slide: Literal["kv", "query"] = Field("kv", examples=["kv"])
     """Whose number moves the offset: the KV head's (all query heads of a group then share their blocks: less memory
@@ -154,7 +176,7 @@ class SpecConfig(_Strict):
     head_step: HeadStep = Field("auto", examples=["auto"])
     """Blocks by which the offset grows from head to head. auto: max(1, last stride // heads that slide); paper: max(1,
     last stride // query heads)."""
-    base_offset: int = Field(0, examples=[0])
+    base_offset: int = Field(0, ge=-LARGEST_STRIDE, le=LARGEST_STRIDE, examples=[0])
     """Added to every offset."""
     layer_step: LayerStep = Field("auto", examples=["auto"])
     """Blocks by which the offset grows from one layer of this spec to the next. auto: 0 where one layer's heads cover
@@ -189,7 +211,9 @@ class S2Config(_Strict):
     softmax_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(None, examples=[0.125])
     """What all attention scores of the model are multiplied with, dense layers included. Left out: 1/sqrt(head
     dim)."""
-    specs: dict[str, SpecConfig] = Field(default_factory=dict, examples=["{S: {local_tokens: 1024, stride: 16}}"])
+    specs: dict[str, SpecConfig] = Field(
+        default_factory=dict, max_length=MOST_SPECS, examples=["{S: {local_tokens: 1024, stride: 16}}"]
+    )
     """The named specs. A plan written as one word can only name specs of one letter."""
 
 

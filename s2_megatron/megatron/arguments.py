@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
 
+from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.attention import COMM_TYPES
@@ -39,6 +40,16 @@ class _RemovedTransport(Action):
         )
 
 
+class _OnlyOnce(Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        before = getattr(namespace, self.dest, None)
+        if before is not None:
+            raise ArgumentError(
+                self, f"given twice, {shown(before)} and {shown(values)}; expected one value; remove one of them"
+            )
+        setattr(namespace, self.dest, values)
+
+
 def _comm_type(name: str) -> str:
     return "all_gather" if name == "allgather" else name  # Megatron's spelling of --cp-comm-type
 
@@ -52,6 +63,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="S2-Attention")
     group.add_argument(
         "--s2-config",
+        action=_OnlyOnce,
         metavar="YAML",
         default=None,
         help="Sparsity of every layer (see configs/). Without it the model is Megatron's own.",
@@ -108,6 +120,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--s2-loss-log",
+        action=_OnlyOnce,
         metavar="PATH",
         default=None,
         help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per "

@@ -67,7 +67,9 @@ def _kind(schema: dict) -> str:
     if kind == "object":
         names = schema.get("properties")
         return " or ".join(f"`{{{name}: n}}`" for name in names) if names else "a mapping from names to specs"
-    least = schema.get("minimum", schema.get("exclusiveMinimum"))
+    least, most = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
+    if least is not None and most is not None:
+        return f"{_WORDS[kind]}, {least} to {most}"
     if kind in ("integer", "number") and least is not None:
         return f"{_WORDS[kind]}, {'more than 0' if 'exclusiveMinimum' in schema else f'{least} or more'}"
     return _WORDS[kind]

@@ -26,7 +26,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
+from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 from s2_megatron.config.sparsity import ResolvedSparsity, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import check_block_count, layer_costs, make_plan
 from s2_megatron.patterns.ranges import Pattern, RangePattern
@@ -34,6 +36,9 @@ from s2_megatron.patterns.ranges import Pattern, RangePattern
 FUTURE, SKIPPED, LOCAL = 0, 1, 2  # what a cell of the picture is; LOCAL + i: attended in range i of the pattern
 COLOURS = ["#ffffff", "#e9ebef", "#2f6db3", "#e58a2e", "#c0392b", "#7d3c98", "#1e8449"]
 MAX_ROWS, MAX_HEADS = 3, 4
+MOST_DRAWN = 512  # blocks
+MOST_CP_RANKS = 1024
+MOST_CP_WORK = 2**24  # ranks times blocks of the sequence, for the exchange
 
 
 def block_grid(pattern: Pattern, heads: Sequence[int], n_blocks: int) -> np.ndarray:
@@ -258,15 +263,38 @@ def _range_label(pattern: Pattern, index: int) -> str:
     return f"one block in {stride}" + ("" if end is None else f", up to {end} blocks away")
 
 
+def _count(least: int, most: int):
+    """An argument's type: integers from least to most."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"got {printable(text)}; expected an integer, {least} to {most}")
+        return value
+
+    return parse
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    heads = _count(1, MOST_HEADS)
     parser.add_argument("config", type=Path, help="the sparsity YAML")
-    parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--num-attention-heads", type=int, required=True)
-    parser.add_argument("--num-query-groups", type=int, help="KV heads (default: as many as attention heads)")
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--mtp-num-layers", type=int, default=0)
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, help="also show the balance of its ranks")
-    parser.add_argument("--context-parallel-size", type=int, default=1, help="also show what its ranks send each other")
+    parser.add_argument("--num-layers", type=_count(1, MOST_LAYERS), required=True)
+    parser.add_argument("--num-attention-heads", type=heads, required=True)
+    parser.add_argument("--num-query-groups", type=heads, help="KV heads (default: as many as attention heads)")
+    parser.add_argument("--seq-length", type=_count(1, MOST_SEQ_LENGTH), required=True)
+    parser.add_argument("--mtp-num-layers", type=_count(0, MOST_LAYERS), default=0)
+    parser.add_argument(
+        "--tensor-model-parallel-size", type=heads, default=1, help="also show the balance of its ranks"
+    )
+    parser.add_argument(
+        "--context-parallel-size",
+        type=_count(1, MOST_CP_RANKS),
+        default=1,
+        help="also show what its ranks send each other",
+    )
     parser.add_argument(
         "--exchange-png", type=Path, help="draw which blocks the context-parallel ranks hold and receive into this file"
     )
@@ -274,13 +302,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--s2-allow-python-patterns", action="store_true", help="import the functions that the YAML names"
     )
     parser.add_argument("--png", type=Path, help="draw the patterns into this file")
-    parser.add_argument("--layers", type=int, nargs="+", help="the layers to draw (default: the first S2 layers)")
-    parser.add_argument("--blocks", type=int, default=32, help="blocks of the sequence to draw (default: 32)")
+    parser.add_argument(
+        "--layers", type=_count(0, MOST_LAYERS - 1), nargs="+", help="the layers to draw (default: the first S2 layers)"
+    )
+    parser.add_argument(
+        "--blocks", type=_count(1, MOST_DRAWN), default=32, help="blocks of the sequence to draw (default: 32)"
+    )
+
+
+def _check_pictures(args: argparse.Namespace) -> None:
+    """Raises ValueError for a picture's path that is no file name of a picture, before the work is done."""
+    for flag, file in (("--png", args.png), ("--exchange-png", args.exchange_png)):
+        if file is not None and (file.suffix.lower() != ".png" or file.is_dir()):
+            what = "a folder" if file.is_dir() else "another kind of file"
+            raise ValueError(f"{flag} {printable(file, 200)}: {what}; expected a file name that ends in .png")
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints the table and draws what is asked for. Raises ValueError for a config that is wrong or does not fit, and
     for a picture that shows nothing."""
+    _check_pictures(args)
     config = load_config(args.config, allow_python_patterns=args.s2_allow_python_patterns)
     sparsity = config.resolve(
         num_layers=args.num_layers,
@@ -290,6 +331,11 @@ def run(args: argparse.Namespace) -> None:
         mtp_num_layers=args.mtp_num_layers,
     )
     tp_size, cp_size = args.tensor_model_parallel_size, args.context_parallel_size
+    if cp_size > 1 and cp_size * sparsity.n_blocks > MOST_CP_WORK:
+        raise ValueError(
+            f"--context-parallel-size {cp_size} with {sparsity.n_blocks} blocks: expected at most "
+            f"{MOST_CP_WORK // sparsity.n_blocks} ranks at this length; use fewer, or a shorter --seq-length"
+        )
     # Redirected output has no width of its own, and a table cut to 80 columns is hard to read.
     Console(width=None if sys.stdout.isatty() else 140).print(sparsity.table())
     if tp_size > 1:

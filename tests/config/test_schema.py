@@ -41,7 +41,7 @@ def matches(value, schema, root):
     known = {
         "title", "description", "default", "examples", "$schema", "$defs", "type", "properties", "required", "items",
         "enum", "const", "additionalProperties", "anyOf", "oneOf", "minimum", "exclusiveMinimum", "minItems",
-        "minLength", "uniqueItems", "pattern",
+        "minLength", "uniqueItems", "pattern", "maximum", "maxLength", "maxItems", "maxProperties",
     }  # fmt: skip
     assert set(schema) <= known
     types = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "null": type(None)}
@@ -54,7 +54,11 @@ def matches(value, schema, root):
         "oneOf" not in schema or sum(matches(value, option, root) for option in schema["oneOf"]) == 1,
     ]
     if isinstance(value, int | float):
+        checks += [value <= schema.get("maximum", value)]
         checks += [value >= schema.get("minimum", value), value > schema.get("exclusiveMinimum", value - 1)]
+    if isinstance(value, str | list | dict):
+        word = {str: "maxLength", list: "maxItems", dict: "maxProperties"}[type(value)]
+        checks += [len(value) <= schema.get(word, len(value))]
     if isinstance(value, str):
         checks += [len(value) >= schema.get("minLength", 0), re.search(schema.get("pattern", ""), value) is not None]
     if isinstance(value, list):
@@ -81,6 +85,10 @@ def test_shipped_files_satisfy_it(path):
     "layers: S\nspecs: {S: {local_blocks: 1, mask: a.npz}}", "layers: S\nspecs: {S: {local_blocks: 0}}",
     "layers: S\nspecs: {S: {local_blocks: 1, slide: q}}",
     "layers: S\nspecs: {S: {local_blocks: 1, dense_heads: {first: 1}}}",
+    "layers: S\nspecs: {S: {local_blocks: 1, stride: 16777217}}",
+    "layers: S\nspecs: {S: {local_blocks: 1, base_offset: -16777217}}",
+    f"layers: {'S' * 4097}\nspecs: {{S: {{local_blocks: 1}}}}",
+    f"layers: [{'S,' * 4097}]\nspecs: {{S: {{local_blocks: 1}}}}",
     "layers: S\nspecs: {S: {local_blocks: 1, head_step: papr}}", "layers: S\nspecs: {S: {ranges: [{end_blocks: 1}]}}",
 ])  # fmt: skip
 def test_it_refuses_what_the_config_refuses(text):

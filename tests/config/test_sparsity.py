@@ -63,6 +63,7 @@ def test_canonical_json_and_diff_see_every_change(change):
 
 def test_diff_in_words():
     def changes(before, after, **settings):
+        settings["model"] = {"seq_length": 1024, **settings.get("model", {})}
         return diff_sparsity(text(spec=before, **settings), text(spec=after, **settings))
 
     window = {"local_blocks": 2}

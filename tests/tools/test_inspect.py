@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,22 @@ def test_docstring_shows_what_is_printed(capsys):
     (["--layers", "9"], "expected an S2 layer"),
     (["--num-layers", "5"], "layers (line"),
     (["--num-query-groups", "3"], "--num-query-groups 3"),
+    (["--num-query-groups", "0"], "got 0; expected an integer, 1 to"),
+    (["--tensor-model-parallel-size", "0"], "got 0; expected an integer, 1 to"),
+    (["--tensor-model-parallel-size", "3"], "fits neither"),
+    (["--context-parallel-size", "-1"], "got -1; expected an integer, 1 to"),
+    (["--context-parallel-size", "1024", "--seq-length", "10485760"], "use fewer, or a shorter --seq-length"),
+    (["--num-layers", "1e9"], "got 1e9; expected an integer"),
+    (["--blocks", "100000"], "expected an integer, 1 to 512"),
+    (["--exchange-png", "/"], "a folder; expected a file name that ends in .png"),
+    (["--exchange-png", "a.pgn"], "another kind of file; expected a file name"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, change, word):
-    assert inspect_command(*QUICKSTART, "--png", str(tmp_path / "a.png"), *change) == 2
+    try:
+        status = inspect_command(*QUICKSTART, "--png", str(tmp_path / "a.png"), *change)
+    except SystemExit as stop:  # argparse
+        status = stop.code
+    assert status == 2
     error = capsys.readouterr().err
     assert (
         word in error and error.startswith("error: ") and error.count("\n") == 1 and not (tmp_path / "a.png").exists()
@@ -124,3 +138,11 @@ def test_the_exchange_of_context_parallel_ranks(tmp_path, capsys):
     assert "add --context-parallel-size" in capsys.readouterr().err
     assert inspect_command(*QUICKSTART, "--context-parallel-size", "3") == 2
     assert "use --seq-length 384 or 576" in capsys.readouterr().err
+
+
+def test_ten_million_tokens_take_seconds(capsys):
+    flags = ["--num-layers", "32", "--num-attention-heads", "32", "--seq-length", "10485760"]
+    begin = time.perf_counter()
+    assert inspect_command(str(ROOT / "configs/s2_7b_hybrid.yaml"), *flags) == 0
+    assert time.perf_counter() - begin < 10
+    assert "(29.7%)" in capsys.readouterr().out
