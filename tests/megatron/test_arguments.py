@@ -272,6 +272,6 @@ def test_a_resumed_wandb_run_is_said_to_keep_its_first_values(capsys):
 @pytest.mark.parametrize("flag", ["--s2-config", "--s2-loss-log"])
 def test_a_path_that_stands_twice(flag, capsys):
     with pytest.raises(SystemExit) as stop:
-        add_s2_arguments(ArgumentParser()).parse_args([flag, "a.yaml", flag, "b.yaml"])
+        add_s2_arguments(argparse.ArgumentParser()).parse_args([flag, "a.yaml", flag, "b.yaml"])
     assert stop.value.code == 2
     assert "given twice, 'a.yaml' and 'b.yaml'; expected one value; remove one of them" in capsys.readouterr().err
