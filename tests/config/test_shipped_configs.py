@@ -209,7 +209,7 @@ for world_size, arguments in json.load(open(sys.argv[1])):
     try:
         args = parse_args(add_s2_arguments)
         validate_args(args)
-        results.append(prepare_s2(args).density())
+        results.append(prepare_s2(args).sparsity.density())
     except (AssertionError, ValueError, SystemExit) as error:
         results.append(f"{type(error).__name__}: {error}")
 print("\\n" + json.dumps(results))
