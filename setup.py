@@ -53,6 +53,7 @@ setup(
         "tensorboard",
         "tokenizers",
         "matplotlib",
+        "pillow",
         "scipy",
     ],
     extras_require={

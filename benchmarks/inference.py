@@ -11,8 +11,8 @@ FlashAttention reads it without a mask: the best case for it. Decoding starts fr
 what is timed is checked first: attention against an fp64 softmax over the blocks that the pattern names, replays
 against eager steps.
 
-The S2 paper (arXiv 2407.17678) reports kernels up to 25.3 times faster than FlashAttention-2, a 7B model at 128K 4.5
-times faster in inference, and up to 10 times lower latency at its setting, with other hardware and another engine.
+The S2 paper (arXiv 2407.17678 v7, abstract) reports kernels up to 25.3 times faster than FlashAttention-2 and a 7B
+model 4.5 times faster in inference, with other hardware and another engine.
 """
 
 from __future__ import annotations

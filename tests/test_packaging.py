@@ -151,6 +151,7 @@ def test_a_wheel_imports_its_kernels_and_has_the_command(release, tmp_path):
 # Imported name -> the distribution that brings it, where they differ.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
+    "PIL": "pillow",
     "megatron": "megatron-core",
     "transformer_engine": "transformer-engine",
     "triton": "torch",

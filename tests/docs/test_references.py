@@ -68,7 +68,7 @@ def paths_in(line: str) -> set[str]:
             continue
         if "/" in word and word.split("/")[0] in folders:
             found.add(word.partition("::")[0])
-        elif "/" not in word and word.endswith(SUFFIXES) and len(word) > len(Path(word).suffix):
+        elif "/" not in word and word.endswith(SUFFIXES) and word not in SUFFIXES:
             found.add(word)
     return found
 
