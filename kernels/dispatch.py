@@ -1,7 +1,8 @@
-"""The kernels behind `s2_attention`: which implementation computes a call. The functions are those of ops.call.Backend, which says what they
-take; `call` is an ops.call.AttentionCall.
+"""The kernels behind `s2_attention`: which implementation computes a call. The functions are those of ops.call.Backend,
+which says what they take; `call` is an ops.call.AttentionCall.
 
-backend "triton" is the portable kernels, "gluon" those for Hopper, "auto" Hopper's where they can compute the call; the choice is printed once.
+backend "triton" is the portable kernels, "gluon" those for Hopper, "auto" Hopper's where they can compute the call; the
+choice is printed once.
 """
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def _no_hopper(device: torch.device) -> str | None:
 
 
 def _hopper(query, key, value, call, initial=None, more=None):
-    """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must and cannot."""
+    """The module of the Hopper kernels when they compute this call, otherwise None. Raises ValueError when they must
+    and cannot."""
     if call.backend == "triton":
         return None
     if call.packed is not None or call.placement is not None or initial is not None:
@@ -71,7 +73,8 @@ def _chosen(query, key, value, call, initial=None, more=None):
 
 
 def prepare(call, rows, head_dim, dtype):
-    """Makes the step lists that calls with this placement will ask for, when the kernels for Hopper compute them. rows: of the queries."""
+    """Makes the step lists that calls with this placement will ask for, when the kernels for Hopper compute them. rows:
+    of the queries."""
     layout, placement = call.layout, call.placement
     if call.backend == "triton" or placement.steps is None or _no_hopper(placement.query_block_ids.device):
         return

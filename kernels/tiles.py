@@ -12,9 +12,10 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured by benchmarks/tune.py, on an H200 at 32K tokens: the rows of 64, 128 and
-# 256 with 16-bit inputs. That of 256: forward 4.637 ms, which was 6.43 with Tile(128, 32, 8, 2); the whole backward 39.8 ms before, 29.7 with
-# this dQ alone, 37.0 with this dK/dV alone. The other rows (32, and all of 32-bit inputs) are guesses that fit into shared memory.
+# (padded head dim, 32-bit inputs) -> forward, dQ, dK and dV. Measured by benchmarks/tune.py, on an H200 at 32K tokens:
+# the rows of 64, 128 and 256 with 16-bit inputs. That of 256: forward 4.637 ms, which was 6.43 with Tile(128, 32, 8,
+# 2); the whole backward 39.8 ms before, 29.7 with this dQ alone, 37.0 with this dK/dV alone. The other rows (32, and
+# all of 32-bit inputs) are guesses that fit into shared memory.
 _TABLE = {
     (32, False): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
     (64, False): (Tile(64, 64, 4, 3), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
@@ -25,7 +26,8 @@ _TABLE = {
     (128, True): (Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
     (256, True): (Tile(32, 16, 8, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# Rows of cards with less shared memory a block than Hopper's 227 KB; compiled for them, not measured. 163 KB: compute capability 8.0.
+# Rows of cards with less shared memory a block than Hopper's 227 KB; compiled for them, not measured. 163 KB: compute
+# capability 8.0.
 _AMPERE_TABLE = {(256, False): (Tile(128, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 4, 2))}
 # 99 KB.
 _SMALL_TABLE = {
@@ -51,7 +53,9 @@ def tiles_for(block_dim: int, wide: bool, block_size: int, tile_blocks: int, cap
 class HopperTile(NamedTuple):
     """A kernel with a program per query tile."""
 
-    stages: int  # key tiles on their way, 2 or more (packed documents wait for V before K goes back); key blocks for head dims above 128
+    # Key tiles on their way, 2 or more (packed documents wait for V before K goes back); key blocks for head dims above
+    # 128.
+    stages: int
     heads: int  # heads whose tiles run side by side and share L2
     persistent: bool = False  # a program per multiprocessor instead of one per tile
     pack: bool = False  # two query heads of a KV head in one tile instead of two query blocks
@@ -65,7 +69,8 @@ class HopperColumn(NamedTuple):
     grad_stages: int  # and gradients of the output
     ds_stages: int  # dS on its way to the warpgroup of dQ
     heads: int
-    one_pass: bool  # dQ with dK and dV, in fp32 and without a fixed order of its sums, rather than in a kernel of its own
+    # dQ with dK and dV, in fp32 and without a fixed order of its sums, rather than in a kernel of its own.
+    one_pass: bool
 
 
 class HopperTiles(NamedTuple):
@@ -81,8 +86,10 @@ def hopper_block_dim(head_dim: int) -> int:
 
 @cache
 def hopper_tiles_for(block_dim: int, rows: int, keys: int) -> HopperTiles:
-    """block_dim: 64, 128 or 256. rows: tokens of the queries. keys: of the sequence, whatever a call has of them; of all packed documents."""
-    # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for even work.
+    """block_dim: 64, 128 or 256. rows: tokens of the queries. keys: of the sequence, whatever a call has of them; of
+    all packed documents."""
+    # Few heads at a time read their stripes from L2 instead of memory, which costs power; short sequences need many for
+    # even work.
     query_tile = HopperTile(stages=4 if block_dim == 64 else 2, heads=32 if keys <= 16384 else 2, persistent=True, pack=True)
     column = HopperColumn(stages=2, grad_stages=2, ds_stages=2, heads=4 if rows <= 16384 else 2, one_pass=block_dim == 64)
     if block_dim == 256:

@@ -1,9 +1,11 @@
-"""Which versions of Triton the Hopper kernels run on. Gluon, the language that they are written in, changes from one to the next.
+"""Which versions of Triton the Hopper kernels run on. Gluon, the language that they are written in, changes from one to
+the next.
 
-They were measured on 3.6 to 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On a newer one they are tried:
-a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and compares a small call with the portable kernels; of
-its own, because what the wrong code does to a GPU may end a process or never return. The verdict is stored in Triton's cache folder, for this
-version of Triton, these sources, this GPU and this kind of call.
+They were measured on 3.6 to 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On a
+newer one they are tried: a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and
+compares a small call with the portable kernels; of its own, because what the wrong code does to a GPU may end a process
+or never return. The verdict is stored in Triton's cache folder, for this version of Triton, these sources, this GPU and
+this kind of call.
 """
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ def no_gluon() -> str | None:
 
 
 def refusal(query, call) -> str | None:
-    """Why a call does not run on the Hopper kernels with the installed Triton, or None. Takes a minute at the first call of a kind, if the
-    version is a new one."""
+    """Why a call does not run on the Hopper kernels with the installed Triton, or None. Takes a minute at the first
+    call of a kind, if the version is a new one."""
     return None if release() <= NEWEST else _verdict(query.device, _kind(query, call), call.layout.pattern)
 
 
@@ -90,7 +92,8 @@ _known: dict[tuple, str | None] = {}
 
 
 def _verdict(device, kind: Kind, pattern) -> str | None:
-    """Why the kernels of a kind failed in their trial, or None: from this process, from the cache folder, or from a trial now."""
+    """Why the kernels of a kind failed in their trial, or None: from this process, from the cache folder, or from a
+    trial now."""
     place = device, kind
     if place not in _known:
         stored = _stored(device, kind)

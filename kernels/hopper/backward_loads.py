@@ -1,166 +1,234 @@
-"""The warp that loads for dK and dV on Hopper: the keys of a tile, then its queries with their gradients, and what each step is."""
+"""The warp that loads for dK and dV on Hopper: the keys of a tile, then its queries with their gradients, and what each
+step is."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from s2_megatron.kernels.hopper.columns import key_tile, listed_column, query_block_of, query_run, step_word
-from s2_megatron.kernels.hopper.gluon_versions import copy_to_shared, tma_load
-from s2_megatron.kernels.hopper.memory import send_plan, send_word
-from s2_megatron.kernels.hopper.parts import part_of_program, place_of_column, visits_of_part, words_of_column
+from s2_megatron.kernels.hopper.columns import key_step, key_tile, listed_column, query_run
+from s2_megatron.kernels.hopper.gluon_versions import aggregate, copy_to_shared, tma_load
+from s2_megatron.kernels.hopper.parts import part_of_program, place_of_column, steps_of_column, visits_of_part
+from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK
+from s2_megatron.kernels.hopper.steps import LAST_STEP, goes_on, member_of, row_block_of
+from s2_megatron.kernels.hopper.work_tiles import KeyTile, send_step
+
+
+@aggregate
+class StepMemory:
+    """Shared memory for the steps of key tiles: stages of queries with LSE and the step's descriptor, and of gradients
+    with delta."""
+
+    q_buffers: gl.shared_memory_descriptor  # [stages, 64, BLOCK_D]
+    grad_buffers: gl.shared_memory_descriptor
+    lse_buffers: gl.shared_memory_descriptor  # [stages, 64]
+    delta_buffers: gl.shared_memory_descriptor
+    steps: gl.shared_memory_descriptor
+    queries: Pipeline
+    grads: Pipeline
 
 
 @gluon.jit
-def load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, token, length, first, second, key_length,
-              link, KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Both halves of a key tile, and its plan. link: see parts.py. Returns the count of tiles after it."""
-    kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
-    slot = tiles % 2
-    head = kv_head * KV_STEP
-    row_a = token + first * BLOCK
-    row_b = gl.where(second * BLOCK < key_length, token + second * BLOCK, row_a)  # a second block that does not exist: something finite
-    mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)
-    barrier = kv_full.index(slot)
-    mbarrier.expect(barrier, 4 * BLOCK * BLOCK_D * 2)
-    tma_load(k_desc, [batch, head, row_a, 0], barrier, k_tiles.index(slot * 2))
-    tma_load(k_desc, [batch, head, row_b, 0], barrier, k_tiles.index(slot * 2 + 1))
-    tma_load(v_desc, [batch, head, row_a, 0], barrier, v_tiles.index(slot * 2))
-    tma_load(v_desc, [batch, head, row_b, 0], barrier, v_tiles.index(slot * 2 + 1))
-    send_plan(plan, slot, batch, kv_head, token, length, first, second, key_length, link)
+def step_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
+    matrix: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_buffers = gl.allocate_shared_memory(dtype, [Q_STAGES, BLOCK, BLOCK_D], matrix)
+    grad_buffers = gl.allocate_shared_memory(dtype, [GRAD_STAGES, BLOCK, BLOCK_D], matrix)
+    lse_buffers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], vector)
+    delta_buffers = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES, BLOCK], vector)
+    steps = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], vector)
+    queries = make_pipeline(Q_STAGES, 2, 2)  # filled by TMA and by the descriptor
+    grads = make_pipeline(GRAD_STAGES, 2, 2)  # filled by TMA, and an arrival after the copies of delta
+    return StepMemory(q_buffers, grad_buffers, lse_buffers, delta_buffers, steps, queries, grads)
+
+
+@aggregate
+class KeyLoads:
+    """What is loaded, and where it goes: the memory of the computing warpgroups, seen as the boxes that TMA fills."""
+
+    q_desc: gl.base_value
+    k_desc: gl.base_value
+    v_desc: gl.base_value
+    grad_desc: gl.base_value
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    memory: StepMemory
+    tiles: Pipeline
+    numbers: gl.shared_memory_descriptor  # of the work tiles
+    q_boxes: gl.shared_memory_descriptor
+    grad_boxes: gl.shared_memory_descriptor
+    k_boxes: gl.shared_memory_descriptor
+    v_boxes: gl.shared_memory_descriptor
+    KV_STEP: gl.constexpr  # 0 where KV heads share the rows of K and V
+    BLOCK_D: gl.constexpr
+
+
+@gluon.jit
+def load_keys(loads, tiles, tile):
+    """Both halves of a key tile, and its numbers. Returns the count of tiles after it."""
+    slot = loads.tiles.stage(tiles)
+    head = tile.kv_head * loads.KV_STEP
+    row_a = tile.token + tile.first * BLOCK
+    # For a second block that does not exist, something finite.
+    row_b = gl.where(tile.second * BLOCK < tile.key_length, tile.token + tile.second * BLOCK, row_a)
+    loads.tiles.wait_empty(tiles)
+    barrier = loads.tiles.full_barrier(tiles)
+    mbarrier.expect(barrier, 4 * BLOCK * loads.BLOCK_D * 2)
+    tma_load(loads.k_desc, [tile.batch, head, row_a, 0], barrier, loads.k_boxes.index(slot * 2))
+    tma_load(loads.k_desc, [tile.batch, head, row_b, 0], barrier, loads.k_boxes.index(slot * 2 + 1))
+    tma_load(loads.v_desc, [tile.batch, head, row_a, 0], barrier, loads.v_boxes.index(slot * 2))
+    tma_load(loads.v_desc, [tile.batch, head, row_b, 0], barrier, loads.v_boxes.index(slot * 2 + 1))
+    tile.send(loads.numbers, slot)
     mbarrier.arrive(barrier, count=1)
     return tiles + 1
 
 
 @gluon.jit
-def load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers, words, step_barriers,
-                 batch, kv_head, token, length, heads, rows, RATIO: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr,
-                 GRAD_STAGES: gl.constexpr):
-    """A step: queries, LSE, gradients, delta. Returns the count of steps after it."""
-    q_full, q_empty, grad_full, grad_empty = step_barriers
-    # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere. Rows that are masked out become zeros (in PTX a source of
-    # size 0), which they have to be: they are multiplied with the zeros of queries behind the sequence.
+def load_queries(loads, step, count, tile, schedule):
+    """A step of a tile: queries, LSE, gradients, delta. Returns the count of steps after it."""
+    memory = loads.memory
+    # 4 bytes at a time: TMA wants 16, and a document may start anywhere. Rows that are masked out become zeros (in PTX
+    # a source of size 0), which they have to be: they are multiplied with the zeros of queries behind the sequence.
     lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    head = kv_head * RATIO + (word >> 24)
-    row = query_block_of(word) * BLOCK
-    sums = (batch * heads + head).to(gl.int64) * rows + token + row
-    inside = row + lane < length
-    stage = count % Q_STAGES
-    mbarrier.wait(q_empty.index(stage), ((count // Q_STAGES) & 1) ^ 1)
-    barrier = q_full.index(stage)
-    mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
-    tma_load(q_desc, [batch, head, token + row, 0], barrier, q_tiles.index(stage))
-    copy_to_shared(lse_buffers.index(stage), lse_ptr + sums + lane, mask=inside)
+    head = tile.kv_head * schedule.RATIO + member_of(step)
+    row = row_block_of(step) * BLOCK
+    sums = (tile.batch * schedule.heads + head).to(gl.int64) * schedule.rows + tile.token + row
+    inside = row + lane < tile.length
+    stage = memory.queries.stage(count)
+    memory.queries.wait_empty(count)
+    barrier = memory.queries.full_barrier(count)
+    mbarrier.expect(barrier, BLOCK * loads.BLOCK_D * 2)
+    tma_load(loads.q_desc, [tile.batch, head, tile.token + row, 0], barrier, loads.q_boxes.index(stage))
+    copy_to_shared(memory.lse_buffers.index(stage), loads.lse_ptr + sums + lane, mask=inside)
     async_copy.mbarrier_arrive(barrier)
-    send_word(words, stage, word)
+    send_step(memory.steps, stage, step)
     mbarrier.arrive(barrier, count=1)
-    stage = count % GRAD_STAGES
-    mbarrier.wait(grad_empty.index(stage), ((count // GRAD_STAGES) & 1) ^ 1)
-    barrier = grad_full.index(stage)
-    mbarrier.expect(barrier, BLOCK * BLOCK_D * 2)
-    tma_load(grad_desc, [batch, head, token + row, 0], barrier, grad_tiles.index(stage))
-    copy_to_shared(delta_buffers.index(stage), delta_ptr + sums + lane, mask=inside)
+    stage = memory.grads.stage(count)
+    memory.grads.wait_empty(count)
+    barrier = memory.grads.full_barrier(count)
+    mbarrier.expect(barrier, BLOCK * loads.BLOCK_D * 2)
+    tma_load(loads.grad_desc, [tile.batch, head, tile.token + row, 0], barrier, loads.grad_boxes.index(stage))
+    copy_to_shared(memory.delta_buffers.index(stage), loads.delta_ptr + sums + lane, mask=inside)
     async_copy.mbarrier_arrive(barrier)
     mbarrier.arrive(barrier, count=1)
     return count + 1
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, k_tiles, v_tiles, lse_buffers, delta_buffers, words,
-            plan, barriers, columns, ranges_ptr, lists, heads, rows, key_rows, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-            ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
-            KV_STEP: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr):
-    kv_full, kv_empty, q_full, q_empty, grad_full, grad_empty, ds_full, ds_empty = barriers
-    step_barriers = (q_full, q_empty, grad_full, grad_empty)
+def walk_lists(loads, schedule):
+    """All tiles of a program, whose steps come as lists. Returns how many there were."""
+    SPLIT: gl.constexpr = schedule.SPLIT
+    count = 0
+    tiles = 0
+    index = gl.atomic_add(schedule.counter_ptr, 1)
+    while index < schedule.n_programs:
+        part = 0
+        if SPLIT:
+            index, part = part_of_program(index, schedule)
+            place = place_of_column(index, schedule)
+        exists = True
+        link = 0
+        if SPLIT:
+            n_steps = steps_of_column(index, place, schedule)
+            part_first, part_end, link = visits_of_part(part, gl.where(n_steps > 0, place, -1), gl.maximum(n_steps, 1), schedule.part_steps)
+            exists = part_first < part_end
+        batch, kv_head, first, second, entry = listed_column(index, schedule)
+        index = gl.atomic_add(schedule.counter_ptr, 1)
+        if (first * BLOCK < schedule.key_rows) & exists:
+            steps_ptr = schedule.lists.steps_ptr + entry
+            if SPLIT:
+                steps_ptr += part_first
+                left = gl.where(n_steps > 0, part_end - part_first, 1 << 28)
+            step = gl.load(steps_ptr)
+            tile = KeyTile(batch, kv_head, 0, schedule.rows, first, second, schedule.key_rows, link)
+            tiles = load_keys(loads, tiles, tile)
+            more = step * 0 + 1
+            while more != 0:
+                steps_ptr += 1
+                following = gl.load(steps_ptr)  # the lists end with a step too many
+                if SPLIT:
+                    left -= 1
+                    step |= gl.where(left == 0, LAST_STEP, 0)
+                count = load_queries(loads, step, count, tile, schedule)
+                more = goes_on(step)
+                step = following
+    return tiles
+
+
+@gluon.jit
+def walk_ranges(loads, schedule):
+    """All tiles of a program, whose steps follow from the ranges. Returns how many there were."""
+    SPLIT: gl.constexpr = schedule.SPLIT
+    RATIO: gl.constexpr = schedule.RATIO
+    N_RANGES: gl.constexpr = schedule.N_RANGES
     # Query heads of one pattern visit a key tile together, a query block at a time, others one after the other.
-    RUNS: gl.constexpr = RATIO if MIXED else 1
-    TOGETHER: gl.constexpr = 1 if MIXED else RATIO
-    counter_ptr, n_programs, fold, n_long, n_rest, units, batches, head_group, n_split, part_steps, order_ptr, documents_ptr, \
-        distance_ptr = columns
+    RUNS: gl.constexpr = RATIO if schedule.MIXED else 1
+    TOGETHER: gl.constexpr = 1 if schedule.MIXED else RATIO
     count = 0
     tiles = 0
     upward = 0
-    index = gl.atomic_add(counter_ptr, 1)
-    while index < n_programs:
+    index = gl.atomic_add(schedule.counter_ptr, 1)
+    while index < schedule.n_programs:
         part = 0
         if SPLIT:
-            index, part = part_of_program(index, n_split, n_programs, n_long, n_rest, units, head_group)
-            place = place_of_column(index, n_split, n_long, n_rest, units, head_group)
-        if LISTED:
-            exists = True
-            link = 0
-            if SPLIT:
-                n_words = words_of_column(index, place, n_long, n_rest, units, batches, head_group, lists)
-                part_first, part_end, link = visits_of_part(part, gl.where(n_words > 0, place, -1), gl.maximum(n_words, 1), part_steps)
-                exists = part_first < part_end
-            batch, kv_head, first, second, entry = listed_column(index, n_long, n_rest, units, batches, head_group, lists)
-            index = gl.atomic_add(counter_ptr, 1)
-            if (first * BLOCK < key_rows) & exists:
-                words_ptr = lists[2] + entry
-                if SPLIT:
-                    words_ptr += part_first
-                    left = gl.where(n_words > 0, part_end - part_first, 1 << 28)
-                word = gl.load(words_ptr)
-                tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, 0, rows, first, second, key_rows,
-                                  link, KV_STEP, BLOCK_D)
-                more = word * 0 + 1
-                while more != 0:
-                    words_ptr += 1
-                    following = gl.load(words_ptr)  # the lists end with a word too many
-                    if SPLIT:
-                        left -= 1
-                        word |= gl.where(left == 0, 16, 0)
-                    count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, step_barriers, batch, kv_head, 0, rows, heads, rows, RATIO, BLOCK_D, Q_STAGES, GRAD_STAGES)
-                    more = (word & 16) ^ 16
-                    word = following
+            index, part = part_of_program(index, schedule)
+            place = place_of_column(index, schedule)
+        batch, kv_head, token, length, first, second = key_tile(index, upward, schedule)
+        direction = upward
+        if (schedule.fold != 0) & (index < schedule.n_long * schedule.units) & (upward == 0):
+            upward = 1
         else:
-            batch, kv_head, token, length, first, second = key_tile(
-                index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
-                N_RANGES, RATIO, ORDERED, PACKED, MIXED)
-            direction = upward
-            if (fold != 0) & (index < n_long * units) & (upward == 0):
-                upward = 1
-            else:
-                index = gl.atomic_add(counter_ptr, 1)
-                upward = 0
-            n_blocks = (length + BLOCK - 1) // BLOCK
-            runs = gl.where(first < n_blocks, RUNS, 0)
-            link = 0
-            passed = 0  # visits of the runs before
-            if SPLIT:
-                column_visits = index * 0
-                for run in range(runs):
-                    steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + run, N_RANGES)
-                    column_visits += steps * TOGETHER
-                part_first, part_end, link = visits_of_part(part, place, column_visits, part_steps)
-                runs = gl.where(part_first < part_end, runs, 0)
-                passed = index * 0
-            if runs > 0:
-                tiles = load_keys(k_desc, v_desc, k_tiles, v_tiles, plan, barriers, tiles, batch, kv_head, token, length, first, second, length,
-                                  link, KV_STEP, BLOCK_D)
+            index = gl.atomic_add(schedule.counter_ptr, 1)
+            upward = 0
+        n_blocks = (length + BLOCK - 1) // BLOCK
+        runs = gl.where(first < n_blocks, RUNS, 0)
+        link = 0
+        passed = 0  # visits of the runs before
+        if SPLIT:
+            column_visits = index * 0
             for run in range(runs):
-                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, ranges_ptr, kv_head * RATIO + run, N_RANGES)
-                visits = steps * TOGETHER
-                low = 0
-                high = visits
+                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, N_RANGES)
+                column_visits += steps * TOGETHER
+            part_first, part_end, link = visits_of_part(part, place, column_visits, schedule.part_steps)
+            runs = gl.where(part_first < part_end, runs, 0)
+            passed = index * 0
+        tile = KeyTile(batch, kv_head, token, length, first, second, length, link)
+        if runs > 0:
+            tiles = load_keys(loads, tiles, tile)
+        for run in range(runs):
+            steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, N_RANGES)
+            visits = steps * TOGETHER
+            low = 0
+            high = visits
+            if SPLIT:
+                low = gl.minimum(gl.maximum(part_first - passed, 0), visits)
+                high = gl.minimum(gl.maximum(part_end - passed, 0), visits)
+            for visit in range(low, high):
+                number = visit // TOGETHER
+                member = run + visit - number * TOGETHER
+                query_block = top - 1 - gl.where(direction != 0, steps - 1 - number, number)
+                query_block -= gl.where(query_block < second, gap, 0)
+                last = (run == RUNS - 1) & (visit == visits - 1)
                 if SPLIT:
-                    low = gl.minimum(gl.maximum(part_first - passed, 0), visits)
-                    high = gl.minimum(gl.maximum(part_end - passed, 0), visits)
-                for visit in range(low, high):
-                    step = visit // TOGETHER
-                    member = run + visit - step * TOGETHER
-                    query_block = top - 1 - gl.where(direction != 0, steps - 1 - step, step)
-                    query_block -= gl.where(query_block < second, gap, 0)
-                    last = (run == RUNS - 1) & (visit == visits - 1)
-                    if SPLIT:
-                        last = passed + visit == part_end - 1
-                    word = step_word(query_block, member, first, second, first_end, second_end, last)
-                    count = load_queries(word, count, q_desc, grad_desc, lse_ptr, delta_ptr, q_tiles, grad_tiles, lse_buffers, delta_buffers,
-                                         words, step_barriers, batch, kv_head, token, length, heads, rows, RATIO, BLOCK_D, Q_STAGES,
-                                         GRAD_STAGES)
-                if SPLIT:
-                    passed += visits
-    slot = tiles % 2
-    mbarrier.wait(kv_empty.index(slot), ((tiles // 2) & 1) ^ 1)
-    send_plan(plan, slot, 0, 0, 0, 0, 0, 0, -1, 0)
-    mbarrier.arrive(kv_full.index(slot), count=2)
+                    last = passed + visit == part_end - 1
+                step = key_step(query_block, member, first, second, first_end, second_end, last)
+                count = load_queries(loads, step, count, tile, schedule)
+            if SPLIT:
+                passed += visits
+    return tiles
+
+
+@gluon.jit
+def produce(loads, schedule):
+    """All tiles of a program, then one that says that there are no more."""
+    if schedule.LISTED:
+        tiles = walk_lists(loads, schedule)
+    else:
+        tiles = walk_ranges(loads, schedule)
+    end_tiles(loads, tiles)
+
+
+@gluon.jit
+def end_tiles(loads, tiles):
+    loads.tiles.wait_empty(tiles)
+    KeyTile(0, 0, 0, 0, 0, 0, -1, 0).send(loads.numbers, loads.tiles.stage(tiles))
+    mbarrier.arrive(loads.tiles.full_barrier(tiles), count=2)

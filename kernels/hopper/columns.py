@@ -1,23 +1,57 @@
 """Which key tiles the Hopper backward computes, and which query blocks visit them.
 
-A key tile is 128 keys: two key blocks of one KV head with runs of about the same length. In a KV-cache efficient pattern a block is attended
-by one run of query blocks, from its own on, as long as the last range that it is a member of. So the blocks fall into classes by that range;
-neighbours in a class make a tile: two blocks of the last stride, which are attended to the end, or two of those between, which only the window
-sees. MIXED: the query heads of a group have different classes; then two blocks lie the group's last stride apart, which puts them into the same
-class of its last range for every head whose last stride divides it.
+A key tile is 128 keys: two key blocks of one KV head with runs of about the same length. In a KV-cache efficient
+pattern a block is attended by one run of query blocks, from its own on, as long as the last range that it is a member
+of. So the blocks fall into classes by that range; neighbours in a class make a tile: two blocks of the last stride,
+which are attended to the end, or two of those between, which only the window sees. MIXED: the query heads of a group
+have different classes; then two blocks lie the group's last stride apart, which puts them into the same class of its
+last range for every head whose last stride divides it.
 
-fold: a program takes two of a KV head's long columns, the j-th from the sequence's end down and then the j-th last from its own block up. Both
-together are of the same length for every j where the last range has no end, so that all programs of a head pass by the same queries at the same
-time: those come from L2.
-Were each column to start when another one ends, with hundreds of different lengths, they would come from memory again and again.
+fold: a program takes two of a KV head's long columns, the j-th from the sequence's end down and then the j-th last from
+its own block up. Both together are of the same length for every j where the last range has no end, so that all programs
+of a head meet the same queries at the same time: those come from L2. If each column started when another one ends, with
+hundreds of different lengths, they would come from memory again and again.
 
-LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead (block_lists.py). Either way
-each step comes with a word that says who attends what.
+LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead
+(ops/key_steps.py). Either way each step comes with a descriptor that says who attends what.
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from s2_megatron.kernels.hopper.schedule import divides, head_of_unit, load_range, quotient
+from s2_megatron.kernels.hopper.gluon_versions import aggregate
+from s2_megatron.kernels.hopper.schedule import StepLists, divides, head_of_unit, load_range, quotient
+from s2_megatron.kernels.hopper.steps import ATTENDED, LAST_STEP, MEMBER_SHIFT, OWN, ROW_SHIFT
+
+
+@aggregate
+class KeySchedule:
+    """What the kernels of dK and dV take their tiles, a column of the attention matrix each, from."""
+
+    ranges_ptr: gl.tensor
+    order_ptr: gl.tensor
+    documents_ptr: gl.tensor
+    distance_ptr: gl.tensor  # MIXED: between the two blocks of a tile, by KV head
+    counter_ptr: gl.tensor
+    lists: StepLists
+    heads: gl.tensor
+    rows: gl.tensor
+    key_rows: gl.tensor
+    n_programs: gl.tensor
+    n_long: gl.tensor  # columns of a unit (a KV head of the batch) that go first
+    n_rest: gl.tensor
+    units: gl.tensor
+    batches: gl.tensor
+    head_group: gl.tensor
+    fold: gl.tensor
+    n_split: gl.tensor  # SPLIT, see parts.py
+    part_steps: gl.tensor
+    N_RANGES: gl.constexpr
+    RATIO: gl.constexpr  # query heads of a KV head
+    ORDERED: gl.constexpr
+    PACKED: gl.constexpr
+    MIXED: gl.constexpr
+    LISTED: gl.constexpr
+    SPLIT: gl.constexpr
 
 
 @gluon.jit
@@ -28,8 +62,8 @@ def others_before(position, factor):
 
 @gluon.jit
 def class_block(rank, first, last_position, stride, factor):
-    """The block of one rank among the members (first + t * stride) of a range that are not members of the next one, whose stride is `factor`
-    times as wide (0: there is no next range). last_position: (first + offset) / stride."""
+    """The block of one rank among the members (first + t * stride) of a range that are not members of the next one,
+    whose stride is `factor` times as wide (0: there is no next range). last_position: (first + offset) / stride."""
     between = rank + others_before(last_position, gl.maximum(factor, 1))
     position = gl.where(factor == 0, last_position + rank, between + quotient(between, gl.maximum(factor - 1, 1)) + 1)
     return first + (position - last_position) * stride
@@ -37,8 +71,8 @@ def class_block(rank, first, last_position, stride, factor):
 
 @gluon.jit
 def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
-    """(first block, second block) of a head's column; the longest class first. A second one of n_blocks or more does not exist, nor does a
-    column whose first one is."""
+    """(first block, second block) of a head's column; the longest class first. A second one of n_blocks or more does
+    not exist, nor does a column whose first one is."""
     first_block = n_blocks
     second_block = n_blocks
     passed = column * 0
@@ -79,8 +113,8 @@ def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 @gluon.jit
 def column_of_program(index, n_long, n_rest, units, head_group):
-    """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest: the long columns of all
-    heads go first, so that the short ones fill the end."""
+    """(column, unit, whether it is one of the long ones) of a program, counted from 0 among the long ones or the rest:
+    the long columns of all heads go first, so that the short ones fill the end."""
     is_long = index < n_long * units
     rest = gl.where(is_long, index, index - n_long * units)
     per_group = gl.where(is_long, n_long, n_rest) * head_group
@@ -90,47 +124,49 @@ def column_of_program(index, n_long, n_rest, units, head_group):
 
 
 @gluon.jit
-def listed_column(index, n_long, n_rest, units, batches, head_group, lists):
-    """(batch, KV head, first slot, second slot, first word) of a program, from the lists of block_lists.py. A slot beyond the keys does not
-    exist, nor does a column whose first one is."""
-    rows_ptr, columns_ptr, words_ptr = lists
-    column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
-    kv_head = unit // batches
-    column += gl.where(is_long, 0, n_long)
-    entry = columns_ptr + (gl.load(rows_ptr + kv_head) * (n_long + n_rest) + column) * 3
-    return unit - kv_head * batches, kv_head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+def listed_column(index, schedule):
+    """(batch, KV head, first slot, second slot, where its steps begin) of a program, from the lists of
+    ops/key_steps.py. A slot beyond the keys does not exist, nor does a column whose first one is."""
+    lists = schedule.lists
+    column, unit, is_long = column_of_program(index, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+    kv_head = unit // schedule.batches
+    column += gl.where(is_long, 0, schedule.n_long)
+    entry = lists.tiles_ptr + (gl.load(lists.rows_ptr + kv_head) * (schedule.n_long + schedule.n_rest) + column) * 3
+    return unit - kv_head * schedule.batches, kv_head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
 
 @gluon.jit
-def key_tile(index, fold, upward, n_long, n_rest, units, batches, head_group, order_ptr, documents_ptr, ranges_ptr, distance_ptr, rows,
-             N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr):
-    """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of n_blocks or more does not
-    exist. fold: a long program has two columns, the second one when `upward`."""
+def key_tile(index, upward, schedule):
+    """(batch, KV head, first token of the sequence, its length, first block, second block) of a program. A block of
+    n_blocks or more does not exist. fold: a long program has two columns, the second one when `upward`."""
+    RATIO: gl.constexpr = schedule.RATIO
+    N_RANGES: gl.constexpr = schedule.N_RANGES
     token = index * 0
-    length = rows
-    if PACKED:
-        tile = index // units
-        unit = index - tile * units
-        batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
-        token = gl.load(documents_ptr + tile * 4)
-        length = gl.load(documents_ptr + tile * 4 + 1)
-        column = gl.load(documents_ptr + tile * 4 + 2)
+    length = schedule.rows
+    if schedule.PACKED:
+        tile = index // schedule.units
+        unit = index - tile * schedule.units
+        batch, kv_head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)
+        token = gl.load(schedule.documents_ptr + tile * 4)
+        length = gl.load(schedule.documents_ptr + tile * 4 + 1)
+        column = gl.load(schedule.documents_ptr + tile * 4 + 2)
     else:
-        column, unit, is_long = column_of_program(index, n_long, n_rest, units, head_group)
-        batch, kv_head = head_of_unit(unit, batches, order_ptr, ORDERED)
+        column, unit, is_long = column_of_program(index, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+        batch, kv_head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)
     n_blocks = (length + 63) // 64
-    if MIXED:
-        distance = gl.load(distance_ptr + kv_head)
+    if schedule.MIXED:
+        distance = gl.load(schedule.distance_ptr + kv_head)
         first = column + quotient(column, distance) * distance
         second = first + distance
     else:
-        if not PACKED:
-            head_long = long_columns(n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
+        if not schedule.PACKED:
+            head_long = long_columns(n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES)
             turned = head_long - 1 - column
-            outside = is_long & ((column >= head_long) | ((fold != 0) & (column > turned)) | ((upward != 0) & (column == turned)))
+            beyond = (column >= head_long) | ((schedule.fold != 0) & (column > turned))
+            outside = is_long & (beyond | ((upward != 0) & (column == turned)))
             column = gl.where(is_long & (upward != 0), turned, column)
             column = gl.where(is_long, gl.where(outside, 1 << 28, column), column + head_long)
-        first, second = key_pair(column, n_blocks, ranges_ptr, kv_head * RATIO, N_RANGES)
+        first, second = key_pair(column, n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES)
     return batch, kv_head, token, length, gl.minimum(first, n_blocks), gl.minimum(second, n_blocks)
 
 
@@ -146,9 +182,9 @@ def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 @gluon.jit
 def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
-    """The query blocks that visit a key tile: (steps, top, gap, first end, second end). Step i visits top - 1 - i, less `gap` where that lies
-    below the second block: from the end of the sequence on, so that tiles of different length read the same rows at the same time (the second
-    column of a folded program in the opposite order)."""
+    """The query blocks that visit a key tile: (steps, top, gap, first end, second end). Step i visits top - 1 - i, less
+    `gap` where that lies below the second block: from the end of the sequence on, so that tiles of different length
+    read the same rows at the same time (the second column of a folded program in the opposite order)."""
     first_end = run_end(first, n_blocks, ranges_ptr, head, N_RANGES)
     second_end = run_end(second, n_blocks, ranges_ptr, head, N_RANGES)
     top = gl.maximum(first_end, second_end)
@@ -158,15 +194,11 @@ def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr)
 
 
 @gluon.jit
-def step_word(query_block, member, first, second, first_end, second_end, last):
-    """What a step of a key tile is, in one number: bits 0 and 1, the first and the second key block are attended; bits 2 and 3, it is that
-    block's own, masked by token; bit 4, the last step of the tile; from bit 5 the query block; from bit 24 the query head of the group."""
+def key_step(query_block, member, first, second, first_end, second_end, last):
+    """The descriptor of a step of a key tile."""
     keep_a = (query_block >= first) & (query_block < first_end)
     keep_b = (query_block >= second) & (query_block < second_end)
-    word = gl.where(keep_a, 1, 0) + gl.where(keep_b, 2, 0) + gl.where(last, 16, 0) + (query_block << 5) + (member << 24)
-    return word + gl.where(keep_a & (query_block == first), 4, 0) + gl.where(keep_b & (query_block == second), 8, 0)
-
-
-@gluon.jit
-def query_block_of(word):
-    return (word >> 5) & 0x7FFFF
+    flags = gl.where(keep_a, ATTENDED, 0) + gl.where(keep_b, ATTENDED << 1, 0)
+    step = flags + gl.where(last, LAST_STEP, 0) + (query_block << ROW_SHIFT) + (member << MEMBER_SHIFT)
+    own = gl.where(keep_a & (query_block == first), OWN, 0)
+    return step + own + gl.where(keep_b & (query_block == second), OWN << 1, 0)

@@ -1,9 +1,11 @@
-"""How the Hopper kernels are launched: once through Triton, which looks at every argument to choose what to compile, and from then on without
-that look, which takes as long as a short kernel. What it relies on is the same in Triton 3.6 to 3.9, see gluon_versions.py.
+"""How the Hopper kernels are launched: once through Triton, which looks at every argument to choose what to compile,
+and from then on without that look, which takes as long as a short kernel. What it relies on is the same in Triton 3.6
+to 3.9, see gluon_versions.py.
 
-Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of 16 or longer than 32
-bits, and by the constants. Launches that are equal in all of it, because the numbers are the same, run the same machine code. Triton's launch
-hooks run for all of them; settings that ask for another compilation count at the first launch of a kind.
+Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of
+16 or longer than 32 bits, and by the constants. Launches that are equal in all of it, because the numbers are the same,
+run the same machine code. Triton's launch hooks run for all of them; settings that ask for another compilation count at
+the first launch of a kind.
 """
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from s2_megatron.kernels.compile_options import OPTIONS
 
 BLOCK = 64  # rows of a box
 MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
-WIDE = gl.NVMMASharedLayout(128, 32, rank=4)
+MATRIX_FP32 = gl.NVMMASharedLayout(128, 32, rank=4)
 
 
 class Box(NamedTuple):
-    """Of a tensor [B, heads, rows, D] 64 rows and `columns` columns go through the copy engine at a time; what lies outside reads as 0 and is
-    not written. Heads with stride 0 are one."""
+    """Of a tensor [B, heads, rows, D] 64 rows and `columns` columns go through TMA at a time; what lies outside reads
+    as 0 and is not written. Heads with stride 0 are one."""
 
     tensor: object
     columns: int
@@ -48,7 +50,8 @@ class _Described(NamedTuple):
 
 
 class Launches:
-    """The launches of a kernel for one shape. grid: programs. arguments: all that follow from the shape and the pattern, by name."""
+    """The launches of a kernel for one shape. grid: programs. arguments: all that follow from the shape and the
+    pattern, by name."""
 
     def __init__(self, grid: int, arguments: dict):
         self.grid, self.arguments = (grid, 1, 1), arguments
@@ -58,8 +61,8 @@ class Launches:
         return type(self), (self.grid[0], self.arguments)
 
     def start(self, kernel, boxes, pointers, strided, **constants):
-        """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided: {letter: tensor} whose
-        strides are stride_<letter>b, h and s. constants: the other arguments, hashable."""
+        """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided:
+        {letter: tensor} whose strides are stride_<letter>b, h and s. constants: the other arguments, hashable."""
         kind = (kernel.__name__, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())

@@ -1,5 +1,5 @@
-"""What the Gluon of Triton 3.6, 3.7, 3.8 and 3.9 names differently, under one name each. Looked up by what the installed Triton has, not by
-its version number: the public name comes first, wherever there is one.
+"""What the Gluon of Triton 3.6, 3.7, 3.8 and 3.9 names differently, under one name each. Looked up by what the
+installed Triton has, not by its version number: the public name comes first, wherever there is one.
 
     reinterpret(buffer, dtype, shape, layout)    shared memory seen as another shape     `reinterpret` from 3.9 on, `_reinterpret` before
     thread_barrier()                             of the threads of one warpgroup         `gl.barrier` from 3.7 on, `gl.thread_barrier` before
@@ -7,10 +7,12 @@ its version number: the public name comes first, wherever there is one.
     tma_store(desc, coord, buffer)               shared to global memory, by TMA         `tma.async_store` from 3.8 on
     tma_add(desc, coord, buffer)                 desc[coord] += buffer, by TMA           `tma.async_atomic_add` from 3.8 on, not exported before
     copy_to_shared(buffer, pointers, mask=)      global to shared memory, by threads     `async_copy.async_load` from 3.8 on
+    @aggregate                                   a class of values that go together      `gluon.aggregate` from 3.8 on, not exported before
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.language import core
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -41,3 +43,26 @@ else:
     @builtin
     def reinterpret(buffer, dtype, shape, layout, _semantic=None):
         return buffer._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+
+_aggregate = getattr(gluon, "aggregate", None) or core._aggregate
+
+
+def aggregate(cls):
+    """A class of values that kernels pass on together. Its annotations are names for the reader: a field may hold any
+    value of the language, also a constant, None or another aggregate. It is made with values for all fields, in order,
+    and its methods are jitted functions."""
+    fields = tuple(cls.__annotations__)
+
+    def __init__(self, *values):
+        if len(values) != len(fields):
+            raise TypeError(f"{cls.__name__} has the fields {fields}, and was given {len(values)} values")
+        for name, value in zip(fields, values):
+            setattr(self, name, value)
+
+    __init__.__triton_builtin__ = True  # the compiler runs it as it is
+    cls.__init__ = __init__
+    cls.__annotations__ = dict.fromkeys(fields, gl.base_value)
+    made = _aggregate(cls)
+    made.aggregate_fields = fields
+    return made

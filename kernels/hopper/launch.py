@@ -1,5 +1,5 @@
-"""Launches of the Hopper kernels, and which calls they compute. The arguments are those of ops.call.Backend: views [B, heads, rows, D], and
-an AttentionCall."""
+"""Launches of the Hopper kernels, and which calls they compute. The arguments are those of ops.call.Backend: views [B,
+heads, rows, D], and an AttentionCall."""
 from __future__ import annotations
 
 import math
@@ -10,13 +10,14 @@ import triton
 
 from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.hopper.backward import s2_hopper_backward_kernel
-from s2_megatron.kernels.hopper.d256.backward import s2_hopper_wide_backward_kernel
-from s2_megatron.kernels.hopper.d256.forward import s2_hopper_wide_forward_kernel
-from s2_megatron.kernels.hopper.d256.grad_query import s2_hopper_wide_grad_query_kernel
-from s2_megatron.kernels.hopper.descriptors import BLOCK, WIDE, Box, Launches
+from s2_megatron.kernels.hopper.d256.backward import s2_hopper_d256_backward_kernel
+from s2_megatron.kernels.hopper.d256.forward import s2_hopper_d256_forward_kernel
+from s2_megatron.kernels.hopper.d256.grad_query import s2_hopper_d256_grad_query_kernel
+from s2_megatron.kernels.hopper.descriptors import BLOCK, MATRIX_FP32, Box, Launches
 from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper.rows import s2_scale_kernel
+from s2_megatron.kernels.step_descriptor import MOST_MEMBERS
 from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 from s2_megatron.kernels.triton.launch import DELTA_ROWS
 from s2_megatron.kernels.triton.packed_rows import s2_document_tiles_kernel
@@ -25,11 +26,11 @@ from s2_megatron.printing import print_once
 
 TILE = 2 * BLOCK  # rows of a tile, of two blocks
 MOST_RANGES = 12  # for the marks of a tile
-MOST_MEMBERS = 127  # query heads of a KV head, for the words of steps
 MOST_BLOCKS = 2**19  # for the quotients of schedule.py
 PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to hand its sums on takes as long as a few
 MOST_PARTS = 64  # of a column
-FEW_UNITS = 16  # from so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel
+# From so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel.
+FEW_UNITS = 16
 MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
 
 
@@ -44,7 +45,7 @@ def _share_rows(tensor) -> bool:
 
 
 def _loadable(tensor) -> bool:
-    """Whether the copy engine can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
+    """Whether TMA can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
     *strides, unit = tensor.stride()
     whole = 16 // tensor.element_size()  # elements in 16 bytes
     return (unit == 1 and tensor.data_ptr() % 16 == 0
@@ -84,7 +85,8 @@ def refusal(query, key, value, call, initial=None, more=None) -> str | None:
 
 
 def _documents(packed, rows, per_document, tile):
-    """(table of the tiles of packed documents, its length): `tile` tokens a tile, and room for per_document - 1 more a document."""
+    """(table of the tiles of packed documents, its length): `tile` tokens a tile, and room for per_document - 1 more a
+    document."""
     documents = len(packed.cu_seqlens) - 1
     n_tiles = rows // tile + documents * per_document
     tiles = torch.empty(n_tiles, 4, dtype=torch.int32, device=packed.cu_seqlens.device)
@@ -98,11 +100,11 @@ def _group(units: int, wanted: int) -> int:
 
 
 class Geometry:
-    """What the kernels of one call share. Launches are kept with the layout, or the step lists, for every shape: a short call would wait for
-    Python otherwise; those of packed documents change from batch to batch.
+    """What the kernels of one call share. Launches are cached with the layout, or the step lists, for every shape: a
+    short call would wait for Python otherwise; those of packed documents change from batch to batch.
 
-    kv_heads: (first, end) of those that a kernel with a program per query tile computes, or None. more: key and value of the placement's slots
-    from own_slots on, or None.
+    kv_heads: (first, end) of those that a kernel with a program per query tile computes, or None. more: key and value
+    of the placement's slots from own_slots on, or None.
     """
 
     def __init__(self, query, key, value, call, initial=None, kv_heads=None, more=None):
@@ -113,7 +115,7 @@ class Geometry:
         self.layout, self.packed, self.scale = layout, call.packed, call.softmax_scale
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.block_dim = hopper_block_dim(self.head_dim)
-        self.single = self.block_dim == 256  # one key block a stage: the kernels of the hopper_wide files
+        self.single = self.block_dim == 256  # one key block a stage: the kernels of d256/
         self.tiles = hopper_tiles_for(self.block_dim, self.rows, self.rows if placement is None else placement.n_blocks * BLOCK)
         self.steps = None
         if _needs_lists(layout, placement, initial):
@@ -122,29 +124,29 @@ class Geometry:
 
     def query_tiles(self, tile):
         """Launches of the kernels with a program per query tile."""
-        return self._kept("query", tile, self._query_tiles)
+        return self._launches("query", tile, self._query_tiles)
 
     def key_tiles(self):
         """Launches of the kernel with a program per key tile."""
-        return self._kept("key", self.tiles.backward, self._key_tiles)
+        return self._launches("key", self.tiles.backward, self._key_tiles)
 
     def delta_tiles(self):
         """Launches of the portable kernel that makes the row sums."""
-        return self._kept("delta", None, self._delta_tiles)
+        return self._launches("delta", None, self._delta_tiles)
 
     def _delta_tiles(self, tile):
         return Launches(triton.cdiv(self.rows, DELTA_ROWS) * self.batch * self.heads,
                         dict(n_rows=self.rows, n_heads=self.heads, ROWS=DELTA_ROWS, HEAD_DIM=self.head_dim,
                              BLOCK_D=max(16, triton.next_power_of_2(self.head_dim))))
 
-    def _kept(self, kind, tile, make):
+    def _launches(self, kind, tile, make):
         if self.packed is not None:
             return make(tile)
-        kept = (self.layout if self.steps is None else self.steps).cache
+        cache = (self.layout if self.steps is None else self.steps).cache
         entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
-        if entry not in kept:
-            kept[entry] = make(tile)
-        return kept[entry]
+        if entry not in cache:
+            cache[entry] = make(tile)
+        return cache[entry]
 
     def _common(self, lists, **pointers):
         rows, tiles, steps = lists or (self.nothing,) * 3
@@ -172,10 +174,11 @@ class Geometry:
         else:
             lists = self.steps.query(bool(pack))
             if first > 0:
-                # Copied, not computed there: it is kept, and must not be filled by a captured graph alone.
+                # Copied, not computed there: it is cached, and must not be filled by a captured graph alone.
                 order = torch.arange(first * members, end * members, dtype=torch.int32, device="cpu").to(self.query.device)
         programs = n_tiles * units
-        # Tiles from lists are taken one after the other; tiles of ranges are dealt out, which is not for heads of different work.
+        # Tiles from lists are taken one after the other; tiles of ranges are dealt out, which is not for heads of
+        # different work.
         persistent = tile.persistent and (order is None or lists is not None)
         grid = min(programs, _multiprocessors(self.query.device)) if persistent else programs
         return Launches(grid, dict(self._common(lists, order_ptr=order, documents_ptr=documents), n_tiles=n_tiles, n_programs=programs,
@@ -189,7 +192,8 @@ class Geometry:
         key_rows = self.key.shape[2]
         if self.steps is not None:
             *lists, n_long, n_rest = self.steps.key()
-            key_rows = min(key_rows, self.steps.n_slots * BLOCK)  # in the lists slot n_slots is none, whatever lies there
+            # In the lists slot n_slots is none, whatever lies there.
+            key_rows = min(key_rows, self.steps.n_slots * BLOCK)
         else:
             order, distances = self.layout.head_order(self.heads // self.key.shape[1]), self.layout.pair_distances
             if self.packed is None:
@@ -212,8 +216,9 @@ class Geometry:
             **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few))))
 
     def _folds(self):
-        """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all steps, and not for head
-        dims above 128, whose kernel goes through a tile's two blocks one after the other, so that programs are never at the same queries."""
+        """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all
+        steps, and not for head dims above 128, whose kernel goes through a tile's two blocks one after the other, so
+        that programs are never at the same queries."""
         longest = self.heads // self.key.shape[1] * (triton.cdiv(self.rows, BLOCK) + 2)
         return not self.single and longest <= self._mean_steps()
 
@@ -223,8 +228,9 @@ class Geometry:
         return steps / _multiprocessors(self.query.device)
 
     def _parts(self, n_long, units):
-        """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where columns are about as long as
-        what a multiprocessor has to do; a quarter of that makes a part, for what is left at the end is shared out better."""
+        """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where
+        columns are about as long as what a multiprocessor has to do; a quarter of that makes a part, for what is left
+        at the end is shared out better."""
         if self.steps is None:
             n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
             runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
@@ -232,17 +238,20 @@ class Geometry:
             longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
             mean = self._mean_steps()
         else:
-            words = self.steps.column_steps()
-            longest, mean = int(words.max()), self.batch * int(words.sum()) / _multiprocessors(self.query.device)
-        part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))  # no step at all: nothing is placed
+            steps = self.steps.column_steps()
+            longest, mean = int(steps.max()), self.batch * int(steps.sum()) / _multiprocessors(self.query.device)
+        # No step at all: nothing is placed.
+        part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))
         parts = triton.cdiv(longest, part_steps)
-        if self.steps is not None:  # a column that is divided has another one behind it in the lists, which says where it ends
-            n_long = min(int((words > part_steps).sum(1).max()), words.shape[1] - 1)
+        # A column that is divided has another one behind it in the lists, which says where it ends.
+        if self.steps is not None:
+            n_long = min(int((steps > part_steps).sum(1).max()), steps.shape[1] - 1)
         n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
         return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
 
     def key_boxes(self):
-        """(K, V), (K, V) of the further slots or None, in the boxes that the kernels with a program per query tile load."""
+        """(K, V), (K, V) of the further slots or None, in the boxes that the kernels with a program per query tile
+        load."""
         columns = self.block_dim if self.single else 64
         boxes = [Box(tensor, columns) for tensor in (self.key, self.value, *(self.more or ()))]
         return boxes[:2], boxes[2:] or [None, None]
@@ -256,17 +265,18 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
     """Writes out and lse."""
     geometry = Geometry(query, key, value, call, initial, kv_heads, more)
     initial_out, initial_lse = (out, lse) if initial is None else initial
-    wide = out.dtype != query.dtype or not _loadable(out)
+    by_rows = out.dtype != query.dtype or not _loadable(out)
     own, further = geometry.key_boxes()
-    boxes = [Box(query, geometry.block_dim), *own, Box(query if wide else out, geometry.block_dim), *further]
+    boxes = [Box(query, geometry.block_dim), *own, Box(query if by_rows else out, geometry.block_dim), *further]
     geometry.query_tiles(geometry.tiles.forward).start(
-        s2_hopper_wide_forward_kernel if geometry.single else s2_hopper_forward_kernel, boxes,
+        s2_hopper_d256_forward_kernel if geometry.single else s2_hopper_forward_kernel, boxes,
         [out, lse, initial_out, initial_lse.contiguous(), geometry.counter()], dict(o=out, i=initial_out), scale=geometry.scale,
-        CONTINUE=initial is not None, WIDE=wide)
+        CONTINUE=initial is not None, BY_ROWS=by_rows)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
-    """Writes the three gradients. Unless call.deterministic, dQ may be added up in fp32 in whatever order its parts come."""
+    """Writes the three gradients. Unless call.deterministic, dQ may be added up in fp32 in whatever order its parts
+    come."""
     geometry = Geometry(query, key, value, call)
     one_pass = geometry.tiles.backward.one_pass and not call.deterministic
     grad_out = _loadable_gradient(grad_out)
@@ -295,7 +305,7 @@ def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initi
 def _loadable_gradient(grad_out):
     if _loadable(grad_out) and not _share_rows(grad_out):
         return grad_out
-    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} the copy engine cannot read")
+    print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} TMA cannot read")
     return grad_out.contiguous()
 
 
@@ -313,28 +323,29 @@ def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums=None
     launches = geometry.key_tiles()
     boxes = [Box(tensor, geometry.block_dim) for tensor in (geometry.query, geometry.key, geometry.value, grad_out)]
     joined = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
-    wide = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
-    grad_boxes = boxes[1:3] if wide else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
+    by_rows = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    grad_boxes = boxes[1:3] if by_rows else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
     columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
-    counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)  # of the key tiles that are taken; flags of columns in parts
+    # Of the key tiles that are taken; flags of columns in parts.
+    counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)
     pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
     strided = dict(dk=grad_key, dv=grad_value)
-    more = dict(scale=geometry.scale, WIDE=wide, RETURNED=returned is not None, GRAD_STEP=0 if all(joined) else 1)
+    more = dict(scale=geometry.scale, BY_ROWS=by_rows, RETURNED=returned is not None, GRAD_STEP=0 if all(joined) else 1)
     if geometry.single:
-        launches.start(s2_hopper_wide_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
+        launches.start(s2_hopper_d256_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
     else:
         part_sums = torch.empty(columns, 2, 2, BLOCK, geometry.block_dim, device=lse.device) if columns else lse
-        sums_box = boxes[0] if sums is None else Box(sums, 64, WIDE)
+        sums_box = boxes[0] if sums is None else Box(sums, 64, MATRIX_FP32)
         launches.start(s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
                        DQ=sums is not None, DS_STAGES=geometry.tiles.backward.ds_stages)
 
 
 def _launch_dq(geometry, grad_out, lse, delta, grad_query, initial=None):
-    wide = grad_query.dtype != geometry.query.dtype or not _loadable(grad_query)
+    by_rows = grad_query.dtype != geometry.query.dtype or not _loadable(grad_query)
     start = grad_query if initial is None else initial
     own, further = geometry.key_boxes()
-    boxes = [Box(geometry.query, geometry.block_dim), *own, Box(grad_out, geometry.block_dim), Box(geometry.query if wide else grad_query, geometry.block_dim),
+    boxes = [Box(geometry.query, geometry.block_dim), *own, Box(grad_out, geometry.block_dim), Box(geometry.query if by_rows else grad_query, geometry.block_dim),
              *further]
     geometry.query_tiles(geometry.tiles.grad_query).start(
-        s2_hopper_wide_grad_query_kernel if geometry.single else s2_hopper_grad_query_kernel, boxes,
-        [grad_query, lse, delta, start, geometry.counter()], dict(o=grad_query, i=start), scale=geometry.scale, CONTINUE=initial is not None, WIDE=wide)
+        s2_hopper_d256_grad_query_kernel if geometry.single else s2_hopper_grad_query_kernel, boxes,
+        [grad_query, lse, delta, start, geometry.counter()], dict(o=grad_query, i=start), scale=geometry.scale, CONTINUE=initial is not None, BY_ROWS=by_rows)

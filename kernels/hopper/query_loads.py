@@ -1,76 +1,122 @@
-"""The warp that loads for the forward and for dQ on Hopper: the queries of a tile, then the keys and values of its steps in the order of use.
+"""The warp that loads for the forward and for dQ on Hopper: the queries of a tile, then the keys and values of its
+steps in the order of use.
 
-GRAD: dQ, which wants the gradients of the output beside the queries, and K and V of a step at the same time; the forward wants V a stage later.
-SINGLE: a stage holds one key block instead of the two of a step, and both have a stage of their own.
-MORE: the rows from own_rows on lie in two further tensors, whose KV heads share their rows (blocks received from other ranks). sources: the
-descriptors of K and V, those of the further two (any where there are none), own_rows.
+GRAD: dQ, which wants the gradients of the output beside the queries, and K and V of a step at the same time; the
+forward wants V a stage later. SINGLE: a stage holds one key block instead of the two of a step, and both have a stage
+of their own.
+MORE: the rows from own_rows on lie in two further tensors, whose KV heads share their rows (blocks received from other
+ranks).
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from s2_megatron.kernels.hopper.gluon_versions import copy_to_shared, tma_load
-from s2_megatron.kernels.hopper.memory import load_block, load_pair, send_plan, send_word
+from s2_megatron.kernels.hopper.gluon_versions import aggregate, copy_to_shared, tma_load
+from s2_megatron.kernels.hopper.memory import QueryTileMemory, load_block, load_pair
 from s2_megatron.kernels.hopper.schedule import (
     BLOCK,
+    blocks_of_ranges,
     count_steps,
     listed_step,
     listed_tile,
     marks_of,
-    plan_query_tile,
     query_tile,
     shared_out,
     step_blocks,
 )
+from s2_megatron.kernels.hopper.steps import FLAG_BITS, FLAG_MASK
+from s2_megatron.kernels.hopper.work_tiles import QueryTile, send_step
+
+
+@aggregate
+class KeySources:
+    """The descriptors that K and V are loaded by; with MORE those of the further tensors, else any."""
+
+    k_desc: gl.base_value
+    v_desc: gl.base_value
+    k_more_desc: gl.base_value
+    v_more_desc: gl.base_value
+    own_rows: gl.tensor
+    KV_STEP: gl.constexpr  # 0 where KV heads share the rows of K and V
+    MORE: gl.constexpr
+
+
+@aggregate
+class RowSums:
+    """GRAD: LSE and delta [batch * heads * rows], and where a tile's go."""
+
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    lse_buffers: gl.shared_memory_descriptor
+    delta_buffers: gl.shared_memory_descriptor
+    heads: gl.tensor
+
+
+@aggregate
+class QueryLoads:
+    """What is loaded, and where it goes: the memory of the computing warpgroups, seen as the boxes that TMA fills."""
+
+    q_desc: gl.base_value
+    grad_desc: gl.base_value  # read with GRAD
+    sources: KeySources
+    sums: RowSums  # read with GRAD
+    memory: QueryTileMemory
+    tile_boxes: gl.shared_memory_descriptor
+    k_boxes: gl.shared_memory_descriptor
+    v_boxes: gl.shared_memory_descriptor
+    BLOCK_D: gl.constexpr
+    GRAD: gl.constexpr
+    SINGLE: gl.constexpr
 
 
 @gluon.jit
-def load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps, free_steps, marks,
-                rows, PACK: gl.constexpr, BLOCK_D: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr):
-    """The queries of a tile and its plan, GRAD: the gradients of its output, LSE and delta as well. Returns the count of tiles after it.
-    SLOTS: tiles in memory."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    slot = tiles % SLOTS
-    mbarrier.wait(q_empty.index(slot), ((tiles // SLOTS) & 1) ^ 1)
-    mbarrier.expect(q_full.index(slot), (4 if GRAD else 2) * BLOCK * BLOCK_D * 2)
+def load_halves(loads, tiles, tile, rows, PACK: gl.constexpr):
+    """The queries of a tile and its numbers, GRAD: the gradients of its output, LSE and delta as well. Returns the
+    count of tiles after it."""
+    memory = loads.memory
+    slot = memory.tiles.stage(tiles)
+    memory.tiles.wait_empty(tiles)
+    barrier = memory.tiles.full_barrier(tiles)
+    mbarrier.expect(barrier, (4 if loads.GRAD else 2) * BLOCK * loads.BLOCK_D * 2)
     for half in gl.static_range(2):
-        row = token + (low + half * (1 - PACK)) * BLOCK
-        tma_load(q_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(slot * 2 + half))
-        if GRAD:
-            tma_load(grad_desc, [batch, head + half * PACK, row, 0], q_full.index(slot), tile_boxes.index(2 + half))
-            # 4 bytes at a time: the copy engine wants 16, and a document may start anywhere.
-            lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads = sums
-            first = (low + half * (1 - PACK)) * BLOCK
+        row = tile.token + (tile.low + half * (1 - PACK)) * BLOCK
+        tma_load(loads.q_desc, [tile.batch, tile.head + half * PACK, row, 0], barrier, loads.tile_boxes.index(slot * 2 + half))
+        if loads.GRAD:
+            tma_load(loads.grad_desc, [tile.batch, tile.head + half * PACK, row, 0], barrier, loads.tile_boxes.index(2 + half))
+            # 4 bytes at a time: TMA wants 16, and a document may start anywhere.
+            sums = loads.sums
+            first = (tile.low + half * (1 - PACK)) * BLOCK
             lane = gl.arange(0, BLOCK, layout=gl.BlockedLayout([2], [32], [1], [0]))
-            base = (batch * heads + head + half * PACK).to(gl.int64) * rows + token + first
-            inside = first + lane < length
-            copy_to_shared(lse_buffers.index(half), lse_ptr + base + lane, mask=inside)
-            copy_to_shared(delta_buffers.index(half), delta_ptr + base + lane, mask=inside)
-    if GRAD:
-        async_copy.mbarrier_arrive(q_full.index(slot))
-    send_plan(plan, slot, batch, head, token, length, low, masked_steps, free_steps, marks)
-    mbarrier.arrive(q_full.index(slot), count=1)
+            base = (tile.batch * sums.heads + tile.head + half * PACK).to(gl.int64) * rows + tile.token + first
+            inside = first + lane < tile.length
+            copy_to_shared(sums.lse_buffers.index(half), sums.lse_ptr + base + lane, mask=inside)
+            copy_to_shared(sums.delta_buffers.index(half), sums.delta_ptr + base + lane, mask=inside)
+    if loads.GRAD:
+        async_copy.mbarrier_arrive(barrier)
+    tile.send(memory.numbers, slot)
+    mbarrier.arrive(barrier, count=1)
     return tiles + 1
 
 
 @gluon.jit
-def load_blocks(sources, PART: gl.constexpr, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, WORDS: gl.constexpr,
-                MORE: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, SINGLE: gl.constexpr):
-    """Two blocks, or SINGLE one, of K (PART 0) or V (1) into the stage whose turn it is; with a word, WORDS. count: of stages that were filled
-    before."""
-    stage = count % STAGES
-    barrier = full.index(stage)
-    desc = sources[PART]
-    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-    if WORDS:
-        send_word(words, stage, word)
+def load_blocks(loads, desc, more_desc, boxes, pipeline, batch, kv_head, row_a, row_b, step, count, STEPS: gl.constexpr):
+    """Two blocks, or SINGLE one, of K or V into the stage whose turn it is; STEPS: with a step descriptor. count: of
+    stages that were filled before."""
+    SINGLE: gl.constexpr = loads.SINGLE
+    BLOCK_D: gl.constexpr = loads.BLOCK_D
+    stage = pipeline.stage(count)
+    barrier = pipeline.full_barrier(count)
+    pipeline.wait_empty(count)
+    if STEPS:
+        send_step(loads.memory.steps, stage, step)
         mbarrier.arrive(barrier, count=1)
     mbarrier.expect(barrier, (1 if SINGLE else 2) * BLOCK * BLOCK_D * 2)
-    if MORE:
+    if loads.sources.MORE:
         CHUNKS: gl.constexpr = 1 if SINGLE else BLOCK_D // 64
-        load_block(desc, sources[2 + PART], sources[4], batch, kv_head, row_a, boxes, stage * CHUNKS * (1 if SINGLE else 2), barrier, CHUNKS)
+        own_rows = loads.sources.own_rows
+        load_block(desc, more_desc, own_rows, batch, kv_head, row_a, boxes, stage * CHUNKS * (1 if SINGLE else 2), barrier, CHUNKS)
         if not SINGLE:
-            load_block(desc, sources[2 + PART], sources[4], batch, kv_head, row_b, boxes, stage * CHUNKS * 2 + 1, barrier, CHUNKS)
+            load_block(desc, more_desc, own_rows, batch, kv_head, row_b, boxes, stage * CHUNKS * 2 + 1, barrier, CHUNKS)
     elif SINGLE:
         tma_load(desc, [batch, kv_head, row_a, 0], barrier, boxes.index(stage))
     else:
@@ -78,72 +124,71 @@ def load_blocks(sources, PART: gl.constexpr, boxes, full, empty, words, batch, k
 
 
 @gluon.jit
-def load_next(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, word, count, number, numbers,
-              LISTED: gl.constexpr, MORE: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-              GRAD: gl.constexpr, SINGLE: gl.constexpr):
-    """Stage `number` of a tile's `numbers`: its K, and V of the one before, whose rows are `before`; GRAD: its own V. What is free first goes
-    first. count: of stages before this one."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    if GRAD and not SINGLE:
-        load_blocks(sources, 1, v_tiles, v_full, v_empty, words, batch, kv_head, row_a, row_b, word, count, False, MORE, BLOCK_D, V_STAGES,
-                    SINGLE)
+def load_keys(loads, batch, kv_head, row_a, row_b, step, count, STEPS: gl.constexpr):
+    sources = loads.sources
+    load_blocks(loads, sources.k_desc, sources.k_more_desc, loads.k_boxes, loads.memory.keys, batch, kv_head, row_a, row_b, step, count, STEPS)
+
+
+@gluon.jit
+def load_values(loads, batch, kv_head, row_a, row_b, step, count):
+    sources = loads.sources
+    load_blocks(loads, sources.v_desc, sources.v_more_desc, loads.v_boxes, loads.memory.values, batch, kv_head, row_a, row_b, step, count, False)
+
+
+@gluon.jit
+def load_next(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, numbers, LISTED: gl.constexpr):
+    """Stage `number` of a tile's `numbers`: its K, and V of the one before, whose rows are `before`; GRAD: its own V.
+    What is free first goes first. count: of stages before this one."""
+    if loads.GRAD and not loads.SINGLE:
+        load_values(loads, batch, kv_head, row_a, row_b, step, count)
     if number < numbers:
-        load_blocks(sources, 0, k_tiles, k_full, k_empty, words, batch, kv_head, row_a, row_b, word, count, LISTED, MORE, BLOCK_D, K_STAGES,
-                    SINGLE)
-    if GRAD and SINGLE:  # V has fewer stages than K
-        load_blocks(sources, 1, v_tiles, v_full, v_empty, words, batch, kv_head, row_a, row_b, word, count, False, MORE, BLOCK_D, V_STAGES,
-                    SINGLE)
-    if not GRAD:
+        load_keys(loads, batch, kv_head, row_a, row_b, step, count, LISTED)
+    if loads.GRAD and loads.SINGLE:  # V has fewer stages than K
+        load_values(loads, batch, kv_head, row_a, row_b, step, count)
+    if not loads.GRAD:
         if (number > 0) & (number <= numbers):
-            load_blocks(sources, 1, v_tiles, v_full, v_empty, words, batch, kv_head, before_a, before_b, word, count - 1, False, MORE, BLOCK_D,
-                        V_STAGES, SINGLE)
+            load_values(loads, batch, kv_head, before_a, before_b, step, count - 1)
 
 
 @gluon.jit
-def load_step(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, word, count, step, steps,
-              LISTED: gl.constexpr, MORE: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
-              GRAD: gl.constexpr, SINGLE: gl.constexpr):
-    """Both blocks of a step. before: the rows of the step before. count: of steps before this one."""
-    if SINGLE:
-        load_next(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_a, before_b, before_b, word & 15, 2 * count,
-                  2 * step, 2 * steps, LISTED, MORE, BLOCK_D, K_STAGES, V_STAGES, GRAD, SINGLE)
-        load_next(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_b, row_b, row_a, row_a, word >> 4, 2 * count + 1,
-                  2 * step + 1, 2 * steps, LISTED, MORE, BLOCK_D, K_STAGES, V_STAGES, GRAD, SINGLE)
+def load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, steps, LISTED: gl.constexpr):
+    """Both blocks of a step. before: the rows of the step before. count: of steps before this one. number: of the
+    tile's `steps`."""
+    if loads.SINGLE:
+        load_next(loads, batch, kv_head, row_a, row_a, before_b, before_b, step & FLAG_MASK, 2 * count, 2 * number, 2 * steps, LISTED)
+        load_next(loads, batch, kv_head, row_b, row_b, row_a, row_a, step >> FLAG_BITS, 2 * count + 1, 2 * number + 1, 2 * steps, LISTED)
     else:
-        load_next(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, word, count, step, steps,
-                  LISTED, MORE, BLOCK_D, K_STAGES, V_STAGES, GRAD, SINGLE)
+        load_next(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, steps, LISTED)
 
 
 @gluon.jit
-def walk_ranges(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, N_RANGES: gl.constexpr,
-                RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, KV_STEP: gl.constexpr,
-                BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr,
-                SINGLE: gl.constexpr):
+def walk_ranges(loads, schedule):
     """Every programs-th tile, whose steps follow from the ranges. Returns how many there were."""
-    ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group = work
+    N_RANGES: gl.constexpr = schedule.N_RANGES
+    PACK: gl.constexpr = schedule.PACK
+    n_programs = schedule.n_programs
     count = 0
     tiles = 0
     backwards = 0
     for position in range(gl.program_id(0), n_programs, gl.num_programs(0)):
         index = shared_out(position, gl.program_id(0), gl.num_programs(0), n_programs, backwards)
         backwards ^= 1
-        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, PACKED, PACK)
-        kv_head = head // RATIO * KV_STEP
+        batch, head, token, length, low = query_tile(index, schedule)
+        kv_head = head // schedule.RATIO * loads.sources.KV_STEP
         before_a = low
         before_b = low
-        firsts, strides, ends, edges, bits, previous = plan_query_tile(ranges_ptr, head, low, N_RANGES, PACK)
-        masked_steps, free_steps = count_steps(ends, bits, N_RANGES, PACK)
+        blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
+        masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
-            marks = marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, N_RANGES)
-            tiles = load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
-                                free_steps, marks, rows, PACK, BLOCK_D, SLOTS, GRAD)
-        for step in range(steps if GRAD else steps + gl.where(steps > 0, 1, 0)):
-            block_a, block_b = step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, N_RANGES, PACK)
+            marks = marks_of(masked_steps, low, blocks, N_RANGES)
+            tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, marks)
+            tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
+        for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
+            block_a, block_b = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
             row_a = token + block_a * BLOCK
             row_b = token + block_b * BLOCK
-            load_step(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, 0, count + step, step,
-                      steps, False, False, BLOCK_D, K_STAGES, V_STAGES, GRAD, SINGLE)
+            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, 0, count + number, number, steps, False)
             before_a = row_a
             before_b = row_b
         count += steps
@@ -151,31 +196,28 @@ def walk_ranges(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, 
 
 
 @gluon.jit
-def walk_lists(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, RATIO: gl.constexpr,
-               ORDERED: gl.constexpr, PACK: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr, BLOCK_D: gl.constexpr,
-               K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, SLOTS: gl.constexpr, GRAD: gl.constexpr, SINGLE: gl.constexpr):
-    """Whichever tile is next when a program begins with one: tiles differ, and a collective of other ranks' keys may hold multiprocessors for a
-    while. Returns how many there were."""
-    ranges_ptr, order_ptr, documents_ptr, counter_ptr, rows, n_tiles, n_programs, batches, head_group = work
+def walk_lists(loads, schedule):
+    """Whichever tile is next when a program begins with one: tiles differ, and a collective of other ranks' keys may
+    hold multiprocessors for a while. Returns how many there were."""
+    PACK: gl.constexpr = schedule.PACK
     count = 0
     tiles = 0
-    index = gl.atomic_add(counter_ptr, 1)
-    while index < n_programs:
-        batch, head, token, length, low = query_tile(index, n_tiles, head_group, batches, order_ptr, documents_ptr, rows, ORDERED, False, PACK)
-        index = gl.atomic_add(counter_ptr, 1)
-        kv_head = head // RATIO * KV_STEP
+    index = gl.atomic_add(schedule.counter_ptr, 1)
+    while index < schedule.n_programs:
+        batch, head, token, length, low = query_tile(index, schedule)
+        index = gl.atomic_add(schedule.counter_ptr, 1)
+        kv_head = head // schedule.RATIO * loads.sources.KV_STEP
         before_a = low
         before_b = low
-        steps_ptr, masked_steps, free_steps = listed_tile(lists, head // (1 + PACK), low // (2 - PACK), n_tiles)
+        steps_ptr, masked_steps, free_steps = listed_tile(schedule.lists, head // (1 + PACK), low // (2 - PACK), schedule.n_tiles)
         steps = masked_steps + free_steps
-        tiles = load_halves(q_desc, grad_desc, tile_boxes, sums, plan, barriers, tiles, batch, head, token, length, low, masked_steps,
-                            free_steps, 0, rows, PACK, BLOCK_D, SLOTS, GRAD)
-        for step in range(steps if GRAD else steps + gl.where(steps > 0, 1, 0)):
-            block_a, block_b, word = listed_step(steps_ptr, step if GRAD else gl.minimum(step, steps - 1))
+        tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, 0)
+        tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
+        for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
+            block_a, block_b, step = listed_step(steps_ptr, number if loads.GRAD else gl.minimum(number, steps - 1))
             row_a = block_a * BLOCK
             row_b = block_b * BLOCK
-            load_step(sources, k_tiles, v_tiles, words, barriers, batch, kv_head, row_a, row_b, before_a, before_b, word, count + step, step,
-                      steps, True, MORE, BLOCK_D, K_STAGES, V_STAGES, GRAD, SINGLE)
+            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count + number, number, steps, True)
             before_a = row_a
             before_b = row_b
         count += steps
@@ -183,20 +225,13 @@ def walk_lists(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, w
 
 
 @gluon.jit
-def produce(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, N_RANGES: gl.constexpr,
-            RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-            MORE: gl.constexpr, BLOCK_D: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, SLOTS: gl.constexpr,
-            GRAD: gl.constexpr, SINGLE: gl.constexpr):
-    """All tiles of a program, then a plan that says so. Without GRAD neither grad_desc is read, nor sums, (LSE, delta, buffers for halves of
-    both, heads)."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    if LISTED:
-        tiles = walk_lists(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, lists, RATIO, ORDERED,
-                           PACK, KV_STEP, MORE, BLOCK_D, K_STAGES, V_STAGES, SLOTS, GRAD, SINGLE)
+def produce(loads, schedule):
+    """All tiles of a program, then one that says that there are no more."""
+    if schedule.LISTED:
+        tiles = walk_lists(loads, schedule)
     else:
-        tiles = walk_ranges(q_desc, sources, grad_desc, tile_boxes, k_tiles, v_tiles, sums, words, plan, barriers, work, N_RANGES, RATIO,
-                            ORDERED, PACKED, PACK, KV_STEP, BLOCK_D, K_STAGES, V_STAGES, SLOTS, GRAD, SINGLE)
-    slot = tiles % SLOTS
-    mbarrier.wait(q_empty.index(slot), ((tiles // SLOTS) & 1) ^ 1)
-    send_plan(plan, slot, 0, 0, 0, 0, 0, 0, -1, 0)
-    mbarrier.arrive(q_full.index(slot), count=2)
+        tiles = walk_ranges(loads, schedule)
+    pipeline = loads.memory.tiles
+    pipeline.wait_empty(tiles)
+    QueryTile(0, 0, 0, 0, 0, 0, -1, 0).send(loads.memory.numbers, pipeline.stage(tiles))
+    mbarrier.arrive(pipeline.full_barrier(tiles), count=2)

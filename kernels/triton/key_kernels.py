@@ -1,7 +1,7 @@
 """dK and dV: one program per key tile (a part of one key block) of one KV head, over the query heads of its group.
 
-A key block is attended by runs of query blocks, one per range: k + start <= q < k + end where the block is a member of the range's stride. The
-sums are in a fixed order and without atomics, so the result is bitwise repeatable.
+A key block is attended by runs of query blocks, one per range: k + start <= q < k + end where the block is a member of
+the range's stride. The sums are in a fixed order and without atomics, so the result is bitwise repeatable.
 """
 import triton
 import triton.language as tl
@@ -19,8 +19,8 @@ from s2_megatron.kernels.triton.walk import (
 
 @triton.jit
 def add_product(total, left, right, IEEE: tl.constexpr):
-    """total + left @ right. 32-bit inputs: the product is a sum of its own, for one chain of additions over all queries is less exact than a
-    matrix library's."""
+    """total + left @ right. 32-bit inputs: the product is a sum of its own, for one chain of additions over all queries
+    is less exact than a matrix library's."""
     if IEEE:
         # The last argument, without meaning for 32 bits, keeps the compiler from making one chain of the two sums.
         return total + tl.dot(left, right, input_precision="ieee", max_num_imprecise_acc=1)
@@ -32,8 +32,8 @@ def add_product(total, left, right, IEEE: tl.constexpr):
 def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse_ptr, delta_ptr, base, rows, inside, keep,
                   stride_qs, stride_qd, stride_gs, stride_gd, scale_log2,
                   HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK_ROWS: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr):
-    """One query tile, rows base + rows (base int64), against the resident key tile. Scores are transposed (key x query), so that they feed
-    both sums from registers."""
+    """One query tile, rows base + rows (base int64), against the resident key tile. Scores are transposed (key x
+    query), so that they feed both sums from registers."""
     lse_ptr += base
     delta_ptr += base
     query = load_rows(query_ptr + base * stride_qs, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
@@ -153,10 +153,12 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
         else:
             for index in range(1 if EFFICIENT else N_RANGES):
                 start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
-                if EFFICIENT:  # the runs of a member's ranges join: one loop instead of a loop of loops, which ptxas cannot pipeline
+                # The runs of a member's ranges join: one loop instead of a loop of loops, which ptxas cannot pipeline.
+                if EFFICIENT:
                     for other in tl.static_range(1, N_RANGES):
                         other_start, other_end, other_stride, other_offset = load_range(ranges_ptr, head, other, N_RANGES)
-                        joins = (other_end > other_start) & ((key_block + other_offset) % other_stride == 0)  # an unused range is empty
+                        # An unused range is empty.
+                        joins = (other_end > other_start) & ((key_block + other_offset) % other_stride == 0)
                         end = tl.where(joins, tl.maximum(end, other_end), end)
                 if QUERY_IDS:
                     row_low = tl.load(query_rank_ptr + tl.minimum(key_block + start, n_blocks)) * BLOCK
@@ -166,7 +168,8 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                     row_low = tl.maximum(tl.minimum(key_block + start, limit) * BLOCK, tile * TILE_N)
                     row_high = tl.minimum(tl.minimum(key_block + end, limit) * BLOCK, rows_limit)
                 row_high = tl.where((key_block + offset) % stride == 0, row_high, row_low)
-                # Masked steps: those that may hold the diagonal, and the last one where it is not full. Then all others.
+                # Masked steps: those that may hold the diagonal, and the last one where it is not full. Then all
+                # others.
                 diagonal_end = tl.where(start == 0, tl.minimum(row_high, row_low + DIAGONAL_ROWS), row_low)
                 diagonal_steps = tl.cdiv(diagonal_end - row_low, TILE_M)
                 full = (row_high - diagonal_end) // TILE_M
@@ -199,8 +202,8 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
 def s2_add_returned_kernel(own_ptr, returned_ptr, out_ptr, starts_ptr, entries_ptr, n_batch, n_heads, part,
                            stride_gb, stride_gh, stride_gs, stride_gd, stride_ob, stride_oh, stride_os, stride_od,
                            BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program per block of this rank, KV head and batch: out = own + the returned slots of this block in the order of ranks, in the
-    precision of own. part: 0 for K, 1 for V."""
+    """One program per block of this rank, KV head and batch: out = own + the returned slots of this block in the order
+    of ranks, in the precision of own. part: 0 for K, 1 for V."""
     batch = (tl.program_id(0) % n_batch).to(tl.int64)
     place = tl.program_id(0) // n_batch  # block * n_heads + head
     head = (place % n_heads).to(tl.int64)

@@ -1,5 +1,5 @@
-"""Launches of the portable Triton kernels. The arguments are those of ops.call.Backend: views [B, heads, rows, D] with any strides, and an
-AttentionCall."""
+"""Launches of the portable Triton kernels. The arguments are those of ops.call.Backend: views [B, heads, rows, D] with
+any strides, and an AttentionCall."""
 from __future__ import annotations
 
 from functools import cache
@@ -91,7 +91,8 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
 
 
 def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
-    """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous, when it is given."""
+    """delta = rowsum(out * grad_out) - grad_lse [B, H, rows], fp32; zeros into clear, fp32 [B, H, rows, D] contiguous,
+    when it is given."""
     batch, heads, rows, head_dim = out.shape
     log_grad = lse if grad_lse is None else grad_lse
     s2_delta_kernel[(triton.cdiv(rows, DELTA_ROWS) * batch * heads,)](
@@ -109,7 +110,8 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
 
 
 def _add_returned(own, returned, out, part):
-    """out = own + the returned slots (see attention_backward_dkdv); own [B, G, rows, D] in fp32. part: 0 for K, 1 for V."""
+    """out = own + the returned slots (see attention_backward_dkdv); own [B, G, rows, D] in fp32. part: 0 for K, 1 for
+    V."""
     slots, starts, entries = returned
     batch, heads, rows, head_dim = own.shape
     s2_add_returned_kernel[(rows // slots.shape[1] * heads * batch,)](

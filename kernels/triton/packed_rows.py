@@ -5,7 +5,8 @@ import triton.language as tl
 
 @triton.jit
 def last_not_beyond(wanted, starts_ptr, n_docs, per_document, TILE: tl.constexpr):
-    """Per element of `wanted`: the last document i with starts[i] // TILE + i * per_document <= wanted, the first one if there is none."""
+    """Per element of `wanted`: the last document i with starts[i] // TILE + i * per_document <= wanted, the first one
+    if there is none."""
     low = tl.zeros_like(wanted)
     high = low + n_docs
     remaining = n_docs
@@ -22,7 +23,8 @@ def last_not_beyond(wanted, starts_ptr, n_docs, per_document, TILE: tl.constexpr
 @triton.jit(do_not_specialize=["n_docs", "n_tiles", "per_document"])
 def s2_document_tiles_kernel(starts_ptr, lengths_ptr, tiles_ptr, n_docs, n_tiles, per_document, TILE: tl.constexpr, TILES: tl.constexpr):
     """tiles[n] = (first token, tokens, number within the document, unused) of tile n. Document i owns the numbers from
-    starts[i] // TILE + i * per_document on, room for ceil(tokens / TILE) + per_document - 1; numbers without a document get 0 tokens."""
+    starts[i] // TILE + i * per_document on, room for ceil(tokens / TILE) + per_document - 1; numbers without a document
+    get 0 tokens."""
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     document = last_not_beyond(tile, starts_ptr, n_docs, per_document, TILE)
     start = tl.load(starts_ptr + document)
@@ -47,8 +49,9 @@ def outside_of_documents(row, starts_ptr, lengths_ptr, n_docs, n_rows):
 @triton.jit(do_not_specialize=["n_docs", "n_rows", "n_heads"])
 def s2_fill_between_kernel(out_ptr, starts_ptr, lengths_ptr, value, n_docs, n_rows, n_heads, stride_head, stride_row, stride_dim,
                            HEADS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """`value` in the rows of [heads, rows, DIM] that belong to no document. A program per ROWS rows and HEADS heads, which looks at all of its
-    rows first: most often every one is in a document, and it is done. STEP: rows that are written together."""
+    """`value` in the rows of [heads, rows, DIM] that belong to no document. A program per ROWS rows and HEADS heads,
+    which looks at all of its rows first: most often every one is in a document, and it is done. STEP: rows that are
+    written together."""
     first = tl.program_id(0) * ROWS
     if tl.max(outside_of_documents(first + tl.arange(0, ROWS), starts_ptr, lengths_ptr, n_docs, n_rows).to(tl.int32), 0) > 0:
         head = tl.program_id(1) * HEADS

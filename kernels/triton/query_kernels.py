@@ -1,4 +1,5 @@
-"""The kernels with one program per query tile: the forward, and dQ of the backward. Also delta, the backward's row sums."""
+"""The kernels with one program per query tile: the forward, and dQ of the backward. Also delta, the backward's row
+sums."""
 import triton
 import triton.language as tl
 
@@ -15,7 +16,8 @@ from s2_megatron.kernels.triton.walk import (
 
 @triton.jit
 def tile_of_program(pid, n_tiles, HEAD_GROUP: tl.constexpr, LATE_FIRST: tl.constexpr):
-    """(tile, head of the batch). HEAD_GROUP heads walk the tiles together, so that their keys stay in L2; the longest tiles go first."""
+    """(tile, head of the batch). HEAD_GROUP heads walk the tiles together, so that their keys stay in L2; the longest
+    tiles go first."""
     per_group = n_tiles * HEAD_GROUP
     group = pid // per_group
     rest = pid - group * per_group
@@ -37,8 +39,8 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
                     N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr,
                     RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
                     FORWARD: tl.constexpr):
-    """FORWARD: out and LSE of one query tile. Otherwise: `out` receives dQ, from grad_out, delta and LSE. CONTINUE: on top of the initial ones,
-    (out, LSE) or dQ."""
+    """FORWARD: out and LSE of one query tile. Otherwise: `out` receives dQ, from grad_out, delta and LSE. CONTINUE: on
+    top of the initial ones, (out, LSE) or dQ."""
     tile, batch_head = tile_of_program(tl.program_id(0), n_tiles, HEAD_GROUP, not PACKED)
     batch = (batch_head // n_heads).to(tl.int64)
     head = batch_head % n_heads
@@ -115,7 +117,8 @@ def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, cle
                     stride_ob, stride_oh, stride_os, stride_od, stride_gb, stride_gh, stride_gs, stride_gd,
                     stride_lb, stride_lh, stride_ls,
                     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr, CLEAR: tl.constexpr):
-    """delta = rowsum(out * grad_out) - grad_lse, fp32 [B, H, rows]. CLEAR: also zeros into clear, fp32 [B, H, rows, D]."""
+    """delta = rowsum(out * grad_out) - grad_lse, fp32 [B, H, rows]. CLEAR: also zeros into clear, fp32 [B, H, rows,
+    D]."""
     row_tiles = tl.cdiv(n_rows, ROWS)
     rows = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     batch_head = (tl.program_id(0) // row_tiles).to(tl.int64)

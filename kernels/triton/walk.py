@@ -1,11 +1,11 @@
 """Which key blocks a query tile visits, and in which order: written once for the forward and for dQ.
 
-A tile holds TILE_M query rows of one head: the query blocks query_low .. query_high. Its key blocks come in three kinds:
-1. the tile's own blocks (the diagonal), masked by token;
-2. the edges of ranges: blocks that the tile's first query blocks still attend and its last ones do not, masked by block;
-3. all others, attended by every row, without a mask.
-Kinds 2 and 3 are runs `first + t * stride`, t < count, computed from the pattern's ranges, or lists of an index table (block masks). The key
-columns of a step are TILE_N tokens: TILE_N // BLOCK neighbouring entries of a run.
+A tile holds TILE_M query rows of one head: the query blocks query_low .. query_high. Its key blocks come in three
+kinds: 1. the tile's own blocks (the diagonal), masked by token;
+2. the edges of ranges: blocks that the tile's first query blocks still attend and its last ones do not, masked by
+block; 3. all others, attended by every row, without a mask.
+Kinds 2 and 3 are runs `first + t * stride`, t < count, computed from the pattern's ranges, or lists of an index table
+(block masks). The key columns of a step are TILE_N tokens: TILE_N // BLOCK neighbouring entries of a run.
 """
 import triton
 import triton.language as tl
@@ -13,16 +13,18 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# Arguments that differ from batch to batch. Triton compiles a variant for a value of 1, for multiples of 16 and for other values; it must not
-# for these, or a packed run compiles in its middle. The tables are read one number at a time: their alignment is of no use either.
+# Arguments that differ from batch to batch. Triton compiles a variant for a value of 1, for multiples of 16 and for
+# other values; it must not for these, or a packed run compiles in its middle. The tables are read one number at a time:
+# their alignment is of no use either.
 LENGTHS = ["n_tiles", "n_docs", "query_rows", "kv_rows", "n_blocks"]
 SCALAR_TABLES = ["starts_ptr", "lengths_ptr", "query_ids_ptr", "query_rank_ptr", "slot_ptr"]
 
 
 @triton.jit
 def find_document(tile, starts_ptr, lengths_ptr, n_docs, TILE: tl.constexpr):
-    """(first token, tokens, tile within the document) of a tile number. Document i owns the numbers from starts[i] // TILE + i on: at least
-    as many as it has tiles, so that no table of tiles is needed. Numbers before the first document give a negative tile."""
+    """(first token, tokens, tile within the document) of a tile number. Document i owns the numbers from starts[i] //
+    TILE + i on: at least as many as it has tiles, so that no table of tiles is needed. Numbers before the first
+    document give a negative tile."""
     low = 0
     high = n_docs
     while high - low > 1:
@@ -62,8 +64,8 @@ def attended(row_block, column_block, ranges_ptr, head, N_RANGES: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, stride_row, stride_dim, keep, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr):
-    """[rows, BLOCK_D] of a matrix; keep bool [rows]. Dims from HEAD_DIM on, and masked rows, are 0. rows: int64, or int32 when they count from
-    `ptr` within one tile: those take half the registers."""
+    """[rows, BLOCK_D] of a matrix; keep bool [rows]. Dims from HEAD_DIM on, and masked rows, are 0. rows: int64, or
+    int32 when they count from `ptr` within one tile: those take half the registers."""
     dims = tl.arange(0, BLOCK_D)
     pointers = ptr + (rows[:, None] * stride_row + dims[None, :] * stride_dim)
     if MASK:
@@ -84,8 +86,8 @@ def key_rows(columns, block, slot_ptr, BLOCK: tl.constexpr, KEY_SLOT: tl.constex
 
 @triton.jit
 def inner_products(left, right, IEEE: tl.constexpr):
-    """left [M, D] @ right [N, D]^T in fp32. 32-bit inputs: in parts of 64 dims, for one chain of 256 additions is less exact than a matrix
-    library's sums, and its error passes through the exponential."""
+    """left [M, D] @ right [N, D]^T in fp32. 32-bit inputs: in parts of 64 dims, for one chain of 256 additions is less
+    exact than a matrix library's sums, and its error passes through the exponential."""
     if IEEE and left.shape[1] > 64:
         parts: tl.constexpr = left.shape[1] // 64
         left = tl.permute(tl.reshape(left, [left.shape[0], parts, 64]), (1, 0, 2))
@@ -97,11 +99,13 @@ def inner_products(left, right, IEEE: tl.constexpr):
 
 @triton.jit
 def softmax_step(accumulator, running_sum, running_max, query, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
-    """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a NaN."""
+    """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a
+    NaN."""
     scores = inner_products(query, key, IEEE)
     if MASK:
         scores = tl.where(keep, scores, float("-inf"))
-    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)  # the scale is positive: scaling after the maximum saves a product
+    # The scale is positive: scaling after the maximum saves a product.
+    new_max = tl.maximum(running_max, tl.max(scores, 1) * scale_log2)
     base = new_max
     if MASK:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -144,8 +148,8 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                     N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
                     IEEE: tl.constexpr, FORWARD: tl.constexpr):
-    """Visits every key tile of a query tile. (row_a, row_b): running sum and maximum in the forward; delta and LSE (base 2) in dQ.
-    positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
+    """Visits every key tile of a query tile. (row_a, row_b): running sum and maximum in the forward; delta and LSE
+    (base 2) in dQ. positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
     PER_STEP: tl.constexpr = TILE_N // BLOCK if TILE_N > BLOCK else 1
     PARTS: tl.constexpr = BLOCK // TILE_N if BLOCK > TILE_N else 1
     SHARED: tl.constexpr = TILE_M > BLOCK

@@ -46,6 +46,16 @@ def to(value, dtype):
     return value.astype(dtype) if isinstance(value, np.ndarray) and value.ndim else dtype(value)
 
 
+def plain_class(aggregate):
+    """A class with the fields of an aggregate, without its methods."""
+
+    def set_fields(self, *values):
+        for name, value in zip(aggregate.aggregate_fields, values, strict=True):
+            setattr(self, name, value)
+
+    return type(aggregate.__name__, (), {"__init__": set_fields})
+
+
 def where(condition, yes, no):
     if any(isinstance(value, np.ndarray) for value in (condition, yes, no)):
         found = np.where(condition, yes, no)
@@ -167,7 +177,18 @@ class Machine:
             for name, value in given.items():
                 if isinstance(value, GluonJITFunction) and name not in ("quotient", "reinterpret"):
                     namespace[name] = self.plain(value)
+                elif hasattr(value, "aggregate_fields"):
+                    namespace[name] = self.plain_aggregate(value)
         return self.functions[function]
+
+    def plain_aggregate(self, aggregate):
+        """A class of the same fields and methods."""
+        if aggregate not in self.functions:
+            self.functions[aggregate] = made = plain_class(aggregate)
+            for name, member in vars(aggregate).items():
+                if isinstance(member, GluonJITFunction):
+                    setattr(made, name, self.plain(member))
+        return self.functions[aggregate]
 
     def language(self):
         layouts = "NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout"

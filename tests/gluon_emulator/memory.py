@@ -1,4 +1,4 @@
-"""The memory of gluon_in_python.py: pointers and tensor descriptors into CPU tensors, shared memory with its chunks of
+"""The memory of emulator.py: pointers and tensor descriptors into CPU tensors, shared memory with its chunks of
 128 bytes."""
 
 from copy import copy

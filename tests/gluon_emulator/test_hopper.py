@@ -1,4 +1,4 @@
-"""The Hopper kernels as plain Python (gluon_in_python.py), launched as on a GPU: what they compute, and how loading and
+"""The Hopper kernels as plain Python (emulator.py), launched as on a GPU: what they compute, and how loading and
 computing partitions wait for each other, in an order of events that chance decides."""
 
 import pytest
@@ -141,18 +141,11 @@ def test_columns_in_parts_with_wide_gradients_and_few_sums(monkeypatch):
 
 
 @gluon.jit
-def last_part_first(index, n_split, n_programs, n_long, n_rest, units, head_group):
-    further = n_programs - (n_long + n_rest) * units
-    index, part = part_of_program(
-        gl.where(index < n_long * units + further, n_long * units + further - 1 - index, index),
-        n_split,
-        n_programs,
-        n_long,
-        n_rest,
-        units,
-        head_group,
-    )
-    return index, part
+def last_part_first(index, schedule):
+    beyond = (
+        schedule.n_programs - schedule.n_rest * schedule.units
+    )  # the long columns and their further parts come before
+    return part_of_program(gl.where(index < beyond, beyond - 1 - index, index), schedule)
 
 
 @pytest.mark.usefixtures("few_columns")

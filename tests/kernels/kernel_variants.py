@@ -52,9 +52,9 @@ def take_hopper_kernels():
         forward=hopper.s2_hopper_forward_kernel, backward=hopper.s2_hopper_backward_kernel, scale=hopper.s2_scale_kernel
     )
     KERNELS.update(
-        wide_forward=hopper.s2_hopper_wide_forward_kernel, wide_backward=hopper.s2_hopper_wide_backward_kernel
+        d256_forward=hopper.s2_hopper_d256_forward_kernel, d256_backward=hopper.s2_hopper_d256_backward_kernel
     )
-    KERNELS.update(wide_grad_query=hopper.s2_hopper_wide_grad_query_kernel)
+    KERNELS.update(d256_grad_query=hopper.s2_hopper_d256_grad_query_kernel)
     KERNELS.update(grad_query=hopper.s2_hopper_grad_query_kernel, documents=hopper.s2_document_tiles_kernel)
     hopper.PART_STEPS = 4  # columns of dK and dV are divided in the longer ones of these sequences
     if not HAS_GPU:

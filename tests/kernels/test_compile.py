@@ -113,6 +113,6 @@ def test_gluon_kernels_compile(which, request):
         for variant in ("", "-packed", "-mask", "-own", "-slots"):
             assert (
                 f"sm90-hopper-{kernel}-128-bf16{variant}" in found
-                and f"sm90-hopper-wide-{kernel}-256-bf16{variant}" in found
+                and f"sm90-hopper-d256-{kernel}-256-bf16{variant}" in found
             )
     assert {name: needs["shared"] for name, needs in found.items() if needs["shared"] > LIMITS[90]} == {}

@@ -14,12 +14,12 @@ from s2_megatron.kernels.hopper import backward_loads as hopper_backward_loads
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper import parts as hopper_parts
 from s2_megatron.kernels.hopper import query_loads as hopper_query_loads
-from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_wide_backward_loads
+from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_d256_backward_loads
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
-from tests.gluon_emulator.schedule import BARRIERS, STAND_IN, TABLE, joined, on_memory, plain_functions
+from tests.gluon_emulator.schedule import NO_PIPELINE, STAND_IN, TABLE, joined, on_memory, plain_functions
 from tests.ops.step_cases import PATTERNS, placements
 
 SCHEDULE = plain_functions()
@@ -43,14 +43,13 @@ def load(heads, kv_heads):
 
 def visited(low, pack, n_ranges):
     """Per half of a query tile of head 0: how often each key block counts."""
-    plan = SCHEDULE.plan_query_tile(0, 0, low, n_ranges, pack)
-    firsts, strides, ends, edges, bits, previous = plan
-    masked_steps, free_steps = SCHEDULE.count_steps(ends, bits, n_ranges, pack)
-    marks = SCHEDULE.marks_of(masked_steps, previous, low, firsts, strides, ends, edges, bits, n_ranges)
+    found = SCHEDULE.blocks_of_ranges(0, 0, low, n_ranges, pack)
+    masked_steps, free_steps = SCHEDULE.count_steps(found, n_ranges, pack)
+    marks = SCHEDULE.marks_of(masked_steps, low, found, n_ranges)
     assert 0 <= marks < 2**31
     seen = Counter(), Counter()
     for step in range(1 + masked_steps + free_steps):
-        blocks = SCHEDULE.step_blocks(step, low, masked_steps, firsts, strides, ends, edges, bits, n_ranges, pack)
+        blocks = SCHEDULE.step_blocks(step, low, masked_steps, found, n_ranges, pack)
         for half in (0, 1):
             if step == 0 and pack:
                 keep = True, marks & 2
@@ -65,9 +64,9 @@ def visited(low, pack, n_ranges):
             else:
                 keep = True, True
             if step <= masked_steps:  # what the kernels with a block a stage have instead
-                words = [SCHEDULE.block_word(marks, 2 * step + place, pack) for place in (0, 1)]
-                assert [bool(word >> half & 1) for word in words] == [bool(wanted_block) for wanted_block in keep]
-                assert [bool(word >> 2 + half & 1) for word in words] == [
+                flags = [SCHEDULE.masked_flags(marks, 2 * step + place, pack) for place in (0, 1)]
+                assert [bool(flag >> half & 1) for flag in flags] == [bool(wanted_block) for wanted_block in keep]
+                assert [bool(flag >> 2 + half & 1) for flag in flags] == [
                     step == 0 and place == half * (1 - pack) for place in (0, 1)
                 ]
             seen[half].update(block for block, wanted_block in zip(blocks, keep) if wanted_block)
@@ -90,7 +89,7 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp
     goes through them, with the arguments that they are launched with. A tile: batch, KV head, first slot, second slot,
-    words of its steps, where parts are joined. Also goes through them in passes of one block, for head dims above 128,
+    descriptors of its steps, where parts are joined. Also goes through them in passes of one block, for head dims above 128,
     and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
@@ -104,59 +103,32 @@ def key_walk(monkeypatch):
             .key_tiles()
             .arguments
         )
-        take = on_memory(arguments)
+        schedule = on_memory(arguments)
         tiles = []
 
-        def load_keys(*given):
-            count, batch, kv_head, token, length, first, second, present, link, *_ = given[6:]
-            assert (token, length, count) == (0, query_rows, len(tiles)) and given[-2] == 1
-            tiles.append(
-                SimpleNamespace(
-                    batch=batch, kv_head=kv_head, first=first, second=second, words=[], present=present, link=link
-                )
-            )
+        def load_keys(loads, count, tile):
+            assert (tile.token, tile.length, count) == (0, query_rows, len(tiles)) and loads.KV_STEP == 1
+            tile.steps = []
+            tiles.append(tile)
             return count + 1
 
-        def load_queries(word, count, *given):
-            assert given[10:14] == (tiles[-1].batch, tiles[-1].kv_head, 0, query_rows) and count == sum(
-                len(tile.words) for tile in tiles
-            )
-            tiles[-1].words.append(word)
+        def load_queries(loads, step, count, tile, schedule):
+            assert tile is tiles[-1] and count == sum(len(tile.steps) for tile in tiles)
+            tile.steps.append(step)
             return count + 1
 
+        loads = SimpleNamespace(tiles=NO_PIPELINE, numbers=None, KV_STEP=arguments["KV_STEP"])
         produce = plain_functions(
             hopper_parts, hopper_backward_loads, load_keys=load_keys, load_queries=load_queries
         ).produce
-        columns = take(
-            "counter n_programs fold n_long n_rest units batches head_group n_split part_steps "
-            "order_ptr documents_ptr distance_ptr"
-        )
-        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take(
-            "heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED SPLIT KV_STEP BLOCK_D Q_STAGES GRAD_STAGES"
-        )
-        produce(*[None] * 14, BARRIERS, columns, *take("ranges_ptr"), lists, *flags)
+        produce(loads, schedule)
         found, tiles = joined(tiles, arguments) if arguments["SPLIT"] else tiles, []
 
-        def load_pass(*given):
-            count, batch, kv_head, token, length, block, present, *_ = given[5:]
-            assert (token, length, count) == (0, query_rows, len(tiles))
-            tiles.append(SimpleNamespace(batch=batch, kv_head=kv_head, first=block, words=[], present=present))
-            return count + 1
-
-        wide, other = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
-        take = on_memory(
-            hopper.Geometry(wide, other, other, AttentionCall(build_layout(pattern), 1.0, placement=placement))
-            .key_tiles()
-            .arguments
-        )
-        columns = take("counter n_programs n_long n_rest units batches head_group order_ptr documents_ptr distance_ptr")
-        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take(
-            "heads rows key_rows N_RANGES RATIO ORDERED PACKED MIXED LISTED KV_STEP BLOCK_D Q_STAGES GRAD_STAGES"
-        )
-        produce = plain_functions(hopper_wide_backward_loads, load_pass=load_pass, load_queries=load_queries).produce
-        produce(*[None] * 13, BARRIERS[:6], columns, *take("ranges_ptr"), lists, *flags)
+        d256_query, d256_key = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
+        call = AttentionCall(build_layout(pattern), 1.0, placement=placement)
+        schedule = on_memory(hopper.Geometry(d256_query, d256_key, d256_key, call).key_tiles().arguments)
+        produce = plain_functions(hopper_d256_backward_loads, load_pass=load_keys, load_queries=load_queries).produce
+        produce(loads, schedule)
         check_passes(tiles, found)
         return found, arguments
 
@@ -164,38 +136,38 @@ def key_walk(monkeypatch):
 
 
 def check_passes(passes, tiles):
-    """Each block of a tile in a pass of its own, with the words of the steps that attend it, in whatever order."""
+    """Each block of a tile in a pass of its own, with the descriptors of the steps that attend it, in whatever order."""
     expected = {}
     for tile in tiles:
         for half, block in enumerate((tile.first, tile.second)):
-            if block * 64 < tile.present:
-                words = [(word >> half & 5) + (word & -32) for word in tile.words if word >> half & 1]
-                expected[tile.batch, tile.kv_head, block, tile.present] = sorted(words) or [0]
+            if block * 64 < tile.key_length:
+                steps = [(step >> half & 5) + (step & -32) for step in tile.steps if step >> half & 1]
+                expected[tile.batch, tile.kv_head, block, tile.key_length] = sorted(steps) or [0]
     assert len(passes) == len(expected)
     for one in passes:
-        assert [word >> 4 & 1 for word in one.words] == [0] * (len(one.words) - 1) + [1], "last: once, at the end"
-        assert sorted(word & ~16 for word in one.words) == expected[one.batch, one.kv_head, one.first, one.present]
+        assert [step >> 4 & 1 for step in one.steps] == [0] * (len(one.steps) - 1) + [1], "last: once, at the end"
+        assert sorted(step & ~16 for step in one.steps) == expected[one.batch, one.kv_head, one.first, one.key_length]
 
 
-def check_words(tiles, pattern, batches, query_blocks, slot_of_block):
-    """Every present key block of every KV head lies in one tile, whose words name every attended pair once.
+def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
+    """Every present key block of every KV head lies in one tile, whose steps name every attended pair once.
     slot_of_block: [G, blocks]."""
     ratio, seen, blocks = pattern.num_heads // pattern.num_kv_heads, Counter(), Counter()
     block_in = [{slot: block for block, slot in enumerate(row) if slot >= 0} for row in slot_of_block]
     for tile in tiles:
         present = block_in[tile.kv_head]
         halves = [present.get(tile.first), present.get(tile.second)]
-        assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.present)
+        assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.key_length)
         blocks.update((tile.batch, tile.kv_head, block) for block in halves if block is not None)
-        assert [word >> 4 & 1 for word in tile.words] == [0] * (len(tile.words) - 1) + [1], "last: once, at the end"
-        assert all(word & 3 for word in tile.words) or tile.words == [16]
-        for word in tile.words:
-            assert 0 <= word < 2**31
-            row, member = SCHEDULE.query_block_of(word), word >> 24
+        assert [step >> 4 & 1 for step in tile.steps] == [0] * (len(tile.steps) - 1) + [1], "last: once, at the end"
+        assert all(step & 3 for step in tile.steps) or tile.steps == [16]
+        for step in tile.steps:
+            assert 0 <= step < 2**31
+            row, member = SCHEDULE.row_block_of(step), step >> 24
             for half, block in enumerate(halves):
-                if word >> half & 1:
+                if step >> half & 1:
                     seen[tile.batch, tile.kv_head * ratio + member, row, block] += 1
-                assert bool(word >> 2 + half & 1) == (bool(word >> half & 1) and block == query_blocks[row])
+                assert bool(step >> 2 + half & 1) == (bool(step >> half & 1) and block == query_blocks[row])
     assert blocks == Counter(
         (batch, head, block) for batch in range(batches) for head, row in enumerate(block_in) for block in row.values()
     )
@@ -228,7 +200,7 @@ def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
         assert arguments["MIXED"] == any(
             len(set(pattern.heads[i : i + ratio])) > 1 for i in range(0, groups * ratio, ratio)
         )
-        check_words(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
+        check_steps(tiles, pattern, batches, range(n_blocks), np.tile(np.arange(n_blocks), (groups, 1)))
         split += arguments["n_split"] > 0
         if not arguments["MIXED"]:
             lasts = [pattern.heads[tile.kv_head * ratio] for tile in tiles]
@@ -249,7 +221,7 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
     tiles, arguments = key_walk(pattern, 64 * n_blocks, 64 * n_blocks)
     assert arguments["fold"] == 1 and (arguments["n_long"] + arguments["n_rest"]) * 3 == arguments["n_programs"]
     for head in range(3):
-        rows = [[SCHEDULE.query_block_of(word) for word in tile.words] for tile in tiles if tile.kv_head == head]
+        rows = [[SCHEDULE.row_block_of(step) for step in tile.steps] for tile in tiles if tile.kv_head == head]
         members = sum((block + pattern.heads[head * ratio].offset) % 4 == 0 for block in range(n_blocks))
         long, rest = rows[: (members + 1) // 2], rows[(members + 1) // 2 :]
         assert all(visits[0] == n_blocks - 1 and visits == sorted(visits, reverse=True) for visits in long[::2])
@@ -260,10 +232,10 @@ def test_long_columns_pass_by_the_same_queries_together(n_blocks, ratio, key_wal
 
 
 def check_listed(tiles, arguments, pattern, batches, query_blocks, slots):
-    check_words(tiles, pattern, batches, query_blocks, slots)
+    check_steps(tiles, pattern, batches, query_blocks, slots)
     lengths = {}
     for tile in tiles:
-        lengths.setdefault((tile.batch, tile.kv_head), []).append(len(tile.words))
+        lengths.setdefault((tile.batch, tile.kv_head), []).append(len(tile.steps))
         tile.late = len(lengths[tile.batch, tile.kv_head]) > arguments["n_long"]
     assert [tile.late for tile in tiles] == sorted(tile.late for tile in tiles)
     assert all(counts == sorted(counts, reverse=True) for counts in lengths.values())
@@ -309,7 +281,7 @@ def test_key_tiles_of_placed_blocks(name, part_steps, more_slots, key_walk, monk
 def query_walk(request, monkeypatch):
     """walk(pattern, pack, query rows, key rows, placement=None): tiles of a kernel with a program per query tile, as
     its loading warp goes through their lists. A tile: batch, head, first row block, masked steps, steps of (first slot,
-    second slot, word)."""
+    second slot, descriptor)."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
     grad, single = request.param
 
@@ -322,38 +294,33 @@ def query_walk(request, monkeypatch):
         launches = call.query_tiles(call.tiles.forward._replace(pack=bool(pack)))
         programs, arguments = launches.grid[0], launches.arguments
         assert arguments["LISTED"] and arguments["PACK"] == pack
-        take = on_memory(arguments)
-        tiles, loads = [], []
+        schedule = on_memory(arguments)
+        tiles, loaded = [], []
 
-        def load_halves(*given):
-            batch, head, token, length, low, masked, free, *_ = given[7:]
-            assert (token, length) == (0, query_rows) and given[6] == len(tiles)
-            tiles.append(SimpleNamespace(batch=batch, head=head, low=low, masked=masked, free=free, blocks=[]))
+        def load_halves(loads, count, tile, rows, with_pack):
+            assert (tile.token, tile.length, count, with_pack) == (0, query_rows, len(tiles), pack)
+            tile.blocks = []
+            tiles.append(tile)
             return len(tiles)
 
-        def load_blocks(
-            sources, part, boxes, full, empty, words, batch, kv_head, row_a, row_b, word, count, with_word, *rest
-        ):
-            desc = sources[part]
+        def load_blocks(loads, desc, more, boxes, pipeline, batch, kv_head, row_a, row_b, step, count, with_step):
             assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
-            assert with_word == (desc == "K") and count == sum(name == desc for name, _ in loads) and rest[-1] == single
+            assert with_step == (desc == "K") and count == sum(name == desc for name, _ in loaded)
             blocks = (row_a // 64,) if single else (row_a // 64, row_b // 64)
-            loads.append((desc, blocks))
+            loaded.append((desc, blocks))
             if desc == "K":
-                tiles[-1].blocks += [(blocks[0], word)] if single else [(blocks[0], word & 15), (blocks[1], word >> 4)]
+                tiles[-1].blocks += [(blocks[0], step)] if single else [(blocks[0], step & 15), (blocks[1], step >> 4)]
 
         functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
-        work = take("ranges_ptr order_ptr documents_ptr counter rows n_tiles n_programs batches head_group")
-        lists = take("list_rows_ptr list_tiles_ptr list_steps_ptr")
-        flags = take("N_RANGES RATIO ORDERED PACKED PACK LISTED KV_STEP MORE BLOCK_D STAGES STAGES")
+        sources = functions.KeySources("K", "V", None, None, 0, arguments["KV_STEP"], arguments["MORE"])
+        memory = SimpleNamespace(tiles=NO_PIPELINE, keys=None, values=None, numbers=None)
+        loads = functions.QueryLoads("Q", "G", sources, None, memory, None, None, None, 64, grad, single)
         everything = []
         for program in range(programs):
             STAND_IN.program_id, STAND_IN.num_programs = (lambda axis, program=program: program), lambda axis: programs
-            tiles.clear(), loads.clear()
-            functions.produce(
-                "Q", "KV", "G", *[None] * 6, BARRIERS[:6], work, lists, *flags, 1 if grad or single else 2, grad, single
-            )
-            check_order(loads, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
+            tiles.clear(), loaded.clear()
+            functions.produce(loads, schedule)
+            check_order(loaded, [len(tile.blocks) // (1 if single else 2) for tile in tiles], grad, single)
             everything += tiles
         for tile in everything:
             assert len(tile.blocks) % 2 == 0
@@ -388,7 +355,7 @@ def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
     assert sorted((tile.batch, tile.head, tile.low) for tile in tiles) == sorted(expected_tiles)
     width = 64 * (1 + max(int(np.max(slot_of_block)), 0))
     for tile in tiles:
-        assert len(tile.steps) == tile.masked + tile.free
+        assert len(tile.steps) == tile.masked_steps + tile.free_steps
         for half in range(2):
             head, at = (tile.head + half, tile.low) if pack else (tile.head, tile.low + half)
             expected, found = np.zeros((64, width), int), np.zeros((64, width), int)
@@ -397,10 +364,10 @@ def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
                     slot = slot_of_block[head // ratio][block]
                     if slot >= 0:
                         expected[:, slot * 64 : slot * 64 + 64] = np.tri(64) if block == query_blocks[at] else 1
-            for number, (first, second, word) in enumerate(tile.steps):
-                mask = SCHEDULE.word_mask(word, row, column, half)
-                assert mask.any() == ((word & 0x11 << half) != 0), "what the computing warpgroups ask"
-                assert number < tile.masked or mask.all()
+            for number, (first, second, step) in enumerate(tile.steps):
+                mask = SCHEDULE.step_mask(step, row, column, half)
+                assert mask.any() == ((step & 0x11 << half) != 0), "what the computing warpgroups ask"
+                assert number < tile.masked_steps or mask.all()
                 for place, slot in enumerate((first, second)):
                     found[:, slot * 64 : slot * 64 + 64] += mask[:, place * 64 : place * 64 + 64]
             assert (found == expected).all(), (tile, half)

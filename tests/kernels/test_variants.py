@@ -29,9 +29,9 @@ FIRST = {  # variants that a first packed batch takes: the portable forward and 
         "query": 0,
         "delta": 1,
         "dkdv": 0,
-        "wide_forward": 1,
-        "wide_backward": 1,
-        "wide_grad_query": 1,
+        "d256_forward": 1,
+        "d256_backward": 1,
+        "d256_grad_query": 1,
         "documents": 2,
     },
 }

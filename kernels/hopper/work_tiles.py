@@ -1,0 +1,89 @@
+"""What the loading warp of a Hopper kernel says to the computing warpgroups: eight numbers of each work tile, and a
+descriptor of each step.
+
+They travel through shared memory; the loading warp arrives at the barrier of the tile or stage after it has stored
+them.
+"""
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from s2_megatron.kernels.hopper.gluon_versions import aggregate
+
+
+@aggregate
+class QueryTile:
+    """The work tile of a kernel with a program per query tile."""
+
+    batch: gl.tensor
+    head: gl.tensor  # the first of two, PACK
+    token: gl.tensor  # the first one of the sequence
+    length: gl.tensor  # of the sequence
+    low: gl.tensor  # the first query block
+    masked_steps: gl.tensor
+    free_steps: gl.tensor  # -1: there are no more tiles
+    marks: gl.tensor  # see schedule.py
+
+    @gluon.jit
+    def send(self, numbers, slot):
+        _send(numbers, slot, (self.batch, self.head, self.token, self.length, self.low, self.masked_steps, self.free_steps, self.marks))
+
+
+@aggregate
+class KeyTile:
+    """The work tile of the kernels of dK and dV."""
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    token: gl.tensor  # the first one of the sequence
+    length: gl.tensor  # of the sequence
+    first: gl.tensor  # key block or slot
+    second: gl.tensor
+    # Rows of the keys: a block that begins behind them does not exist; -1: there are no more tiles.
+    key_length: gl.tensor
+    link: gl.tensor  # SPLIT: see parts.py
+
+    @gluon.jit
+    def send(self, numbers, slot):
+        _send(numbers, slot, (self.batch, self.kv_head, self.token, self.length, self.first, self.second, self.key_length, self.link))
+
+
+@gluon.jit
+def _send(numbers, slot, values):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for index in gl.static_range(8):
+        numbers.index(slot * 8 + index).store(gl.full([1], values[index], gl.int32, layout))
+
+
+@gluon.jit
+def _receive(numbers, slot):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    values = ()
+    for index in gl.static_range(8):
+        values = values + (gl.sum(numbers.index(slot * 8 + index).load(layout), axis=0),)
+    return values
+
+
+@gluon.jit
+def receive_query_tile(numbers, slot):
+    """What was sent, in every thread of a warpgroup."""
+    values = _receive(numbers, slot)
+    return QueryTile(values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7])
+
+
+@gluon.jit
+def receive_key_tile(numbers, slot):
+    """What was sent, in every thread of a warpgroup."""
+    values = _receive(numbers, slot)
+    return KeyTile(values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7])
+
+
+@gluon.jit
+def send_step(steps, stage, step):
+    """The descriptor of a step: see steps.py."""
+    steps.index(stage).store(gl.full([1], step, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def receive_step(steps, stage):
+    """What was sent, in every thread of a warpgroup."""
+    return gl.sum(steps.index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
