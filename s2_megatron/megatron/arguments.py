@@ -120,7 +120,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--s2-loss-log",
-        action=_OnlyOnce,
         metavar="PATH",
         default=None,
         help="Append one JSON line an iteration (iteration, exact loss, grad norm, learning rate) and one per "

@@ -151,9 +151,10 @@ class Lab:
         )
 
     def flags(self, *extra: str, model: str = MODEL, spec: str = LOCAL_SPEC, sparsity: bool = True) -> list[str]:
-        """The command line of a run; later flags win."""
+        """The command line of a run; later flags win. --s2-config, which may stand there only once, is this session's
+        unless the flags have their own."""
         parts = [model, TRAINING, spec, self.data, self.device_flags]
-        if sparsity:
+        if sparsity and "--s2-config" not in " ".join([self.device_flags, *extra]):
             parts.append(f"--s2-config {self.sparsity}")
         return " ".join([*parts, *extra]).split()
 

@@ -17,7 +17,7 @@ OTHER = CONFIG.replace("stride: 4", "stride: 8")
 DENSE = "layers: D\n"
 MOVED = CONFIG.replace("stride: 4", "stride: 4, base_offset: 1")
 SMALL = {
-    "--seq-length": "128",
+    "--seq-length": "512",
     "--train-iters": "2",
     "--num-workers": "0",
     "--eval-iters": "0",
