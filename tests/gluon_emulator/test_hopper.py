@@ -99,9 +99,16 @@ def few_columns(in_python, in_parts, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("in_python", [1, 2], indirect=True)
 @pytest.mark.usefixtures("few_columns")
-@pytest.mark.parametrize("heads, dim, length, batch, deterministic",
-                         [((4, 1), 64, 833, 1, False), ((4, 1), 64, 833, 1, True), ((8, 1), 128, 449, 1, True), ((4, 2), 128, 500, 2, True)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, dim, length, batch, deterministic",
+    [
+        ((4, 1), 64, 833, 1, False),
+        ((4, 1), 64, 833, 1, True),
+        ((8, 1), 128, 449, 1, True),
+        ((4, 2), 128, 500, 2, True),
+    ],
+    ids=str,
+)
 def test_columns_in_parts(heads, dim, length, batch, deterministic):
     check(pattern_of(((2, 1), (None, 2)), 64, *heads), dim, length, deterministic, batch)
 

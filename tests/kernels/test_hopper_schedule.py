@@ -89,8 +89,8 @@ def test_query_tiles_visit_what_the_pattern_attends(pack):
 def key_walk(monkeypatch):
     """walk(pattern, query rows, key rows, batch=1, placement=None): (tiles, arguments) of dK and dV as the loading warp
     goes through them, with the arguments that they are launched with. A tile: batch, KV head, first slot, second slot,
-    descriptors of its steps, where parts are joined. Also goes through them in passes of one block, for head dims above 128,
-    and compares these with the tiles."""
+    descriptors of its steps, where parts are joined. Also goes through them in passes of one block, for head dims above
+    128, and compares these with the tiles."""
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
 
     def walk(pattern, query_rows, key_rows, batch=1, placement=None):
@@ -136,7 +136,7 @@ def key_walk(monkeypatch):
 
 
 def check_passes(passes, tiles):
-    """Each block of a tile in a pass of its own, with the descriptors of the steps that attend it, in whatever order."""
+    """Each block of a tile in a pass of its own, with the descriptors of the steps that attend it, in any order."""
     expected = {}
     for tile in tiles:
         for half, block in enumerate((tile.first, tile.second)):
@@ -373,8 +373,10 @@ def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
             assert (found == expected).all(), (tile, half)
 
 
-@pytest.mark.parametrize("name, pack", [*((name, pack) for name in ("mask-shared", "mask-kv-heads", "mask-no-diagonal") for pack in (0, 1)),
-                                        ("mask-heads", 0), ("mask-thin", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, pack",
+    [*product(("mask-shared", "mask-kv-heads", "mask-no-diagonal"), (0, 1)), ("mask-heads", 0), ("mask-thin", 0)],
+)
 def test_listed_query_tiles_of_block_masks(name, pack, query_walk):
     pattern = PATTERNS[name]
     for n_blocks in (1, 5, 12):
