@@ -12,7 +12,7 @@ from s2_megatron.kernels.hopper import columns as hopper_columns
 from s2_megatron.kernels.hopper import schedule as hopper_schedule
 from s2_megatron.kernels.hopper import steps as hopper_steps
 from s2_megatron.kernels.hopper import work_tiles as hopper_work_tiles
-from tests.gluon_emulator.emulator import plain_class
+from tests.gluon_emulator.translate import plain_class
 
 TABLE: list[
     int

@@ -20,11 +20,10 @@ from s2_megatron.testing import kernel_trial
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask
 from tests.conftest import HAS_GPU
 from tests.gluon_emulator.emulator import Machine
+from tests.kernels.placed_blocks import PAPER, check_placed_blocks
 from tests.kernels.test_hopper import (
     MIX,
-    PAPER,
     check_documents,
-    check_placed_blocks,
     in_parts,  # noqa: F401 (a fixture)
     tiles,  # noqa: F401 (a fixture)
 )
