@@ -22,7 +22,7 @@ def measure(*arguments, **environment):
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
     done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])
