@@ -89,7 +89,7 @@ def test_all_problems_are_named_at_once(config_file):
     )
 
 
-@pytest.mark.parametrize("seq_length, nearest", [("1088", "1024 or 1536"), ("128", "512")])
+@pytest.mark.parametrize("seq_length, nearest", [("1088", "1024 or 1536"), ("256", "512")])
 def test_a_length_that_context_parallel_ranks_cannot_cut_names_the_nearest(config_file, seq_length, nearest):
     flags = {"--s2-config": config_file, "--context-parallel-size": "4", "--seq-length": seq_length}
     refused, accepted = parse_cases(
