@@ -2,6 +2,7 @@
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make generate     the trained quickstart GPT continues PROMPT, word by word
 # make test         everything that can be tested without a GPU
+# make test-long    what takes too long for make test: kills and resumes by the dozen, a real SLURM on this machine
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
 # make dist         the release: dist/*.tar.gz from the commit, and from it dist/*.whl
@@ -32,7 +33,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain compare generate test test-gpu lint dist install check-packages
+.PHONY: help pretrain compare generate test test-long test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -65,8 +66,12 @@ generate: $(INSTALLED)
 # One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
 # stays in one process, for the costly fixtures that its tests share.
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu" \
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu and not long" \
 	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile") --durations=15 $(TESTS)
+
+# One after another: they kill processes and wait for answers, which other tests beside them would delay.
+test-long: $(INSTALLED)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "long and not gpu" --durations=15 $(TESTS)
 
 test-gpu: $(INSTALLED)
 	@$(RUN) -m pytest -m "gpu or op" --durations=15 $(TESTS)
