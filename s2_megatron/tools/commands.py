@@ -17,10 +17,13 @@ from typing import NamedTuple, NoReturn
 
 
 class Command(NamedTuple):
-    """One subcommand. module: what has its add_arguments and run. summary: its line in --help."""
+    """One subcommand. module: what has its add_arguments and run. summary: its line in --help. takes_launch_line:
+    whether words behind `--` are a training's launch line, which `run` finds in args.launch_line (None without `--`);
+    launch_line.py reads it."""
 
     module: str
     summary: str
+    takes_launch_line: bool = False
 
 
 COMMANDS = {
@@ -55,7 +58,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """The command. arguments: default those of the command line. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = _parser(arguments[0] if arguments else None).parse_args(arguments)
+    chosen, launch_line = arguments[0] if arguments else None, None
+    if chosen in COMMANDS and COMMANDS[chosen].takes_launch_line and "--" in arguments:
+        at = arguments.index("--")
+        arguments, launch_line = arguments[:at], arguments[at + 1 :]
+    args = _parser(chosen).parse_args(arguments, argparse.Namespace(launch_line=launch_line))
     try:
         return import_module(COMMANDS[args.command].module).run(args) or 0
     except (ValueError, OSError) as error:

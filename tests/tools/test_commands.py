@@ -65,6 +65,16 @@ def test_what_a_command_raises_is_one_error_line(error, monkeypatch, capsys):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_what_stands_behind_two_dashes_is_a_launch_line(monkeypatch):
+    seen = []
+    monkeypatch.setitem(
+        commands.COMMANDS, "env-report", commands.COMMANDS["env-report"]._replace(takes_launch_line=True)
+    )
+    monkeypatch.setattr("s2_megatron.tools.env_report.run", lambda args: seen.append(args.launch_line))
+    assert status("env-report") == 0 and status("env-report", "--", "torchrun", "x.py", "--", "--help") == 0
+    assert seen == [None, ["torchrun", "x.py", "--", "--help"]]
+
+
 def test_the_package_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "s2_megatron", "schema", "--wrong"], capture_output=True, text=True, cwd=ROOT
