@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
-import shlex
 import shutil
 from pathlib import Path
+
+from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load
 
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]")
@@ -74,37 +75,11 @@ def of_training(output: str, status: int, log: Path, runs: Path) -> QuickstartEr
     return QuickstartError(f"training ended with status {status}; the whole output is in {log}", status=1)
 
 
-def _newest_complete(checkpoints: Path) -> int:
-    """The largest iteration with a complete checkpoint, 0 without one. The metadata are what is written last."""
-    found = [0]
-    for folder in checkpoints.glob("iter_*"):
-        number = folder.name.removeprefix("iter_")
-        if number.isdecimal() and all((folder / name).is_file() for name in (".metadata", "metadata.json")):
-            found.append(int(number))
-    return max(found)
-
-
 def checkpoint_iteration(run_folder: Path) -> int:
     """The iteration of the checkpoint that a start continues from, 0 without one. Raises QuickstartError when
     Megatron's tracker file does not name a complete checkpoint."""
-    checkpoints = run_folder / "checkpoints"
-    tracker = checkpoints / "latest_checkpointed_iteration.txt"
-    if not tracker.exists():
-        return 0
-    content = tracker.read_bytes().decode(errors="replace")
-    if content.strip().isdecimal() and len(content) < 20:
-        iteration = int(content)
-        folder = checkpoints / f"iter_{iteration:07d}"
-        if all((folder / name).is_file() for name in (".metadata", "metadata.json")):
-            return iteration
-        problem = f"names iteration {iteration}, which has no complete checkpoint"
-    else:
-        problem = "is empty" if not content.strip() else f"holds {content[:40]!r}, expected an iteration"
-    newest, path = _newest_complete(checkpoints), shlex.quote(str(tracker))
-    if newest:
-        raise QuickstartError(
-            f"{tracker} {problem}; the newest complete checkpoint is of iteration {newest}; do: echo {newest} > {path}"
-        )
-    raise QuickstartError(
-        f"{tracker} {problem}; there is no complete checkpoint; do: rm {path} (training starts again)"
-    )
+    try:
+        found = checkpoint_to_load(run_folder / "checkpoints")
+    except CheckpointError as error:
+        raise QuickstartError(str(error)) from error
+    return 0 if found is None else found.iteration or 0
