@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,11 +210,11 @@ def measure(call: Callable[[], object], calls: int, device) -> float:
 
 
 class Run:
-    """All measurements of one number of KV heads. rows: what was measured."""
+    """All measurements of one number of KV heads. rows: the list that takes what is measured."""
 
-    def __init__(self, shape: Shape, kv_heads: int, device, deadline: float, console: Console):
+    def __init__(self, shape: Shape, kv_heads: int, device, deadline: float, console: Console, rows: list[dict]):
         self.shape, self.kv_heads, self.device, self.console = shape, kv_heads, device, console
-        self.deadline, self.rows = deadline, []
+        self.deadline, self.rows = deadline, rows
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.models = build_models(shape, kv_heads, device, self.dtype)
         self.head_dim = shape.hidden // shape.heads
@@ -351,8 +352,14 @@ def main(arguments: list[str] | None = None) -> int:
     deadline = time.monotonic() + args.seconds
     torch.manual_seed(0)
     rows, checks = [], []
+
+    def write() -> None:
+        given = sys.argv[1:] if arguments is None else arguments
+        source = provenance("benchmarks.inference", given, launcher="python -m")
+        write_json(args.output, {"provenance": source, "checks": checks, "rows": rows})
+
     for kv_heads in args.kv_heads or shape.kv_heads:
-        run = Run(shape, kv_heads, device, deadline, console)
+        run = Run(shape, kv_heads, device, deadline, console, rows)
         for number, context in enumerate(sorted(args.contexts or shape.contexts, reverse=True)):
             if number == 0:
                 checked = check_attention(run.models["S2 hybrid"], min(context, 16384))
@@ -363,15 +370,14 @@ def main(arguments: list[str] | None = None) -> int:
                     console.print(f"{args.seconds:g} s are over: {measurement.__name__} at {context:,} is left out")
                 else:
                     measurement(context)
-        rows += run.rows
+            if args.output:
+                write()  # after each context: what is measured is not lost
         del run
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     console.print(summary(rows))
     if args.output:
-        content = {"provenance": provenance("benchmarks.inference", arguments or []), "checks": checks, "rows": rows}
-        write_json(args.output, content)
         console.print(f"wrote {args.output}")
     return 0
 

@@ -57,8 +57,13 @@ def check_attention(model, context: int) -> list[str]:
 
 
 def check_replay(step) -> None:
-    """A replayed step gives the eager step's logits."""
+    """A replayed step gives the eager step's logits.
+
+    cuBLAS may choose another algorithm while a graph is captured. Then every layer rounds anew, and roundings add up
+    like a random walk: the bound on the RMS of the difference is 2 * eps * sqrt(layers) of the logits' RMS.
+    """
     eager, replayed = step.eager().float(), step.replay().float()
-    bound = 4 * torch.finfo(step.model.dtype).eps * float(eager.abs().max())
-    error = float((eager - replayed).abs().max())
-    assert error <= bound, f"a replayed step differs from an eager one by {error:.2e}; bound {bound:.2e}"
+    layers = step.model.config.num_hidden_layers
+    bound = 2 * torch.finfo(step.model.dtype).eps * layers**0.5
+    error = float((eager - replayed).square().mean().sqrt() / eager.square().mean().sqrt())
+    assert error <= bound, f"a replayed step differs from an eager one by {error:.2e} of its RMS; bound {bound:.2e}"
