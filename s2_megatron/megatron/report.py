@@ -160,9 +160,7 @@ def report_context_parallel(run: S2Run, ours: Sequence[bool], transformer: Trans
         rows.setdefault(texts, []).append(name)
     if not rows:
         return
-    table = Table(
-        title=f"S2 layers on {size} context-parallel ranks: the busiest rank, MiB a sequence", title_justify="left"
-    )
+    table = Table(title=f"S2 on {size} context-parallel ranks: the busiest rank, MiB a sequence", title_justify="left")
     for name in ("layer", "exchange", "sent forward", "sent backward", "work max / mean"):
         table.add_column(name, justify="left" if name in ("layer", "exchange") else "right")
     for texts, names in rows.items():

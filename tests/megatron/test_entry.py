@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
-from tests.megatron.conftest import end_all, run_processes
+from tests.megatron.conftest import ROOT, end_all, run_processes
+
+EXAMPLE = ROOT / "examples" / "existing_launch"  # a script before and after
 
 STOCK = (
     "--train-iters 6 --attention-dropout 0.1 --hidden-dropout 0.1 --calculate-per-token-loss --eval-iters 2 "
@@ -21,7 +23,7 @@ def test_without_a_config_it_is_megatron(lab, scripts):
     """Losses, grad norms and evaluations are bit for bit those of a short script that builds Megatron's stock model."""
     corpus = lab.folder / "corpus"
     flags = f"{STOCK} --data-path 30 {corpus} 70 {corpus}"
-    stock = lab.run("stock", flags, sparsity=False, script=scripts / "stock_pretrain.py", log_flag=False)
+    stock = lab.run("stock", flags, sparsity=False, script=scripts / "logged_stock.py", log_flag=False)
     ours = lab.run("ours_without_s2", flags, sparsity=False)
     assert len(stock.losses) == 6
     assert ours.losses == stock.losses
@@ -30,11 +32,11 @@ def test_without_a_config_it_is_megatron(lab, scripts):
     assert ours.evaluations == stock.evaluations
 
 
-def test_four_lines_in_a_script_of_ones_own(lab, scripts, baseline):
-    before, after = ((scripts / name).read_text().splitlines() for name in ("stock_pretrain.py", "user_pretrain.py"))
-    changed = [line for line in difflib.ndiff(before[1:], after[1:]) if line.startswith(("- ", "+ "))]
-    assert sum(line.startswith("+ ") for line in changed) == 4
-    run = lab.run("user", "--train-iters 10", script=scripts / "user_pretrain.py", torchrun=True)
+def test_four_lines_in_a_script_of_ones_own(lab, baseline):
+    before, after = ((EXAMPLE / name).read_text().splitlines() for name in ("stock.py", "with_s2.py"))
+    changed = [line for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))]
+    assert [line[0] for line in changed] == ["+", "-", "+", "+", "+"]
+    run = lab.run("user", "--train-iters 10", script=EXAMPLE / "with_s2.py", torchrun=True)
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
 
 

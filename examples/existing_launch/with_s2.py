@@ -1,10 +1,13 @@
-"""stock_pretrain.py after the four lines that bring S2-Attention into a script of one's own."""
+"""A training script on Megatron 0.19, as short as it lets one be: stock layers, one process per data-parallel rank.
 
-import os
+with_s2.py is stock.py and the four lines that bring S2-Attention: `diff stock.py with_s2.py`.
+"""
+
 from functools import partial
 
 
 def main():
+    # Only for machines without a GPU, and for Megatron from its wheel.
     from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
@@ -18,7 +21,7 @@ def main():
     from megatron.training.utils import get_blend_and_blend_per_split
 
     from s2_megatron import add_s2_arguments, apply_s2, prepare_s2
-    from s2_megatron.megatron.patches import install_loss_log, use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
     use_prebuilt_dataset_helpers()
 
@@ -55,7 +58,6 @@ def main():
 
     args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
     run = prepare_s2(args)
-    install_loss_log(os.environ["LOSS_LOG"])
     model_config = gpt_config_from_args(args)
     apply_s2(model_config, run)
     pretrain(pretrain_cfg_container_from_args(args, model_config), datasets, ModelType.encoder_or_decoder, forward_step)

@@ -1,0 +1,144 @@
+"""The examples run, at CPU size and shortened, and print what examples/README.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+LOSS = r"(\d\.\d{4})"
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Path:
+    """Where the examples write; they share the corpus."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture
+def run(runs):
+    """run(file of examples/, settings) -> what it printed."""
+
+    def run_example(name: str, **settings) -> str:
+        environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(runs), "OMP_NUM_THREADS": "1", **settings}
+        environment["PYTHONPATH"] = str(ROOT)
+        command = ["bash"] if name.endswith(".sh") else [sys.executable]
+        done = subprocess.run(
+            [*command, str(EXAMPLES / name)], env=environment, cwd=runs, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return run_example
+
+
+def losses(output: str) -> list[float]:
+    """Of the lines "iteration ... loss"."""
+    return [float(loss) for loss in re.findall(rf"iteration \d+ of \d+: loss {LOSS}", output)]
+
+
+def last_losses(output: str) -> list[float]:
+    """Of the last line, "validation loss: ..."."""
+    last = output.splitlines()[-1]
+    assert last.startswith("validation loss: ")
+    return [float(loss) for loss in re.findall(LOSS, last)]
+
+
+def test_the_op(run):
+    output = run("attention_op.py")
+    assert "local 4 + stride 8, 4 offsets: 31.0% of the causal pairs" in output
+    (difference,) = re.findall(r"largest difference from PyTorch's attention: (\S+)", output)
+    assert 0 < float(difference) < 1e-5
+
+
+def test_an_existing_launch(run):
+    output = run("existing_launch/run.sh", ITERATIONS="10")
+    changed = re.findall(r"^([<>])  ", output, re.M)
+    assert sorted(changed) == ["<", ">", ">", ">", ">"]
+    assert re.search(r"│ 1, 3 +│ S +│ s2 ", output)
+    dense, sparse = last_losses(output)
+    assert dense != sparse and abs(dense - sparse) < 0.1
+    assert max(dense, sparse) < losses(output)[0] - 1
+
+
+def test_dense_beside_s2(run, runs):
+    output = run("dense_beside_s2.sh", ITERATIONS="20")
+    assert len(losses(output)) == 6  # iterations 1, 10 and 20 of two runs
+    assert re.search(r"small and dense are not told apart|small is (better|worse) than dense", " ".join(output.split()))
+    page = (runs / "compare.html").read_text()
+    assert "dense" in page and "small" in page and len(page) > 10000
+
+
+def test_long_context(run):
+    output = run("long_context_cp.sh", ITERATIONS="4")
+    assert re.search(r"│ 0 +│ sparse +│ +0\.0781 │", output)
+    one_rank, two_ranks = last_losses(output)
+    assert abs(one_rank - two_ranks) <= 2e-4
+
+
+def test_mixture_of_experts(run, runs):
+    output = run("moe_expert_parallel.sh", ITERATIONS="10")
+    assert re.search(r"│ 1, 3 +│ S +│ s2 ", output)
+    first, last = losses(output)
+    assert last < first - 1
+    logged = (runs / "moe" / "train.log").read_text()
+    assert "expert_model_parallel_size ...................... 2" in logged
+
+
+def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
+    output = run("dense_to_s2.sh", ITERATIONS="12")
+    assert output.count("layers 1-3: dense -> local 2 + stride 4") == 2
+    before, switched, after = last_losses(output)
+    untrained = losses(output)[0]
+    assert abs(switched - before) < 0.2 and switched < untrained - 1
+    assert after < switched
+    assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
+
+
+def test_patterns_of_ones_own(run, runs):
+    output = run("own_pattern/run.sh", ITERATIONS="5")
+    # Rows of 1, 2, 3, 3, ... key blocks, the own one half.
+    assert "16 query blocks, 45 blocks attended" in output
+    for row in (r"│ 1 +│ M +│ s2 +│ block mask 16 x 16, 1 ", r"│ 2-3 +│ F +│ s2 +│ block mask 16 x 16, 4 "):
+        assert len(re.findall(row, output)) == 2  # of inspect and of the run
+    assert losses(output)
+    assert (runs / "own_pattern.png").stat().st_size > 1000
+
+
+def test_a_python_without_torch_is_one_line(runs):
+    python = runs / "python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    command = ["bash", str(EXAMPLES / "dense_beside_s2.sh")]
+    done = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: PYTHON={python} has no torch") and done.stderr.count("\n") == 1
+
+
+def test_a_run_that_fails_shows_why(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *distributed*) echo from Megatron; exit 3;; esac\n')
+    python.chmod(0o755)
+    command = ["bash", str(EXAMPLES / "moe_expert_parallel.sh")]
+    environment = os.environ | {"PYTHON": str(python), "RUNS": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    error = f"error: moe failed; {tmp_path}/moe/train.log has its output"
+    assert done.stderr.splitlines() == ["from Megatron", error]
+
+
+def test_the_readme_has_them_all():
+    text = (EXAMPLES / "README.md").read_text()
+    linked = {EXAMPLES / target.rstrip("/") for target in re.findall(r"\]\(([^.)][^)#]*)\)", text)}
+    scripts = [path for path in EXAMPLES.rglob("*.sh") if path.name not in ("launch.sh", "small.sh")]
+    scripts.append(EXAMPLES / "attention_op.py")
+    missing = [path for path in scripts if not {path, path.parent} & linked]
+    assert len(scripts) > 10 and not missing
+    commands = re.findall(r"`(?:\w+=\S+ )*(?:python )?(examples/\S+)`", text)
+    assert len(commands) == 8 and all((ROOT / command).is_file() for command in commands)
