@@ -44,6 +44,7 @@ def main() -> None:
     from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
     from s2_megatron.megatron.layer_specs import apply_s2
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.run_status import recorded_run
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     use_prebuilt_dataset_helpers()
@@ -57,14 +58,15 @@ def main() -> None:
     run = prepare_s2(args)
     model_config = gpt_config_from_args(args)
     apply_s2(model_config, run)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        store=store,
-        get_embedding_ranks=embedding_ranks,
-    )
+    with recorded_run(args):
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            forward_step,
+            store=store,
+            get_embedding_ranks=embedding_ranks,
+        )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 
 from examples.quickstart.launch import MODEL, model_flags
 from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.run_status import write_status
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,8 @@ esac
 PROBE = f"""
 source {shlex.quote(str(ROOT / "examples/launch.sh"))}
 EXTRA_FLAGS=("$@")
-[[ ${{DRY_RUN:-0}} == 1 ]] || {{ %s; }}
+ended() {{ mkdir -p "$OUTPUT/checkpoints" && printf '%%s\\n' "$@" > "$OUTPUT/checkpoints/run_status.json"; }}
+[[ ${{DRY_RUN:-0}} == 1 ]] || {{ [[ $NODE_RANK != 0 ]] || ended ' "state": "finished",' ' "line": "all",'; %s; }}
 launch --num-layers 2
 """
 
@@ -184,7 +186,9 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
     size = script.stem.removeprefix("pretrain_").partition("_")[0]
     config = next(path for path in sorted((ROOT / "configs").glob("*.yaml")) if size in path.stem)
     python = cluster[0] / "bin" / "python"
-    python.write_text('#!/bin/bash\nprintf \'%s\\n\' "$0" "$@"\n')
+    save = cluster[0] / "a run" / "checkpoints"
+    finished = f"""mkdir -p "{save}"; echo ' "state": "finished",' > "{save}/run_status.json\""""
+    python.write_text(f'#!/bin/bash\nprintf \'%s\\n\' "$0" "$@"\n{finished}\n')
     python.chmod(0o755)
     settings = dict(CONFIG=str(config), PYTHON=str(python))
     dry = submit(cluster, script, "--x", "y z", DRY_RUN="1", **settings)
@@ -312,21 +316,41 @@ def test_scancel_reaches_the_trainer(cluster):
     assert done.returncode == 0 and {log(cluster, node).read_text() for node in range(4)} == {"saved\n"}
 
 
+DURATION = "iteration 7 of 9, by --exit-duration-in-mins 70"
+ENDS = [  # (state, line, exit code of the trainer; the job's, what it says, whether it is queued again with REQUEUE=1)
+    ("finished", "iteration 9 of 9", 0, 0, "nothing is left to train (iteration 9 of 9)", False),
+    ("stopped", DURATION, 0, 0, f"stopped for its time limit ({DURATION})", True),
+    (
+        "stopped",
+        "iteration 7 of 9, by SIGTERM",
+        0,
+        0,
+        "stopped (iteration 7 of 9, by SIGTERM); the same command",
+        False,
+    ),
+    ("refused", 'CONFIG="x": expected y', 2, 2, 'refused: CONFIG=\\"x\\": expected y', False),
+    ("failed", "RuntimeError: z", 1, 1, "failed: RuntimeError: z", False),
+    ("running", "started as process 1", 0, 1, "does not say how", False),
+    (None, "", 0, 1, "does not say how", False),
+]
+
+
 @pytest.mark.parametrize("requeue", ["0", "1"])
-def test_a_job_at_its_time_limit_is_queued_again(cluster, requeue):
-    """The trainer ends with 0 both when it is done and when its time is up; a `date` that the launcher moves tells
-    which it was."""
-    clock, date = cluster[0] / "clock", cluster[0] / "bin" / "date"
-    date.write_text(f"#!/bin/sh\ncat '{clock}'\n")
-    date.chmod(0o755)
-    for until, expected in ((4199, "nothing is left to train"), (4200, "stopped for its time limit")):
-        clock.write_text("1000000")
-        action = f"echo $((1000000 + {until})) > '{clock}'; echo \"$@\"; exit"
-        done = submit(cluster, probe(cluster, action), SLURM_JOB_END_TIME="1004800", REQUEUE=requeue)
-        assert done.returncode == 0 and expected in done.stdout
-        assert log(cluster, 3).read_text().splitlines()[-1] == "--exit-duration-in-mins 70"
-        queued = (cluster[0] / "scontrol").read_text() if (cluster[0] / "scontrol").exists() else ""
-        assert queued == ("requeue 123456\n" if requeue == "1" and until == 4200 else "")
+@pytest.mark.parametrize("state, line, code, expected, words, again", ENDS)
+def test_what_the_run_says_decides(cluster, requeue, state, line, code, expected, words, again):
+    """The file beside the checkpoints; that of an earlier attempt counts for nothing."""
+    save = cluster[0] / "a run" / "checkpoints"
+    write_status(save, "stopped", DURATION)
+    (cluster[0] / "ended").write_text("")
+    if state is not None:
+        write_status(cluster[0], state, line)
+        (cluster[0] / "run_status.json").rename(cluster[0] / "ended")
+    action = f'if [[ $NODE_RANK == 0 ]]; then ended "$(cat {cluster[0]}/ended)"; exit {code}; fi; exit 0'
+    done = submit(cluster, probe(cluster, action), SLURM_JOB_END_TIME=str(int(time.time()) + 4800), REQUEUE=requeue)
+    assert done.returncode == expected and words in done.stdout + done.stderr, (done.stdout, done.stderr)
+    assert (cluster[0] / "scontrol").exists() == (again and requeue == "1")
+    if again and requeue == "1":
+        assert (cluster[0] / "scontrol").read_text() == "requeue 123456\n"
 
 
 def test_without_a_time_limit_it_says_what_is_not_saved(cluster):

@@ -179,8 +179,8 @@ def checkpoint_to_load(folder: Path, *, setting: str = "--load", step: int | Non
             if newest is None:
                 return None
             raise CheckpointError(
-                f"{place}: its tracker {TRACKER} is missing; expected the number of an iteration, without which training starts "
-                f"again and writes over the checkpoints; {remedy(folder)}"
+                f"{place}: its tracker {TRACKER} is missing; expected the number of an iteration, without which "
+                f"training starts again and writes over the checkpoints; {remedy(folder)}"
             )
         problem = find_problem(chosen.path)
         if problem is None:

@@ -1,0 +1,201 @@
+"""How a run ended, in a file beside its checkpoints: run_status.json in the folder of --save.
+
+    {
+     "state": "stopped",
+     "line": "iteration 1200 of 5000, by --exit-duration-in-mins 1430",
+     "iteration": 1200,
+     "exit_status": 0,
+     "rank": 0,
+     "host": "node17",
+     "job": "4711",
+     "time": "2026-03-01T12:00:00+00:00"
+    }
+
+| state | the run | what to do with its job |
+|---|---|---|
+| running | trains, or was killed without a word | once it is gone: start it again |
+| finished | has done all of its iterations | nothing |
+| stopped | ended before its end on purpose, with a checkpoint: time limit, SIGTERM, --exit-interval | start it again |
+| refused | was not started, because of what `line` says | mend that first |
+| failed | ended with the error of `line` | look at the log |
+
+One key a line, so that a shell script needs no JSON. Written to another name and renamed: a reader sees the old or the
+new file, never a part of one. A disk that is full does not change how the run ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from s2_megatron.config.errors import printable
+
+FILE = "run_status.json"
+STATES = ("running", "finished", "stopped", "refused", "failed")
+LONGEST_LINE = 2000
+# Of Megatron's rerun state machine: a run that asks to be started again, to tell a broken GPU from a wrong loss.
+STATUS_RESUME = 16
+
+
+def write_status(save: str | Path | None, state: str, line: str, *, iteration: int | None = None, status: int = 0):
+    """Writes the file; nothing without --save. save: the folder of --save, which is made. status: of the exit.
+
+    A folder that cannot be written costs one line on stderr, no error.
+    """
+    if save is None:
+        return
+    assert state in STATES, state
+    record = {
+        "state": state,
+        "line": printable(line, LONGEST_LINE),
+        "iteration": iteration,
+        "exit_status": status,
+        "rank": int(os.environ.get("RANK", "0")),
+        "host": socket.gethostname(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    path = Path(save) / FILE
+    temporary = path.with_name(f".{FILE}.{record['host']}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(record, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        print(f"S2: {path} could not be written ({error.strerror}); it would say: {state}: {line}", file=sys.stderr)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def read_status(save: str | Path) -> dict | None:
+    """The file's record; None where there is none. Raises ValueError for one that is no such record."""
+    path = Path(save) / FILE
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON; expected a run's status; remove it") from error
+    if not isinstance(record, dict) or record.get("state") not in STATES:
+        raise ValueError(f"{path}: no state of {', '.join(STATES)}; expected a run's status; remove it")
+    return record
+
+
+def _one_line(error: BaseException) -> str:
+    """The type and the message of an error, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+
+
+def _why_stopped(args: Namespace, iteration: int) -> str:
+    """Which of Megatron's reasons ended a run early, as far as this rank knows."""
+    from megatron.training import global_vars, training
+
+    handler = global_vars._GLOBAL_SIGNAL_HANDLER
+    by_signal = f"by {args.exit_signal.name}"
+    if handler is not None and handler._signal_received:  # the public method asks all ranks
+        return by_signal
+    if args.exit_interval and iteration % args.exit_interval == 0:
+        return f"by --exit-interval {args.exit_interval}"
+    minutes = args.exit_duration_in_mins
+    if minutes and time.time() - training._TRAIN_START_TIME > 60 * minutes:
+        return f"by --exit-duration-in-mins {minutes}"
+    return f"{by_signal} to another rank" if handler is not None else "by Megatron"
+
+
+def _steps_done(args: Namespace) -> tuple[int, int]:
+    """(iterations that this process has done, the last one's number). Megatron sets args.iteration when it has loaded,
+    and args.curr_iteration, to the one before, at the start of each."""
+    start, last = getattr(args, "iteration", 0), getattr(args, "curr_iteration", None)
+    if last is None or last < start or not args.train_iters:
+        return 0, start
+    return last + 1 - start, last + 1
+
+
+def _entered_training(error: BaseException) -> bool:
+    """Whether an exit comes out of Megatron's training loop, and not out of what is done before it."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code.co_name == "train" and code.co_filename.endswith("training.py"):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+@contextmanager
+def recorded_run(args: Namespace) -> Iterator[None]:
+    """Around Megatron's `pretrain`: writes the file when it starts and when it ends, and mends the exit status.
+
+    args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
+    sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
+    run that returns without a step although there were some to do.
+    """
+    first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
+    if first:
+        write_status(args.save, "running", f"started as process {os.getpid()}")
+    try:
+        yield
+        line = _finished(args)
+    except SystemExit as error:
+        status = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+        done, iteration = _steps_done(args)
+        if status in (0, STATUS_RESUME) and _entered_training(error):
+            if first:
+                why = (
+                    _why_stopped(args, iteration) if status == 0 else "to be started again by Megatron's rerun machine"
+                )
+                line = f"iteration {iteration} of {args.train_iters}, {why}"
+                write_status(args.save, "stopped", line, iteration=iteration, status=status)
+            raise
+        line = f"Megatron ended with sys.exit({error.code!r}) after {done} iterations; its last lines say why"
+        _failed(args, line, began, iteration, status or 1)
+        if status:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(1)
+    except BaseException as error:
+        _failed(args, _one_line(error), began, _steps_done(args)[1], 1)
+        raise
+    if first:
+        write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
+
+
+def _finished(args: Namespace) -> str:
+    """What a run says that has returned. Raises RuntimeError when it did no step and there were some to do."""
+    done, iteration = _steps_done(args)
+    if args.skip_train:
+        return f"evaluated at iteration {iteration}; --skip-train trains nothing"
+    if done:
+        return f"iteration {iteration} of {args.train_iters}"
+    if args.train_iters and iteration >= args.train_iters:
+        line = f"iteration {iteration} of {args.train_iters} was done before; nothing was left to train"
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"S2: finished: {line}; for more, raise --train-iters", flush=True)
+        return line
+    raise RuntimeError(
+        f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "
+        "--train-iters above 0; look at --split and --train-iters"
+    )
+
+
+def _failed(args: Namespace, line: str, began: float, iteration: int, status: int) -> None:
+    """Writes an error, unless another rank has written the one that came first."""
+    if args.save is None:
+        return
+    with suppress(ValueError, OSError):
+        path = Path(args.save) / FILE
+        found = read_status(args.save)
+        if found is not None and found["state"] == "failed" and path.stat().st_mtime >= began:
+            return
+    write_status(args.save, "failed", line, iteration=iteration, status=status)

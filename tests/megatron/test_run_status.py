@@ -1,0 +1,136 @@
+"""The file that says how a run ended, and the exit status: real runs, and the ends that a test cannot bring about."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from s2_megatron.megatron.run_status import FILE, STATES, read_status, recorded_run, write_status
+from tests.megatron.conftest import ENTRY, ROOT
+from tests.ports import free_port
+
+
+def words(save) -> tuple[str, str, int, int]:
+    found = read_status(save)
+    return found["state"], found["line"], found["iteration"], found["exit_status"]
+
+
+def test_stopped_finished_and_nothing_left(lab, tmp_path):
+    """Three starts of one command that is to do four iterations, two at a time."""
+    flags = f"--train-iters 4 --exit-interval 2 --save {tmp_path} --load {tmp_path} --save-interval 100"
+    lab.run("status_one", flags, processes=2)
+    assert words(tmp_path) == ("stopped", "iteration 2 of 4, by --exit-interval 2", 2, 0)
+    assert read_status(tmp_path)["rank"] == 0
+    flags = flags.replace("--exit-interval 2", "")
+    lab.run("status_two", flags, processes=2)
+    assert words(tmp_path) == ("finished", "iteration 4 of 4", 4, 0)
+    again = lab.run("status_three", flags, processes=2)
+    line = "iteration 4 of 4 was done before; nothing was left to train"
+    assert words(tmp_path) == ("finished", line, 4, 0) and not again.losses
+    assert again.output.count(f"S2: finished: {line}; for more, raise --train-iters") == 1
+
+
+def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
+    flags = lab.flags(f"--train-iters 100000 --save {tmp_path} --save-interval 100000 --exit-signal-handler")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    for number, state in ((signal.SIGTERM, "stopped"), (signal.SIGKILL, "running")):
+        log = tmp_path / f"{state}.jsonl"
+        environment["MASTER_PORT"] = str(free_port())
+        command = [sys.executable, str(ENTRY), *flags, "--s2-loss-log", str(log)]
+        with (tmp_path / f"{state}.log").open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
+        deadline = time.monotonic() + 150
+        while process.poll() is None and not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        status = process.wait(100)
+        assert status == (0 if state == "stopped" else -9), (tmp_path / f"{state}.log").read_text()[-3000:]
+        found = read_status(tmp_path)
+        assert found["state"] == state
+        if state == "stopped":
+            assert re.fullmatch(r"iteration \d+ of 100000, by SIGTERM", found["line"])
+
+
+def test_the_first_error_is_kept(lab, tmp_path):
+    """Both ranks fail, as their data cannot be read."""
+    flags = f"--train-iters 2 --save {tmp_path} --save-interval 2 --data-path {tmp_path / 'none'}"
+    lab.run("status_failed", flags, processes=2, fails=True)
+    state, line, iteration, status = words(tmp_path)
+    assert (state, iteration, status) == ("failed", 0, 1) and "none" in line and "\n" not in line
+
+
+def arguments(save, **changes):
+    defaults = dict(save=str(save), train_iters=10, iteration=0, skip_train=False)
+    return SimpleNamespace(**defaults | changes)
+
+
+@pytest.mark.parametrize("code", [None, 0, 3, "a text"])
+def test_megatrons_bare_exit_is_a_failure(tmp_path, code, capsys):
+    with pytest.raises(SystemExit) as caught, recorded_run(arguments(tmp_path)):
+        sys.exit(code)
+    assert caught.value.code == ({None: 1, 0: 1}.get(code, code))
+    state, line, iteration, status = words(tmp_path)
+    assert (state, iteration) == ("failed", 0) and f"sys.exit({code!r})" in line
+    assert status == (code if code == 3 else 1)
+    assert capsys.readouterr().err == (f"error: {line}\n" if code in (None, 0) else "")
+
+
+def test_a_run_without_a_step_is_a_failure(tmp_path):
+    with pytest.raises(RuntimeError, match="without a step"), recorded_run(arguments(tmp_path)):
+        pass
+    assert words(tmp_path)[0] == "failed"
+    with recorded_run(arguments(tmp_path, skip_train=True)):
+        pass
+    assert words(tmp_path)[:2] == ("finished", "evaluated at iteration 0; --skip-train trains nothing")
+
+
+def test_an_error_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match="two"), recorded_run(arguments(tmp_path, curr_iteration=4)):
+        raise ValueError("one\n  two \x1b[31m" + "x" * 9999)
+    state, line, iteration, status = words(tmp_path)
+    assert (state, iteration, status) == ("failed", 5, 1)
+    assert line.startswith("ValueError: one two \\x1b[31mxxx") and len(line) == 2000
+
+
+def test_an_earlier_attempts_error_is_replaced(tmp_path):
+    write_status(tmp_path, "failed", "before")
+    os.utime(tmp_path / FILE, (1, 1))
+    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path)):
+        raise ValueError("now")
+    assert words(tmp_path)[1] == "ValueError: now"
+
+
+def test_a_shell_reads_the_state(tmp_path):
+    for state in STATES:
+        write_status(tmp_path, state, 'a "quoted" line', iteration=3, status=2)
+        shell = ["sed", "-n", 's/^ "state": "\\([a-z]*\\)",$/\\1/p', str(tmp_path / FILE)]
+        assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout == f"{state}\n"
+        assert json.loads((tmp_path / FILE).read_text())["line"] == 'a "quoted" line'
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    write_status(tmp_path / "file", "finished", "done")
+    assert "could not be written" in capsys.readouterr().err
+    write_status(None, "finished", "done")
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"state": "else"}'])
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(ValueError, match="expected a run's status; remove it"):
+        read_status(tmp_path)
+    assert read_status(tmp_path / "none") is None
+    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path)):
+        raise ValueError("now")
+    assert read_status(tmp_path)["state"] == "failed"
