@@ -13,12 +13,14 @@ Afterwards `torch.cuda.is_available()` is true in this process; ask `is_installe
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import sys
 import types
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from s2_megatron.printing import print_once
@@ -152,6 +154,17 @@ def _leave_out_gpu_packages() -> None:
         print_once(f"No GPU found: {', '.join(found)} left out")
 
 
+def _meshes_of_the_cpu() -> None:
+    """torch's FSDP2 asks a mesh, not its tensors, where the parameters lie; Megatron makes its meshes for "cuda"."""
+    make = DeviceMesh.__init__
+
+    @functools.wraps(make)
+    def made(self, device_type, *args, **kwargs):
+        make(self, _to_cpu(device_type), *args, **kwargs)
+
+    DeviceMesh.__init__ = made
+
+
 def install_if_no_gpu() -> bool:
     """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU
     that way."""
@@ -176,6 +189,7 @@ def install_if_no_gpu() -> bool:
             return run_backward(*args, **kwargs)
 
     torch.autograd._engine_run_backward = run_backward_redirected
+    _meshes_of_the_cpu()
     # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always
     # warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

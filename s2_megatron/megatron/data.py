@@ -278,6 +278,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     timers("batch-generator").stop()
 
     inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
+    options = dict(labels=batch.labels, loss_mask=batch.loss_mask, packed_seq_params=batch.packed)
     loss_function = partial(language_model_loss, batch.loss_mask, model=model, positions=batch.positions)
     with straggler_timer:
         if return_schedule_plan:
@@ -286,9 +287,8 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
                     "overlap_moe_expert_parallel_comm=False, but the schedule asks for a schedule plan; expected True; "
                     "add --overlap-moe-expert-parallel-comm"
                 )
-            plan = model.build_schedule_plan(*inputs, labels=batch.labels, loss_mask=batch.loss_mask)
-            return plan, loss_function
-        output = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask, packed_seq_params=batch.packed)
+            return model.build_schedule_plan(*inputs, **options), loss_function
+        output = model(*inputs, **options)
     return output, loss_function
 
 

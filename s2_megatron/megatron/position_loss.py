@@ -46,7 +46,9 @@ class PositionLoss:
         digits = len(str(seq_length - 1))
         self.names = [f"{first:0{digits}}-{end - 1:0{digits}}" for first, end in pairwise(edges)] + ["trailing"]
         self.trailing_start = seq_length - seq_length // TRAILING_SHARE
-        self.sums: list[torch.Tensor | None] = [None, None]  # fp64 [buckets + 1, 2]: loss, tokens; training, evaluation
+        # fp64 [buckets + 1, 2]: loss, tokens; training, evaluation. Never replaced: a CUDA graph of whole iterations
+        # adds to the tensors that it was captured with.
+        self.sums: list[torch.Tensor | None] = [None, None]
 
     def add(self, losses: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> None:
         """Adds one microbatch; does not wait for the device.
@@ -68,9 +70,10 @@ class PositionLoss:
 
         kind: TRAIN or EVALUATE. group: the ranks that share the batch, all of which must call.
         """
-        sums, self.sums[kind] = self.sums[kind], None
-        if sums is None:
+        if self.sums[kind] is None:
             return {}
+        sums = self.sums[kind].clone()
+        self.sums[kind].zero_()
         if group is not None:
             torch.distributed.all_reduce(sums, group=group)
         return {name: (loss / tokens, tokens) for name, (loss, tokens) in zip(self.names, sums.tolist()) if tokens > 0}

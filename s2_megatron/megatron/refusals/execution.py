@@ -1,5 +1,5 @@
-"""Refused: CUDA graphs, recomputation, inference paths and checkpoints that S2-Attention does not honour, or was not
-tested with."""
+"""Refused: CUDA graphs, recomputation, inference paths and checkpoints that S2-Attention, or Megatron itself, cannot
+honour. Files and lines are those of megatron-core 0.19.2."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ def _graphs_with_attention(args: Namespace) -> bool:
     )
 
 
-def _untested_with_graphs(args: Namespace) -> bool:
-    """Settings that change when, or how often, the op runs; TP and DP do not."""
-    return bool(
-        args.pipeline_model_parallel_size > 1
-        or args.num_experts
-        or args.mtp_num_layers
-        or args.recompute_granularity
-        or args.fine_grained_activation_offloading
-        or args.cpu_offloading_num_layers
-    )
+def _whole_iterations(args: Namespace) -> bool:
+    return args.cuda_graph_impl == "full_iteration"
+
+
+def _graphs_of_dropless_experts(args: Namespace) -> bool:
+    """Whether graphs hold the dispatch of tokens to experts, with as many rows as the router happens to choose."""
+    whole_layers = args.cuda_graph_impl in ("local", "transformer_engine") and not args.cuda_graph_modules
+    padded = args.moe_pad_expert_input_to_capacity or args.moe_expert_rank_capacity_factor
+    return bool(args.num_experts and not padded and (whole_layers or _whole_iterations(args)))
 
 
 def _attention_is_recomputed(args: Namespace) -> bool:
@@ -43,6 +42,10 @@ def _resumes_optimizer(args: Namespace) -> bool:
     saves = args.save is not None and not args.no_save_optim
     loads = args.load is not None and not args.no_load_optim and not args.finetune
     return saves or loads
+
+
+def _fsdp2_cannot_resume(args: Namespace) -> bool:
+    return args.use_torch_fsdp2 and _resumes_optimizer(args)
 
 
 def _distributed_optimizer_cannot_resume(args: Namespace) -> bool:
@@ -62,16 +65,6 @@ REFUSALS = (
         "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    Refusal(
-        "cuda_graph_impl",
-        lambda args: (
-            args.cuda_graph_impl == "full_iteration"
-            or (_graphs_with_attention(args) and args.context_parallel_size > 1)
-        ),
-        "--cuda-graph-impl {args.cuda_graph_impl} with --context-parallel-size {args.context_parallel_size}: tested "
-        "are the graphs of layers (local, transformer_engine) without context parallelism",
-        "use --cuda-graph-impl none, or local with --context-parallel-size 1",
-    ),
     # The likely cause, from reading Megatron 0.19.2: its graphs keep a layer's input until the backward only where a
     # Python autograd function saves it, as in Transformer Engine's layers; PyTorch's norms, which the local layers
     # have, save it in C++.
@@ -84,18 +77,27 @@ REFUSALS = (
         "use --transformer-impl transformer_engine, or --cuda-graph-impl none",
     ),
     Refusal(
-        "cuda_graph_untested",
-        lambda args: _graphs_with_attention(args) and _untested_with_graphs(args),
-        "--cuda-graph-impl {args.cuda_graph_impl} is not tested with S2 attention under pipeline parallelism, experts, "
-        "MTP layers, recompute or activation offload",
-        "use --cuda-graph-impl none, or run without these",
+        "cuda_graph_experts",
+        _graphs_of_dropless_experts,
+        "--cuda-graph-impl {args.cuda_graph_impl} with --num-experts: the graph would hold the dispatch of tokens, whose "
+        "sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py:950) and which change with every "
+        "batch",
+        "use --cuda-graph-impl local, or transformer_engine, with --cuda-graph-modules attn moe_router; or "
+        "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ),
     Refusal(
         "cuda_graph_packed",
-        lambda args: _graphs_with_attention(args) and is_packed(args),
+        lambda args: (_graphs_with_attention(args) or _whole_iterations(args)) and is_packed(args),
         "--cuda-graph-impl {args.cuda_graph_impl} with packed documents (--sft, --dataloader-inter-document-masking): "
         "a graph repeats the number of documents that it was captured with, and every batch has another one",
         "use --cuda-graph-impl none",
+    ),
+    Refusal(
+        "cuda_graph_spiky_loss",
+        lambda args: _whole_iterations(args) and args.check_for_spiky_loss,
+        "--cuda-graph-impl full_iteration with --check-for-spiky-loss: the check reads the loss on the host, inside of "
+        "the graph",
+        "remove --check-for-spiky-loss",
     ),
     Refusal(
         "cuda_graph_attention_mask",
@@ -135,10 +137,26 @@ REFUSALS = (
         "use --non-persistent-ckpt-type global",
     ),
     Refusal(
+        "ckpt_format",
+        lambda args: args.ckpt_format == "torch_dcp" and bool(args.save or args.load),
+        "--ckpt-format torch_dcp: Megatron cannot load such a checkpoint: it asks its optimizer for "
+        "state_dict(is_loading=True) (training/checkpointing.py:2339), which core/optimizer/optimizer.py:1535 does not "
+        "have",
+        "use --ckpt-format torch_dist",
+    ),
+    Refusal(
+        "use_torch_fsdp2",
+        _fsdp2_cannot_resume,
+        "--use-torch-fsdp2 with an optimizer that is saved or loaded: Megatron loads such checkpoints without giving "
+        "the optimizer its step count (training/checkpointing.py:2569), so Adam would start again at step 1",
+        "add --no-save-optim and --no-load-optim, or use --use-megatron-fsdp or --use-distributed-optimizer",
+    ),
+    Refusal(
         "use_distributed_optimizer",
         _distributed_optimizer_cannot_resume,
-        "--use-distributed-optimizer with --save or --load: Megatron cannot resume this optimizer's checkpoints when "
-        "neither Transformer Engine nor NVIDIA Apex is installed",
-        "install Transformer Engine or Apex, or remove --use-distributed-optimizer",
+        "--use-distributed-optimizer, which --use-megatron-fsdp brings, with --save or --load: Megatron cannot resume "
+        "this optimizer's checkpoints when neither Transformer Engine nor NVIDIA Apex is installed",
+        "install Transformer Engine or Apex, or remove --use-distributed-optimizer, or add --no-save-optim and "
+        "--no-load-optim",
     ),
 )

@@ -1,4 +1,4 @@
-"""Refused: ways to spread a model over ranks that S2-Attention does not honour, or was not tested with."""
+"""Refused: ways to spread a model over ranks that S2-Attention does not honour."""
 
 from __future__ import annotations
 
@@ -45,22 +45,4 @@ REFUSALS = (
         )
         for name in ("hybrid", "dynamic")
     ),  # Megatron 0.19's name, and the one of its development branch
-    *(
-        Refusal(
-            name,
-            is_set(name),
-            f"--{name.replace('_', '-')} is not tested with S2 attention",
-            "use --use-distributed-optimizer instead",
-        )
-        for name in ("use_megatron_fsdp", "use_torch_fsdp2")
-    ),
-    *(
-        Refusal(
-            name,
-            is_set(name),
-            f"--{name.replace('_', '-')}: overlapped MoE schedules are not tested with S2 attention",
-            f"remove --{name.replace('_', '-')}",
-        )
-        for name in ("overlap_moe_expert_parallel_comm", "overlap_dispatch_backward_with_experts_wgrad")
-    ),
 )
