@@ -68,6 +68,7 @@ setup(
             "import-linter>=2",
             "setuptools>=77",
             "wheel",
+            "einops",  # Megatron-FSDP imports it
         ],
         "te": ["transformer-engine[pytorch]"],
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run

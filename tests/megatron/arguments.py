@@ -109,8 +109,9 @@ def parse(argv: list[str], attributes: dict | None = None):
 
 
 def run_case(case: dict) -> dict:
-    """argv: a command line; world_size: of the job; attributes: set afterwards; version: of megatron-core, pretended;
-    device: pretended type of device; missing: a package that is pretended to be missing.
+    """argv: a command line; world_size: of the job; connections: CUDA_DEVICE_MAX_CONNECTIONS; attributes: set
+    afterwards; version: of megatron-core, pretended; device: pretended type of device; missing: a package that is
+    pretended to be missing.
 
     Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a
     run, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
@@ -132,7 +133,10 @@ def run_case(case: dict) -> dict:
         return None if name == case.get("missing") else find_spec(name, *rest)
 
     try:
-        with patch.dict(os.environ, WORLD_SIZE=str(case.get("world_size", 1))):
+        variables = dict(
+            WORLD_SIZE=str(case.get("world_size", 1)), CUDA_DEVICE_MAX_CONNECTIONS=case.get("connections", "1")
+        )
+        with patch.dict(os.environ, variables):
             args, result["refused_by_megatron"] = parse(case["argv"], case.get("attributes"))
         with (
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),

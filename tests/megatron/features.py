@@ -11,6 +11,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.run_records import POSITION_LOSS
 from tests.megatron.conftest import SCRIPTS, Lab, Run
 
 MOE = (
@@ -20,12 +22,8 @@ MOE = (
 FULL_RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --s2-keep-attention-output"
 )
-ATTENTION_RECOMPUTE = (
-    "--recompute-granularity selective --recompute-modules core_attn --s2-keep-attention-output"
-)
-MEGATRON_FSDP = (
-    "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
-)
+ATTENTION_RECOMPUTE = "--recompute-granularity selective --recompute-modules core_attn --s2-keep-attention-output"
+MEGATRON_FSDP = "--use-megatron-fsdp --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 # Both kinds of FSDP refuse the value 1 that tests/megatron/conftest.py gives to other runs.
 MANY_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 FSDP_CLASSES = {"--use-torch-fsdp2": "TorchFullyShardedDataParallel", "--use-megatron-fsdp": "FullyShardedDataParallel"}
@@ -33,10 +31,12 @@ FSDP_CLASSES = {"--use-torch-fsdp2": "TorchFullyShardedDataParallel", "--use-meg
 
 @dataclass
 class Watched:
-    """A run, and what scripts/watched_pretrain.py saw of it: one dictionary a rank."""
+    """A run, and what scripts/watched_pretrain.py saw of it: one dictionary a rank. positions: its losses by position,
+    where it logs them, by (iteration or evaluation, bucket)."""
 
     run: Run
     ranks: list[dict]
+    positions: dict[tuple, float]
 
     def least(self, name: str) -> int:
         return min(rank[name] for rank in self.ranks)
@@ -46,7 +46,11 @@ def watched(lab: Lab, name: str, *flags: str, processes: int = 1, **options) -> 
     run = lab.run(name, *flags, processes=processes, script=SCRIPTS / "watched_pretrain.py", **options)
     ranks = [json.loads(line) for line in re.findall(r"^watched: (.*)$", run.output, re.MULTILINE)]
     assert len(ranks) == processes, run.output[-3000:]
-    return Watched(run, ranks)
+    logged = [pair for part in read_loss_log(lab.folder / f"{name}.jsonl") for pair in part.items()]
+    positions = {
+        (when, key): value for when, record in logged for key, value in record.items() if key.startswith(POSITION_LOSS)
+    }
+    return Watched(run, ranks, positions)
 
 
 def with_and_without(
@@ -77,4 +81,7 @@ def assert_same_training(featured: Watched, plain: Watched, losses: float, norms
     assert set(one.evaluations) == set(two.evaluations)
     for name, loss in one.evaluations.items():
         assert abs(loss - two.evaluations[name]) <= losses, name
+    assert set(featured.positions) == set(plain.positions)
+    for place, loss in featured.positions.items():
+        assert abs(loss - plain.positions[place]) <= 5 * losses, f"{place}: a bucket has fewer tokens"
     assert featured.least("s2_calls") >= s2_calls, featured.ranks

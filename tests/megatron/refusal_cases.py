@@ -1,11 +1,24 @@
 """Command lines that S2-Attention refuses, and such that are close to a refusal and accepted; for test_refusals.py.
 
-A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version.
+A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version,
+connections (CUDA_DEVICE_MAX_CONNECTIONS).
 """
 
 from __future__ import annotations
 
 ENGINE = {"--transformer-impl": "transformer_engine"}
+WHOLE_ITERATIONS = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}
+FSDP2 = {"--use-torch-fsdp2": None, "--untie-embeddings-and-output-weights": None}
+MEGATRON_FSDP = {"--use-megatron-fsdp": None, "--ckpt-format": "fsdp_dtensor"}
+SAVED = {"--save": "run", "--save-interval": "5"}
+OVERLAPPED = {
+    "--num-experts": "4",
+    "--expert-model-parallel-size": "2",
+    "--moe-token-dispatcher-type": "alltoall",
+    "--overlap-moe-expert-parallel-comm": None,
+    "--bf16": None,
+    "--no-masked-softmax-fusion": None,
+}
 
 # For every refusal: (what to change in a command line that is accepted, the flag that the message has to name).
 CASES = {
@@ -95,20 +108,18 @@ CASES = {
         dict(attributes={"dynamic_context_parallel": True}),
         "remove --dynamic-context-parallel",
     ),
-    "use_megatron_fsdp": (dict(flags={"--use-megatron-fsdp": None}), "use --use-distributed-optimizer"),
-    "use_torch_fsdp2": (dict(flags={"--use-torch-fsdp2": None}), "use --use-distributed-optimizer"),
-    "cuda_graph_impl": (
-        dict(flags={"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}),
-        "use --cuda-graph-impl none, or local",
-    ),
     "cuda_graph_local_layers": (
         dict(flags={"--cuda-graph-impl": "local"}),
         "gradients than the same run without graphs; with Transformer Engine's layers they did not; use "
-        "--transformer-impl transformer_engine, or --cuda-graph-impl none",
+        "--transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
-    "cuda_graph_untested": (
-        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
-        "use --cuda-graph-impl none, or run without these",
+    "cuda_graph_experts": (
+        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--num-experts": "4"}),
+        "with --cuda-graph-modules attn moe_router",
+    ),
+    "cuda_graph_spiky_loss": (
+        dict(flags={**WHOLE_ITERATIONS, "--check-for-spiky-loss": None}),
+        "remove --check-for-spiky-loss",
     ),
     "cuda_graph_packed": (
         dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
@@ -118,20 +129,23 @@ CASES = {
         dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
         "use --cuda-graph-impl local",
     ),
-    "overlap_moe_expert_parallel_comm": (
-        dict(flags={"--overlap-moe-expert-parallel-comm": None}),
-        "remove --overlap-moe-expert-parallel-comm",
-    ),
-    "overlap_dispatch_backward_with_experts_wgrad": (
-        dict(flags={"--overlap-dispatch-backward-with-experts-wgrad": None}),
-        "remove --overlap-dispatch-backward-with-experts-wgrad",
-    ),
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
     "non_persistent_ckpt_type": (
         dict(flags={"--non-persistent-ckpt-type": "local"}),
         "--non-persistent-ckpt-type global",
+    ),
+    "ckpt_format": (
+        dict(
+            flags={**FSDP2, **SAVED, "--ckpt-format": "torch_dcp", "--no-save-optim": None},
+            connections="8",
+        ),
+        "use --ckpt-format torch_dist",
+    ),
+    "use_torch_fsdp2": (
+        dict(flags={**FSDP2, **SAVED}, connections="8"),
+        "add --no-save-optim and --no-load-optim",
     ),
     "use_distributed_optimizer": (
         dict(flags={"--use-distributed-optimizer": None, "--save": "run", "--save-interval": "5"}),
@@ -193,6 +207,38 @@ ACCEPTED = {
     "cuda_graphs_of_transformer_engine": dict(
         flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}
     ),
+    "cuda_graphs_of_whole_iterations": dict(flags=WHOLE_ITERATIONS),
+    "cuda_graphs_context_parallel": dict(flags={**WHOLE_ITERATIONS, "--context-parallel-size": "2"}, world_size=2),
+    "cuda_graphs_experts": dict(
+        flags={
+            **ENGINE,
+            "--cuda-graph-impl": "local",
+            "--num-experts": "4",
+            "--cuda-graph-modules": ["attn", "moe_router"],
+        }
+    ),
+    "cuda_graphs_padded_experts": dict(
+        flags={
+            **WHOLE_ITERATIONS,
+            "--num-experts": "4",
+            "--moe-token-dispatcher-type": "alltoall",
+            "--moe-expert-capacity-factor": "1",
+            "--moe-pad-expert-input-to-capacity": None,
+        }
+    ),
+    "cuda_graphs_pipeline": dict(
+        flags={**ENGINE, "--cuda-graph-impl": "local", "--pipeline-model-parallel-size": "2"}, world_size=2
+    ),
+    "cuda_graphs_mtp": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
+    "cuda_graphs_recompute": dict(
+        flags={**ENGINE, "--cuda-graph-impl": "local", "--recompute-granularity": "selective"}
+    ),
+    "torch_fsdp2": dict(flags=FSDP2, connections="8"),
+    "torch_fsdp2_weights": dict(
+        flags={**FSDP2, **SAVED, "--no-save-optim": None, "--load": "run", "--no-load-optim": None}, connections="8"
+    ),
+    "megatron_fsdp": dict(flags=MEGATRON_FSDP, connections="8"),
+    "overlapped_experts": dict(flags=OVERLAPPED, world_size=2, connections="8"),
     "cuda_graphs_of_mlps": dict(
         flags={
             "--cuda-graph-impl": "transformer_engine",
@@ -230,7 +276,6 @@ ALSO_REFUSED = {
         "s2_keep_attention_output",
         dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None}),
     ),
-    "recompute_kept_in_graphs": ("cuda_graph_untested", dict(flags={**GRAPHS, **RECOMPUTED})),
     "engine_graphs_of_local_layers": (
         "cuda_graph_local_layers",
         dict(flags={"--cuda-graph-impl": "transformer_engine"}),
@@ -239,24 +284,22 @@ ALSO_REFUSED = {
         "cuda_graph_local_layers",
         dict(flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ["attn", "mlp"]}),
     ),
-    "graphs_context_parallel": (
-        "cuda_graph_impl",
-        dict(flags={**GRAPHS, "--context-parallel-size": "2"}, world_size=2),
+    "graphs_of_whole_iterations_with_experts": (
+        "cuda_graph_experts",
+        dict(flags={**WHOLE_ITERATIONS, "--num-experts": "4"}),
     ),
-    "engine_graphs_context_parallel": (
-        "cuda_graph_impl",
-        dict(flags={**ENGINE_GRAPHS, "--context-parallel-size": "2"}, world_size=2),
+    "graphs_of_whole_iterations_packed": (
+        "cuda_graph_packed",
+        dict(flags={**WHOLE_ITERATIONS, "--dataloader-inter-document-masking": None}),
     ),
-    **{
-        f"graphs_{name}": ("cuda_graph_untested", dict(flags={**GRAPHS, **flags}, world_size=size))
-        for name, size, flags in (
-            ("pipeline", 2, {"--pipeline-model-parallel-size": "2"}),
-            ("experts", 1, {"--num-experts": "4"}),
-            ("recompute", 1, {"--recompute-granularity": "selective"}),
-            ("layer_offload", 1, {"--cpu-offloading-num-layers": "1"}),
-            ("offload", 1, {"--fine-grained-activation-offloading": None, "--offload-modules": "core_attn"}),
-        )
-    },
+    "torch_fsdp2_loaded": (
+        "use_torch_fsdp2",
+        dict(flags={**FSDP2, "--load": "run"}, connections="8"),
+    ),
+    "megatron_fsdp_saved": (
+        "use_distributed_optimizer",
+        dict(flags={**MEGATRON_FSDP, **SAVED}, connections="8"),
+    ),
     "engine_graphs_packed": (
         "cuda_graph_packed",
         dict(flags={**ENGINE_GRAPHS, "--dataloader-inter-document-masking": None}),

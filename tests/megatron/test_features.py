@@ -1,5 +1,5 @@
-"""FSDP, both kinds, and overlapped MoE schedules with S2 attention, over gloo: the losses and gradient norms of the same
-run without them. On GPUs: test_gpu_features.py."""
+"""FSDP, both kinds, and overlapped MoE schedules with S2 attention, over gloo: losses and gradient norms as in the
+same run without them. On GPUs: test_gpu_features.py."""
 
 from __future__ import annotations
 
@@ -35,10 +35,9 @@ def s2_calls(ranks_of_data: int) -> int:
 @pytest.mark.parametrize(
     "name, processes, layout, ranks_of_data",
     [
-        ("dp2", 2, "", 2),
         ("dp2_recompute", 2, FULL_RECOMPUTE, 2),
         ("cp2", 2, CP2, 1),
-        ("dp2_moe", 2, MOE, 2),
+        pytest.param("dp2_moe", 2, MOE, 2, marks=pytest.mark.long),
         pytest.param("tp2_dp2", 4, "--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=pytest.mark.long),
     ],
 )
@@ -64,12 +63,15 @@ def test_weights_of_torch_fsdp2_are_saved_and_loaded(lab):
     trained = watched(lab, "fsdp2_saving", flags, f"--save {folder} --save-interval 2 --no-save-optim", **options)
     loaded = watched(lab, "fsdp2_loading", flags, f"--load {folder} --ckpt-step 2 --no-load-optim", **options)
     assert loaded.run.losses == {3: trained.run.losses[3]}
-    refused = lab.run("fsdp2_refused", flags, f"--save {folder}", fails=True, **options)
+    refused = lab.run("fsdp2_refused", flags, f"--save {folder} --save-interval 2", fails=True, **options)
     assert "add --no-save-optim" in refused.output
 
 
-@pytest.mark.skipif(find_spec("einops") is None, reason="Megatron-FSDP needs the package einops, which is not installed")
-@pytest.mark.parametrize("name, layout, ranks_of_data", [("dp2", "", 2), ("cp2", f"{CP2} {ATTENTION_RECOMPUTE}", 1)])
+@pytest.mark.skipif(find_spec("einops") is None, reason="einops, which Megatron-FSDP imports, is not installed")
+@pytest.mark.parametrize(
+    "name, layout, ranks_of_data",
+    [pytest.param("dp2", "", 2, marks=pytest.mark.long), ("cp2", f"{CP2} {ATTENTION_RECOMPUTE}", 1)],
+)
 def test_megatron_fsdp(lab, name, layout, ranks_of_data):
     # Without --calculate-per-token-loss it averages gradients by an operation that gloo does not have.
     sharded, plain = with_and_without(
@@ -88,9 +90,8 @@ def test_megatron_fsdp(lab, name, layout, ranks_of_data):
 @pytest.mark.parametrize(
     "name, processes, more, ranks_of_data",
     [
-        ("ep2", 2, "", 2),
         ("ep2_packed_recompute", 2, f"--dataloader-inter-document-masking {ATTENTION_RECOMPUTE}", 2),
-        ("ep2_cp2", 2, CP2, 1),
+        pytest.param("ep2_cp2", 2, CP2, 1, marks=pytest.mark.long),
         pytest.param("ep2_pp2", 4, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", 2,
                      marks=pytest.mark.long),
     ],

@@ -173,7 +173,9 @@ def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementatio
     flags = "--bf16 --train-iters 6"
     plain = run(f"without_{implementation}_graphs", flags)
     graphed = run(
-        f"{implementation}_graphs", f"{flags} --cuda-graph-impl {implementation}", script=scripts / "watched_pretrain.py"
+        f"{implementation}_graphs",
+        f"{flags} --cuda-graph-impl {implementation}",
+        script=scripts / "watched_pretrain.py",
     )
     replays = int(re.search(r'"graph_replays": (\d+)', graphed.output)[1])
     assert replays >= (6 - eager_iterations) * 4 * 4 * 2, (

@@ -74,14 +74,14 @@ REFUSALS = (
         "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: in a test, graphs of Megatron's local "
         "layers computed other gradients than the same run without graphs; with Transformer Engine's layers they did "
         "not",
-        "use --transformer-impl transformer_engine, or --cuda-graph-impl none",
+        "use --transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
     Refusal(
         "cuda_graph_experts",
         _graphs_of_dropless_experts,
-        "--cuda-graph-impl {args.cuda_graph_impl} with --num-experts: the graph would hold the dispatch of tokens, whose "
-        "sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py:950) and which change with every "
-        "batch",
+        "--cuda-graph-impl {args.cuda_graph_impl} with --num-experts: the graph would hold the dispatch of tokens, "
+        "whose sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py:950) and which change with "
+        "every batch",
         "use --cuda-graph-impl local, or transformer_engine, with --cuda-graph-modules attn moe_router; or "
         "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
     ),
