@@ -7,12 +7,14 @@ two CPU cores.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from examples.quickstart.dataset import SPLIT, PreparedCorpus
+from s2_megatron.megatron.processes import signal_when_parent_ends
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ITERATIONS = 300
@@ -147,15 +149,6 @@ def training_command(
     ]
 
 
-def _terminate_with_parent() -> None:
-    """In the child: be terminated when the launcher dies, so that no trainer is left writing to the run's folder."""
-    import ctypes
-    import signal
-
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
 def start_training(command: list[str], log: Path, lock_descriptor: int) -> subprocess.Popen:
     """Start the command, its output appended to `log`. It holds the run's lock too, until its last process has
     ended."""
@@ -175,5 +168,6 @@ def start_training(command: list[str], log: Path, lock_descriptor: int) -> subpr
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(lock_descriptor,),
-            preexec_fn=_terminate_with_parent,
+            # When the launcher dies, torchrun ends its ranks: no trainer is left writing to the run's folder.
+            preexec_fn=lambda: signal_when_parent_ends(signal.SIGTERM),
         )

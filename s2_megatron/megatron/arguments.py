@@ -17,7 +17,12 @@ from s2_megatron.context_parallel.attention import COMM_TYPES
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
-from s2_megatron.megatron.patches import install_flop_accounting, install_loss_log
+from s2_megatron.megatron.patches import (
+    guard_processes,
+    install_checkpoint_hooks,
+    install_flop_accounting,
+    install_loss_log,
+)
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.refusals import (
     refuse_layers,
@@ -119,6 +124,13 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Resume a checkpoint, optimizer included, that was trained with another sparsity.",
     )
     group.add_argument(
+        "--s2-no-checksums",
+        action="store_false",
+        dest="s2_checksums",
+        help="Make no checksums of checkpoints, and verify none. They are made in the background, beside the "
+        "checkpoint's files, and verified when it is loaded. Works without --s2-config too.",
+    )
+    group.add_argument(
         "--s2-loss-log",
         metavar="PATH",
         default=None,
@@ -192,10 +204,12 @@ def prepare_s2(args: Namespace) -> S2Run | None:
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
     install_loss_log(args.s2_loss_log)
+    guard_processes()
     report_missing_flags(args)
     if args.s2_config is None:
         report_ignored_flags(args)
         compare_with_checkpoint(args, None)
+        install_checkpoint_hooks(args, None)
         dense = dense_sparsity(args)
         if args.log_throughput:  # so that a dense run logs what an S2 run does
             install_flop_accounting(args, dense)
@@ -207,6 +221,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
     report_flags_without_effect(args)
     resolve_backend(run.settings.backend, compute_device().type)
     compare_with_checkpoint(args, run.sparsity)
+    install_checkpoint_hooks(args, run.sparsity)
     args.s2_sparsity = run.sparsity.canonical_json()
     args.s2_density = run.sparsity.density()
     install_flop_accounting(args, run.sparsity)

@@ -42,7 +42,10 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     with warnings.catch_warnings():
         # One process reads for itself, which is what torch.distributed.checkpoint wants to point out.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        state, _, release, _ = checkpointing._load_base_checkpoint(folder, args, rank0=True)
+        # Without local checkpoints, which only all ranks together can find.
+        local = args.non_persistent_ckpt_type == "local"
+        reading = Namespace(**{**vars(args), "non_persistent_ckpt_type": None}) if local else args
+        state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
     if not state or state.get("args") is None:
         return None
     stored = state["args"]
@@ -68,13 +71,21 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to
     load.
 
+    Local checkpoints (--non-persistent-ckpt-type local) can only be read by Megatron's ranks together; theirs is
+    compared when they are loaded (checkpoint_hooks.py). Raises ValueError as `compare_sparsity` does.
+    """
+    checkpoint = find_checkpoint(args)
+    if checkpoint is not None:
+        compare_sparsity(args, sparsity, checkpoint)
+
+
+def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpoint: StoredCheckpoint) -> None:
+    """Compares this run's sparsity (None: dense, without --s2-config) with a checkpoint's.
+
     Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant.
     Otherwise raises ValueError with one line for each kind of change and the layers it concerns. The backend, the
     parallel layout, the sequence length and the name of the YAML are no difference.
     """
-    checkpoint = find_checkpoint(args)
-    if checkpoint is None:
-        return
     stored = getattr(checkpoint.args, "s2_sparsity", None)
     if stored is None and sparsity is None:
         return

@@ -149,9 +149,11 @@ def newest_complete(folder: Path, below: int | None = None) -> int | None:
     return next((number for number in found if find_problem(Checkpoint(folder, number).path) is None), None)
 
 
-def remedy(folder: Path) -> str:
-    """What to do about a tracker that names nothing complete: a shell command. Raises OSError."""
-    newest, tracker = newest_complete(folder), shlex.quote(str(folder / TRACKER))
+def remedy(folder: Path, below: int | None = None) -> str:
+    """What to do about a tracker that names nothing complete: a shell command. Raises OSError.
+
+    below: the iteration of a checkpoint that looks complete and is not."""
+    newest, tracker = newest_complete(folder, below), shlex.quote(str(folder / TRACKER))
     if newest is None:
         return f"there is no complete checkpoint; do: rm {tracker} (training starts again)"
     return f"the newest complete checkpoint is of iteration {newest}; do: echo {newest} > {tracker}"

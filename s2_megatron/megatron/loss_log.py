@@ -13,9 +13,9 @@ training loop):
 Each process begins with the first kind, Megatron's arguments. With --s2-position-loss the others have "lm loss by
 position/..." and "tokens by position/...", too. `time` is in seconds of the clock, `samples` the sequences consumed.
 
-A resumed run appends. `read_loss_log` keeps the last line of every iteration, which is what the run with that
-checkpoint did. The log has one writer at a time: a second process is refused, and a process whose torchrun was killed
-stops.
+A resumed run appends. `read_loss_log` takes back what was logged after the iteration that it resumed at, so that one
+gapless run is left. The log has one writer at a time: a second process is refused, and a process whose torchrun was
+killed is killed with it (processes.py).
 Reading the loss costs one device synchronisation an iteration, as `--log-interval 1` does.
 """
 
@@ -83,23 +83,40 @@ class LossLog:
         if int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file = _locked(path)
-        # Each of torchrun's processes is in a session of its own: a killed torchrun leaves it training.
-        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+            _drop_unfinished_line(path)
 
     def append(self, record: dict) -> None:
-        """Raises RuntimeError when the torchrun that started this process has ended."""
-        if self.launcher not in (None, os.getppid()):
-            raise RuntimeError(
-                f"torchrun (process {self.launcher}) has ended; this process stops, so that a new run can resume"
-            )
+        """Raises ValueError when the file cannot be written, as on a full disk."""
         if self.file is None:
             return
+        lines = json.dumps(record) + "\n"
         if not self.has_header:
-            self.has_header = True
             header = {HEADER: self.header(), "iteration": record["iteration"], "time": time.time()}
-            self.file.write(json.dumps(header) + "\n")
-        self.file.write(json.dumps(record) + "\n")
-        self.file.flush()
+            lines = f"{json.dumps(header)}\n{lines}"
+        self.has_header = True
+        try:
+            self.file.write(lines)
+            self.file.flush()
+        except OSError as error:
+            raise ValueError(
+                f"--s2-loss-log={self.path} cannot be written: {error.strerror}; expected room for a line; free some "
+                "space; the same command goes on from the last checkpoint"
+            ) from error
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """A process that was killed while it wrote a line leaves a piece of it, which the next line would join."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - (1 << 16))
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
+            file.truncate(end)
 
 
 def read_records(path: str | Path) -> list[dict]:
@@ -126,17 +143,26 @@ def read_records(path: str | Path) -> list[dict]:
 
 
 def read_loss_log(path: str | Path) -> tuple[dict[int, dict], dict[str, dict]]:
-    """The records of the training iterations by iteration, and of the evaluations by name; later lines win.
+    """The records of the training iterations by iteration, and of the evaluations by name.
 
-    Raises ValueError as read_records does.
+    Later lines win, and a process that resumes at an iteration takes back everything that was logged from there on:
+    what remains is one run. Raises ValueError as read_records does.
     """
     iterations: dict[int, dict] = {}
     evaluations: dict[str, dict] = {}
+    begins = False  # whether the next training record is the first one of its process
     for record in read_records(path):
-        if "validation" in record:
+        if HEADER in record:
+            begins = True
+        elif "validation" in record:
             evaluations[record["validation"]] = record
-        elif HEADER not in record:
-            iterations[record["iteration"]] = record
+        else:
+            first = record["iteration"]
+            if begins:
+                iterations = {number: kept for number, kept in iterations.items() if number < first}
+                evaluations = {name: kept for name, kept in evaluations.items() if kept["iteration"] < first}
+            begins = False
+            iterations[first] = record
     return iterations, evaluations
 
 

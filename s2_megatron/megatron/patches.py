@@ -8,6 +8,8 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | install_flop_accounting | four functions of training.training | they count dense causal attention (flops.py) |
 | install_loss_log | three functions of training.training | no hook gives the exact losses (loss_log.py) |
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
+| guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
+| install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """
@@ -15,17 +17,26 @@ torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imp
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
+import multiprocessing
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
 from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
+from s2_megatron.megatron.processes import (
+    call_with_parent,
+    end_forks_with_this_process,
+    end_with_torchrun,
+    start_manager,
+)
 from s2_megatron.megatron.run_records import (
     as_record,
     progress,
@@ -208,3 +219,110 @@ def use_own_mtp_specs() -> None:
         return block if block is None or own is None else own(config, block, vp_stage)
 
     gpt.mtp_block_spec = mtp_block_spec
+
+
+# Modules that write checkpoints in processes of their own, and the processes' functions: Megatron's, and those of
+# nvidia-resiliency-ext where that is installed.
+_RESULT_QUEUES = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+)
+_WORKERS = (
+    ("megatron.core.dist_checkpointing.strategies.async_utils", "PersistentAsyncCaller", "async_loop"),
+    ("nvidia_resiliency_ext.checkpointing.async_ckpt.core", "PersistentAsyncCaller", "async_loop"),
+    ("nvidia_resiliency_ext.checkpointing.async_ckpt.core", "PersistentAsyncCaller", "async_loop_for_daemon_worker"),
+)
+_guarded = False
+
+
+def guard_processes() -> None:
+    """Ends every process that training starts when this one ends, and this one when its torchrun does.
+
+    Replaces where Megatron starts processes without a fork: the server of the queue for write results, and the
+    persistent writer.
+    """
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    end_with_torchrun()
+    end_forks_with_this_process()
+
+    for name in _RESULT_QUEUES:
+        if (module := _imported(name)) is not None:
+            module.get_write_results_queue = functools.partial(_write_results_queue, module)
+    for name, owner, function in _WORKERS:
+        if (module := _imported(name)) is not None and hasattr(getattr(module, owner), function):
+            worker = functools.partial(call_with_parent, name, f"{owner}.{function}")
+            setattr(getattr(module, owner), function, staticmethod(worker))
+
+
+def _imported(name: str):
+    try:
+        return importlib.import_module(name)
+    except ImportError:  # not installed, or a release without this module
+        return None
+
+
+def _write_results_queue(module, mp_mode: str = "spawn"):
+    if module._results_queue is None:
+        module._results_queue = start_manager(multiprocessing.get_context(mp_mode)).Queue()
+    return module._results_queue
+
+
+_hooks: CheckpointHooks | None = None
+
+
+def install_checkpoint_hooks(args: Namespace, sparsity: ResolvedSparsity | None) -> CheckpointHooks:
+    """Has Megatron call CheckpointHooks around its saving and loading. Calling again replaces the hooks' object only.
+
+    args: Megatron's. sparsity: of this run, None for a dense one.
+    """
+    global _hooks
+    first, _hooks = _hooks is None, CheckpointHooks(args, sparsity)
+    if not first:
+        return _hooks
+
+    from megatron.training import checkpointing, training
+
+    save, schedule = training.save_checkpoint, checkpointing.schedule_async_save
+    finalize, load_base = training.maybe_finalize_async_save, checkpointing._load_base_checkpoint
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(save)
+    def hooked_save(iteration, *args, non_persistent_ckpt=False, **kwargs):
+        with _hooks.one_line_for_the_disk():
+            _hooks.before_save(iteration, non_persistent_ckpt)
+            result = save(iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs)
+        if not _hooks.args.async_save:
+            _hooks.when_saved()()
+        return result
+
+    @functools.wraps(schedule)
+    def hooked_schedule(async_request):
+        if async_request.finalize_fns:  # a request for logits takes over those of the checkpoint before it
+            async_request.add_finalize_fn(_hooks.when_saved())
+        return schedule(async_request)
+
+    @functools.wraps(finalize)
+    def hooked_finalize(*args, **kwargs):
+        with _hooks.one_line_for_the_disk():
+            return finalize(*args, **kwargs)
+
+    @functools.wraps(load_base)
+    def hooked_load_base(*args, **kwargs):
+        state, name, release, kind = load_base(*args, **kwargs)
+        if state is not None:
+            _hooks.after_load(state, name, kind)
+        return state, name, release, kind
+
+    @functools.wraps(setup)
+    def hooked_setup(*args, **kwargs):
+        result = setup(*args, **kwargs)
+        _hooks.model_ready()
+        return result
+
+    training.save_checkpoint, checkpointing.schedule_async_save = hooked_save, hooked_schedule
+    training.maybe_finalize_async_save, checkpointing._load_base_checkpoint = hooked_finalize, hooked_load_base
+    training.setup_model_and_optimizer = hooked_setup
+    return _hooks

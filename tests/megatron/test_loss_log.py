@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -76,13 +75,35 @@ def test_a_log_has_one_writer(tmp_path, monkeypatch):
     assert list(read_loss_log(tmp_path / "log")[0]) == [1]
 
 
-def test_a_process_whose_torchrun_was_killed_stops(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+def test_an_unfinished_line_does_not_join_the_next_one(tmp_path):
+    log = write_log(tmp_path / "log", [record(1, 5.0)], tail='{"iteration": 2, "lm loss": ' + "1" * 100_000)
+    LossLog(log, dict).append(record(2, 4.0))
+    assert list(read_loss_log(log)[0]) == [1, 2]
+    LossLog(write_log(tmp_path / "piece", [], tail='{"iter'), dict).append(record(1, 4.0))
+    assert list(read_loss_log(tmp_path / "piece")[0]) == [1]
+
+
+def test_a_resumed_process_takes_back_what_came_after_its_checkpoint(tmp_path):
+    """The first process came to 6, the second one goes on from 3 and ends at 5; evaluations follow."""
+    header = {HEADER: {"arguments": {}}, "time": 1.0, "iteration": 1}
+    first = [header, *(record(number, 5.0) for number in range(1, 7)), evaluation(3, 5.5), evaluation(6, 5.5)]
+    second = [header | {"iteration": 4}, record(4, 4.0), record(5, 4.0)]
+    records, evaluations = read_loss_log(write_log(tmp_path / "log", first + second))
+    assert {number: entry["lm loss"] for number, entry in records.items()} == {1: 5, 2: 5, 3: 5, 4: 4, 5: 4}
+    assert [entry["iteration"] for entry in evaluations.values()] == [3]
+    # A process that only evaluates takes nothing back.
+    log = write_log(tmp_path / "evaluated", [*first, header | {"iteration": 6}, evaluation(6, 4.0)])
+    records, evaluations = read_loss_log(log)
+    assert list(records) == [1, 2, 3, 4, 5, 6] and evaluations["iteration 6 on validation set"]["lm loss"] == 4.0
+
+
+def test_a_full_disk_is_named(tmp_path):
     writer = LossLog(tmp_path / "log", dict)
-    writer.append(record(1, 5.0))
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    with pytest.raises(RuntimeError, match="torchrun"):
-        writer.append(record(2, 5.0))
+    with open("/dev/full", "w") as full:
+        writer.file = full
+        with pytest.raises(ValueError, match="cannot be written: No space left on device"):
+            writer.append(record(1, 5.0))
+        full.buffer.raw.close()
 
 
 def test_a_damaged_log_is_named(tmp_path):

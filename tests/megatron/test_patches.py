@@ -15,21 +15,28 @@ from tests.megatron.arguments import ROOT
 PACKAGE = ROOT / "s2_megatron"
 SCRIPT = """
 import json, sys
+from types import SimpleNamespace
 from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 from megatron.core.datasets import utils
-from megatron.training import training
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from megatron.training import checkpointing, training
 from megatron.training.models import gpt
 from s2_megatron.megatron import patches
 
 def functions():
     names = ("training_log", "evaluate", "evaluate_and_print_results")
-    return [utils.compile_helpers, gpt.mtp_block_spec, *(getattr(training, name) for name in names)]
+    names += ("save_checkpoint", "maybe_finalize_async_save", "setup_model_and_optimizer")
+    checkpoints = [checkpointing.schedule_async_save, checkpointing._load_base_checkpoint]
+    checkpoints += [filesystem_async.get_write_results_queue, async_utils.PersistentAsyncCaller.async_loop]
+    return [utils.compile_helpers, gpt.mtp_block_spec, *checkpoints, *(getattr(training, name) for name in names)]
 
 def install():
     patches.use_prebuilt_dataset_helpers()
     patches.use_own_mtp_specs()
     patches.install_loss_log(sys.argv[1])
+    patches.guard_processes()
+    patches.install_checkpoint_hooks(SimpleNamespace(s2_checksums=False, load=None), None)
 
 before = functions()
 install()

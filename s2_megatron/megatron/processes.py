@@ -1,0 +1,95 @@
+"""No process of a training outlives it, however it ended.
+
+A trainer that is killed leaves processes behind otherwise: torchrun's ranks, each in a session of its own; the server
+of Megatron's queue for write results, which waits for a caller for ever; the writer of asynchronous checkpoints (590
+MB), which waits for the next one, and the server that it was forked from, which waits for the writer. They hold memory
+and locks, and may write into the folder of the next run.
+
+Linux kills a child when the thread that started it ends: that is for torchrun's ranks and for forks of the main thread.
+A fork of another thread is left alone, since that thread may end before its process. A process of multiprocessing that
+is no fork of its parent watches the pipe that its parent holds the other end of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import multiprocessing
+import operator
+import os
+import signal
+import threading
+from multiprocessing.managers import SyncManager
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def signal_when_parent_ends(number: int = signal.SIGKILL) -> None:
+    """Have this process get signal `number` when its parent ends. Does nothing where there is no prctl (not Linux)."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_with_parent() -> None:
+    """End this process of `multiprocessing`, whatever it was started by, when its parent ends."""
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=watch, name="watch parent", daemon=True).start()
+
+
+def end_with_torchrun() -> None:
+    """End this rank when the torchrun that started it ends: a second run in its folder would meet a writer there.
+
+    Does nothing in a process that torchrun did not start.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_when_parent_ends()
+
+
+_forking: dict = {}  # of the fork under way: the process, and whether its main thread does it
+
+
+def _before_fork() -> None:
+    _forking.update(parent=os.getpid(), main=threading.current_thread() is threading.main_thread())
+
+
+def _in_child() -> None:
+    if _forking["main"]:
+        signal_when_parent_ends()
+        if os.getppid() != _forking["parent"]:
+            os._exit(1)
+
+
+def end_forks_with_this_process() -> None:
+    """End what this process forks, and what that forks, with it. Calling again changes nothing.
+
+    Reaches every fork of Python (multiprocessing's, the DataLoader's); not subprocess, nor multiprocessing's spawn.
+    """
+    if not _forking:
+        _forking.update(parent=os.getpid(), main=False)
+        os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+
+
+def start_manager(context) -> SyncManager:
+    """`context.Manager()` whose server ends with this process. context: of multiprocessing."""
+    manager = SyncManager(ctx=context.get_context())
+    manager.start(end_with_parent)
+    return manager
+
+
+def call_with_parent(module: str, name: str, *args, **kwargs):
+    """In a process of multiprocessing: the function `name` (dotted) of `module`, ended with the parent.
+
+    The process is new, and Megatron's checkpoint writer asks for its GPU: without one the CPU stands in here, too.
+    """
+    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+    end_with_parent()
+    install_if_no_gpu()
+    return operator.attrgetter(name)(importlib.import_module(module))(*args, **kwargs)

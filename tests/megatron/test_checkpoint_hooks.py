@@ -1,0 +1,252 @@
+"""What stands around Megatron's saving and loading: checksums, the way of a new checkpoint, TensorBoard, full disks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from s2_megatron.megatron import processes
+from s2_megatron.megatron.checkpoint_hooks import (
+    CheckpointHooks,
+    free_way,
+    last_logged_iteration,
+    purge_later_steps,
+)
+from s2_megatron.megatron.checksums import (
+    BackgroundChecksums,
+    damaged_files,
+    files_of_rank,
+    read_checksums,
+    write_checksums,
+)
+from tests.megatron.arguments import ROOT
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A folder with the files of a checkpoint that two ranks wrote."""
+    folder = tmp_path / "iter_0000004"
+    folder.mkdir()
+    for name in ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "common.pt", ".metadata", "metadata.json"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    return folder
+
+
+def test_every_file_has_one_rank_that_hashes_it(checkpoint):
+    names = [sorted(path.name for path in files_of_rank(checkpoint, rank, 2)) for rank in (0, 1)]
+    assert names[1] == ["__1_0.distcp"]
+    assert names[0] == [".metadata", "__0_0.distcp", "__0_1.distcp", "common.pt", "metadata.json"]
+    # Shards of ranks that this job does not have fall to rank 0.
+    assert len(files_of_rank(checkpoint, 0, 1)) == 6
+
+
+def test_coreutils_verify_the_checksums_too(checkpoint):
+    for rank in (0, 1):
+        write_checksums(checkpoint, rank, 2)
+    command = "sha256sum --check --quiet rank_*.sha256"
+    assert subprocess.run(command, shell=True, cwd=checkpoint).returncode == 0
+    (checkpoint / "__1_0.distcp").write_bytes(b"other")
+    assert subprocess.run(command, shell=True, cwd=checkpoint, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "__0_1.distcp", ".metadata", "common.pt"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_a_damaged_file_is_named(checkpoint, name, damage):
+    for rank in (0, 1):
+        write_checksums(checkpoint, rank, 2)
+    checksums = read_checksums(checkpoint)
+    assert len(checksums) == 6 and damaged_files(checkpoint, checksums) == []
+    path, content = checkpoint / name, bytearray((checkpoint / name).read_bytes())
+    content[len(content) // 2] ^= 4
+    {
+        "flip": lambda: path.write_bytes(content),
+        "cut": lambda: path.write_bytes(content[:-1]),
+        "delete": path.unlink,
+    }[damage]()
+    (line,) = damaged_files(checkpoint, checksums)
+    assert line.startswith(name) and ("No such file" in line) == (damage == "delete")
+    # Each rank looks at a share of the files, and all shares together are all files.
+    shares = [damaged_files(checkpoint, checksums, rank, 4) for rank in range(4)]
+    assert [found for share in shares for found in share] == [line]
+
+
+def test_damaged_checksums_are_no_silence(checkpoint):
+    write_checksums(checkpoint, 0, 1)
+    (checkpoint / "rank_0.sha256").write_bytes(b"\xff\xfe rubbish\n")
+    assert damaged_files(checkpoint, read_checksums(checkpoint)) == ["rank_0.sha256 has changed"]
+
+
+def test_checksums_are_made_in_the_background(checkpoint, monkeypatch):
+    """`start` returns while the files are still read."""
+    opened = []
+    monkeypatch.setattr("s2_megatron.megatron.checksums.sha256_of", lambda path: time.sleep(0.1) or opened.append(path))
+    background = BackgroundChecksums()
+    background.start(checkpoint, 0, 1)
+    assert len(opened) <= 1
+    background._thread.shutdown(wait=True)
+    assert len(opened) == 6 and (checkpoint / "rank_0.sha256").exists()
+
+
+def test_checksums_of_a_checkpoint_that_is_gone(tmp_path, capsys):
+    BackgroundChecksums._write(tmp_path / "iter_0000001", 0, 1)
+    assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
+
+
+def test_a_complete_checkpoint_in_the_way_is_moved_aside(checkpoint, capsys):
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    free_way(checkpoint)
+    aside = checkpoint.with_name("replaced_iter_0000004_1")
+    assert not checkpoint.exists() and {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    assert str(aside) in capsys.readouterr().out
+    checkpoint.mkdir()
+    (checkpoint / "metadata.json").write_text("{}")
+    free_way(checkpoint)
+    assert checkpoint.with_name("replaced_iter_0000004_2").is_dir() and aside.is_dir()
+
+
+def test_what_a_save_that_did_not_end_left_goes(checkpoint, capsys):
+    """Shards of another number of ranks would stay beside the new ones."""
+    for name in (".metadata", "metadata.json"):
+        (checkpoint / name).unlink()
+    free_way(checkpoint)
+    assert not any(checkpoint.parent.iterdir()) and capsys.readouterr().out == ""
+    free_way(checkpoint)  # nothing there
+
+
+def hooks(tmp_path, **settings) -> CheckpointHooks:
+    args = dict(save=str(tmp_path), load=str(tmp_path), s2_checksums=True, use_dist_ckpt=True, s2_loss_log=None)
+    return CheckpointHooks(SimpleNamespace(**{**args, **settings}), None)
+
+
+def fails(tmp_path, text: str) -> None:
+    """A save that ends in this error, as deep as Megatron's worker threads wrap it."""
+    with hooks(tmp_path).one_line_for_the_disk():
+        try:
+            raise OSError(text)
+        except OSError as error:
+            raise RuntimeError("Worker failure") from error
+
+
+@pytest.mark.parametrize("text, line", [
+    ("[Errno 28] No space left on device", "the disk is full"), ("write: Disk quota exceeded", "the disk is full"),
+    ("[Errno 30] Read-only file system: 'x'", "cannot be written (Read-only file system)"),
+])  # fmt: skip
+def test_a_disk_that_takes_nothing_is_one_line(tmp_path, text, line):
+    with pytest.raises(ValueError) as caught:
+        fails(tmp_path, text)
+    message = str(caught.value)
+    assert message.startswith(f"--save={tmp_path}") and line in message and "\n" not in message
+    assert "the same command goes on from the last complete checkpoint" in message
+
+
+def test_other_errors_of_a_save_stay(tmp_path):
+    with pytest.raises(RuntimeError, match="Worker failure"):
+        fails(tmp_path, "another")
+
+
+def test_tensorboard_forgets_what_is_trained_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    for number, (resumed_from, last) in enumerate(((0, 7), (4, 6), (2, 5))):
+        writer = SummaryWriter(tmp_path, filename_suffix=f".{number}")
+        purge_later_steps(writer, resumed_from)
+        for step in range(resumed_from + 1, last + 1):
+            writer.add_scalar("lm loss", number, step)
+        writer.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("lm loss")
+    assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
+
+
+@pytest.mark.parametrize("lines, expected", [
+    ([], 0), (['{"iteration": 3, "grad_norm": 1}'], 3), (['{"iteration": 3, "grad_norm": 1}', '{"iter'], 3),
+    (['{"iteration": 3, "grad_norm": 1}', '{"iteration": 4, "validation": "x"}', '{"run": {}, "iteration": 4}'], 3),
+])  # fmt: skip
+def test_the_last_logged_iteration(tmp_path, lines, expected):
+    log = tmp_path / "log"
+    assert last_logged_iteration(str(log)) == last_logged_iteration(None) == 0
+    log.write_text("x" * 70_000 + "\n" + "".join(f"{line}\n" for line in lines))
+    assert last_logged_iteration(str(log)) == expected
+
+
+# A trainer with every kind of process that Megatron's checkpoints start; it prints their ids and is killed.
+CHILDREN = """
+import multiprocessing, os, signal, sys, threading, time
+from s2_megatron.megatron import processes
+
+def main():
+    processes.end_forks_with_this_process()
+    manager = processes.start_manager(multiprocessing.get_context("spawn"))
+    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    arguments = ("time", "sleep", 600)
+    server = multiprocessing.get_context("forkserver").Process(target=processes.call_with_parent, args=arguments)
+    fork.start(), server.start()
+    from multiprocessing import forkserver
+    pids = [manager._process.pid, fork.pid, server.pid, forkserver._forkserver._forkserver_pid]
+    print(*pids, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def running(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
+def test_no_process_outlives_a_killed_trainer(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        pids = [int(word) for word in trainer.stdout.readline().split()]
+        time.sleep(0.5)
+        assert len(pids) == 4 and all(map(running, pids))
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    deadline = time.monotonic() + 20
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in pids if running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def test_a_fork_of_another_thread_is_left_alone(monkeypatch):
+    """Linux would end it with its thread."""
+    signals = []
+    monkeypatch.setattr(processes, "signal_when_parent_ends", lambda: signals.append(1))
+    monkeypatch.setattr(processes, "_forking", {"parent": os.getppid(), "main": False})
+    processes._in_child()
+    assert signals == []
+    processes._forking["main"] = True
+    processes._in_child()
+    assert signals == [1]
+
+
+def test_only_torchruns_ranks_end_with_their_parent(monkeypatch):
+    signals = []
+    monkeypatch.setattr(processes, "signal_when_parent_ends", lambda: signals.append(1))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    processes.end_with_torchrun()
+    assert signals == []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    processes.end_with_torchrun()
+    assert signals == [1]
