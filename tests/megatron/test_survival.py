@@ -97,7 +97,7 @@ def small_disk(folder, megabytes: int) -> None:
         pytest.skip("needs the right to mount a small disk")
 
 
-@pytest.mark.parametrize("extra", ["", ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("extra", ["", pytest.param(ASYNC, marks=pytest.mark.long)], ids=["sync", "async"])
 def test_a_disk_that_fills_up_in_a_checkpoint(lab, extra, request, baseline):
     """One line; the checkpoint before stays, and when there is room the same command goes on from it."""
     name = f"full_{request.node.callspec.id}"
