@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# compute-sanitizer over small calls of every kernel: memcheck must be clean, and so must racecheck, but for reports
-# that tests/kernels/sanitizer_explained.json explains (plain Triton has none). Needs a GPU; about a minute for each
-# tool and backend.
+# The kernels on a GPU under compute-sanitizer (memcheck, racecheck), 1000 repeats, CUDA graphs and torch.compile: one
+# line for each, exit status 1 when one fails. Needs a GPU with the CUDA toolkit; 150 seconds at most.
 #
-#   scripts/sanitize.sh                  memcheck and racecheck of triton and, on Hopper, gluon
-#   BACKENDS=triton TOOLS=memcheck scripts/sanitize.sh
+#   scripts/sanitize.sh                  every part, of triton and, on Hopper, gluon
+#   scripts/sanitize.sh --help           what the parts are, and how to choose some
 #   PYTHON=.venv/bin/python COMPUTE_SANITIZER=/usr/local/cuda/bin/compute-sanitizer scripts/sanitize.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$(command -v python3 || true)}
-tools=${TOOLS:-memcheck racecheck}
+case " $* " in *" --help "* | *" -h "*) exec "$python" tests/kernels/check_kernels.py --help ;; esac
 
 sanitizer=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || true)}
 if [ -z "$sanitizer" ]; then
@@ -27,24 +26,6 @@ if ! "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>/dev/null; the
     exit 1
 fi
 is_hopper='import sys, torch; sys.exit(torch.cuda.get_device_capability()[0] != 9)'
-backends=${BACKENDS:-triton$("$python" -c "$is_hopper" && echo " gluon" || true)}
-
-# An allocation of its own for every tensor: inside torch's pools a write out of bounds would hit another tensor unseen.
-export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-failed=0
-for backend in $backends; do
-    # Without the tool first: it compiles, so that the tool's time is the kernels'.
-    "$python" tests/kernels/sanitizer_cases.py --backend "$backend"
-    for tool in $tools; do
-        log="$logs/$tool-$backend.log"
-        options=()
-        [ "$tool" = racecheck ] && options+=(--racecheck-report all --show-backtrace no --print-limit 1000000)
-        # Only kernels of ours (their names begin with s2_): torch's would take most of the time.
-        timeout "${LIMIT:-600}" "$sanitizer" --tool "$tool" "${options[@]}" --kernel-name kernel_substring=s2_ \
-            "$python" tests/kernels/sanitizer_cases.py --backend "$backend" >"$log" 2>&1 || echo "exit code $?" >>"$log"
-        "$python" tests/kernels/sanitizer_reports.py "$tool" "$backend" "$log" || failed=1
-    done
-done
-exit $failed
+backends=triton$("$python" -c "$is_hopper" && echo " gluon" || true)
+# shellcheck disable=SC2086
+exec "$python" tests/kernels/check_kernels.py --sanitizer "$sanitizer" --backends $backends "$@"

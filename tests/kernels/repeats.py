@@ -88,11 +88,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     wrong = 0
     for kind in filter(lambda kind: computes(arguments.backend, kind), KINDS):
         for deterministic in (False, True):
-            found = repeat(kind, arguments.count, "cuda", arguments.backend, deterministic)
+            found = repeat(kind, arguments.count, arguments.device, arguments.backend, deterministic)
             what = "forward and whole backward, deterministic mode" if deterministic else "forward, dK and dV"
             print(f"{kind}: {what}: {max(found.values())} of {arguments.count} repeats differ {found}", flush=True)
             wrong += sum(found.values())

@@ -2,8 +2,8 @@
 
     python tests/kernels/sanitizer_cases.py --backend triton [--device cpu] [--only REGEX]
 
-Prints "cases done: N" at the end. Results are looked at only for NaN; what they should be is the business of
-test_attention.py.
+Prints the Hopper kernels that ran, and "cases done: N" at the end. Results are looked at only for NaN; what they should
+be is the business of test_attention.py.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from s2_megatron.context_parallel.exchange import BlockExchange, slot_views
@@ -115,34 +116,46 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *wide, *more))
 
 
+def hopper_kernels(device: int) -> tuple[set[str], set[str]]:
+    """(names of all kernels that Hopper launches, those among them that this process has launched)."""
+    from s2_megatron.kernels.hopper import launch as hopper
+
+    kernels = {name: value for name, value in vars(hopper).items() if isinstance(value, JITFunction)}
+    return set(kernels), {name for name, kernel in kernels.items() if len(kernel.device_caches[device][0])}
+
+
+def case_names(backend: str) -> list[str]:
+    """What --only chooses from."""
+    names = [name for name, (kind, _, *shape) in CASES.items() if computes(backend, kind, *shape)]
+    names += list(UNDIVIDED) if backend == "gluon" else []
+    return names + [name for name, (_, _, dtype) in PARTS.items() if backend != "gluon" or dtype.itemsize == 2]
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=[name for name in BACKENDS if name != "auto"], required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="a regular expression that the cases' names contain")
     chosen = parser.parse_args(arguments)
-    done = 0
-    for name, case in CASES.items():
-        kind, _, *shape = case
-        if re.search(chosen.only, name) and computes(chosen.backend, kind, *shape):
-            run_case(*case, chosen.device, chosen.backend)
-            done += 1
-    if chosen.backend == "gluon":
-        from s2_megatron.kernels.hopper import launch as hopper
+    names = [name for name in case_names(chosen.backend) if re.search(chosen.only, name)]
+    for name in names:
+        if name in PARTS:
+            run_parts(*PARTS[name], chosen.device, chosen.backend)
+        elif name in UNDIVIDED:
+            from s2_megatron.kernels.hopper import launch as hopper
 
-        hopper.FEW_UNITS, few = 0, hopper.FEW_UNITS
-        for name, case in UNDIVIDED.items():
-            if re.search(chosen.only, name):
-                run_case(*case, chosen.device, chosen.backend)
-                done += 1
-        hopper.FEW_UNITS = few
-    for name, (masked, dim, dtype) in PARTS.items():
-        if re.search(chosen.only, name) and (chosen.backend != "gluon" or dtype.itemsize == 2):
-            run_parts(masked, dim, dtype, chosen.device, chosen.backend)
-            done += 1
+            hopper.FEW_UNITS, few = 0, hopper.FEW_UNITS
+            run_case(*UNDIVIDED[name], chosen.device, chosen.backend)
+            hopper.FEW_UNITS = few
+        else:
+            run_case(*CASES[name], chosen.device, chosen.backend)
     if chosen.device == "cuda":
         torch.cuda.synchronize()
-    print(f"cases done: {done}")
+    if chosen.device == "cuda" and chosen.backend == "gluon":
+        known, launched = hopper_kernels(torch.cuda.current_device())
+        print("kernels launched:", *sorted(launched))
+        print("kernels known:", *sorted(known))
+    print(f"cases done: {len(names)}")
 
 
 if __name__ == "__main__":

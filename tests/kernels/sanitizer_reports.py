@@ -1,18 +1,13 @@
 """What compute-sanitizer reported, compared with the committed list of explained reports.
 
-    python tests/kernels/sanitizer_reports.py TOOL BACKEND LOG
-
-Fails (exit code 1) on a report that sanitizer_explained.json does not explain for this tool and backend, and when the
-log does not end as a complete run does: with the tool's summary and after "cases done".
+check_kernels.py runs the tool. A report that sanitizer_explained.json does not explain for its tool and backend is a
+failure, and so is a log that does not end as a complete run does: with the tool's summary and after "cases done".
 """
 
-import json
 import re
-import sys
-from collections import Counter
 from pathlib import Path
 
-PRINT_LIMIT = 1_000_000  # what sanitize.sh gives racecheck: with so many reports some may be missing
+PRINT_LIMIT = 1_000_000  # what check_kernels.py gives racecheck: with so many reports some may be missing
 EXPLAINED = Path(__file__).with_name("sanitizer_explained.json")
 FRAME = re.compile(r"^COMPUTE-SANITIZER|SUMMARY|^Target application returned")
 
@@ -51,26 +46,3 @@ def kind_of(report: str) -> str:
 
 def complete(log: str) -> bool:
     return bool(re.search(r"^cases done: [1-9]", log, re.MULTILINE)) and "SUMMARY" in log
-
-
-def main(tool: str, backend: str, path: str) -> int:
-    log = Path(path).read_text(errors="replace")
-    if not complete(log):
-        print(f"{tool}, {backend}: the run did not end as it should\n{log[-3000:]}")
-        return 1
-    found = unexplained(log, tool, backend, json.loads(EXPLAINED.read_text()))
-    for report, count in Counter(map(kind_of, found)).most_common(20):
-        print(f"{count} x {report}", end="\n\n")
-    total = len(reports(log))
-    print(f"{tool}, {backend}: {total} reports, {len(found)} of them not explained in {EXPLAINED.name}")
-    if total >= PRINT_LIMIT:
-        print(
-            f"{tool}, {backend}: the tool prints {PRINT_LIMIT} reports at most, and may have left out others; give it "
-            "fewer cases (--only)"
-        )
-        return 1
-    return int(bool(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -1,14 +1,16 @@
-"""What surrounds compute-sanitizer: the cases run, a missing tool fails, reports are read and compared. The tool:
-scripts/sanitize.sh."""
+"""What surrounds compute-sanitizer: the cases run, a missing tool fails, reports are read and compared, every part
+says how it went. On a GPU: scripts/sanitize.sh."""
 
 import json
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kernels import sanitizer_cases
+from tests.kernels import check_kernels, sanitizer_cases
 from tests.kernels.sanitizer_reports import EXPLAINED, complete, kind_of, reports, unexplained
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sanitize.sh"
@@ -102,3 +104,67 @@ def test_a_missing_tool_fails_with_the_reason():
     done = subprocess.run([str(SCRIPT)], env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert "compute-sanitizer not found (/nowhere/compute-sanitizer)" in done.stderr
+
+
+FAKE_TOOL = """\
+#!/usr/bin/env bash
+# Options in pairs up to the command, which is Python.
+while [ "${1##*/}" != "$PYTHON_NAME" ]; do shift; done
+echo "========= COMPUTE-SANITIZER"
+"$@"
+printf '%s' "$FAKE_REPORT"
+echo "========= ERROR SUMMARY: 0 errors"
+"""
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """(arguments) -> exit status of check_kernels with a stand-in for the tool, on the CPU."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(FAKE_TOOL)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PYTHON_NAME", Path(sys.executable).name)
+    monkeypatch.setenv("FAKE_REPORT", "")
+    fixed = ["--sanitizer", str(tool), "--device", "cpu", "--backends", "reference", "--shares", "2", "--jobs", "2"]
+    return lambda *arguments: check_kernels.main([*fixed, *arguments])
+
+
+def test_a_part_has_its_line(check, capsys):
+    assert check("--parts", "memcheck", "--only", "^block16$") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split()[:3] == ["memcheck", "reference", "ok"]
+    assert line.endswith("1 cases, 0 reports, 0 of them explained")
+
+
+@pytest.mark.parametrize("part, text, wrong, done", [
+    ("repeats", "sbhd: forward, dK and dV: 0 of 9 repeats differ {}\nmask: forward: 2 of 9 repeats differ {}\n", 0,
+     "2 kinds of call, 1 of them differ"),
+    ("compile", "kernels launched: s2_one\nkernels known: s2_one s2_two\ncases done: 3\n", 1,
+     "3 cases, 1 of 2 kernels"),
+    ("compile", "kernels launched: s2_one\nkernels known: s2_one\ncases done: 3\n", 0, "3 cases, 1 of 1 kernels"),
+    ("graphs", "....\n==== 4 passed in 3.2s ====\n", 0, "4 passed in 3.2s"),
+])  # fmt: skip
+def test_what_the_other_parts_say(tmp_path, part, text, wrong, done):
+    log = tmp_path / "log"
+    log.write_text(text)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    job = check_kernels.Job(part, "gluon", [], log, process=ended)
+    said = check_kernels.judged(part, "gluon", [job])
+    assert (len(said[0]), said[1]) == (wrong, done)
+
+
+def test_what_is_found_and_what_is_late_fail(check, capsys, monkeypatch):
+    monkeypatch.setenv("FAKE_REPORT", "========= Invalid __global__ write of size 4 bytes\n=========\n")
+    assert check("--parts", "memcheck", "--only", "^block16$") == 1
+    found = capsys.readouterr().out
+    assert "FAILED" in found and "1 x Invalid __global__ write" in found
+    assert check("--parts", "repeats", "--seconds", "0.5") == 1
+    assert "1 of 1 processes were not done in time" in capsys.readouterr().out
+
+
+def test_shares_are_all_cases_once():
+    names = sanitizer_cases.case_names("gluon")
+    assert len(names) == len(set(names)) > 10
+    parts = check_kernels.shares(names, 4)
+    assert all(sum(bool(re.search(part, name)) for part in parts) == 1 for name in names)

@@ -42,6 +42,16 @@ def test_sums_by_bucket():
     assert sums.read(TRAIN) == {} and sums.read(EVALUATE)["08-15"] == (0.0, 16.0)
 
 
+def test_sums_stay_where_a_graph_adds_to_them():
+    """A CUDA graph of whole iterations repeats the addition without Python: into the tensor it was captured with."""
+    sums = PositionLoss(2, 8)
+    sums.add(torch.ones(8), torch.ones(8), torch.arange(8))
+    captured = sums.sums[TRAIN]
+    for number in range(2):
+        assert list(sums.read(TRAIN).values()) == [(1.0, 4.0), (1.0, 4.0), (1.0, 1.0)], number
+        captured += torch.tensor([[4.0, 4.0], [4.0, 4.0], [1.0, 1.0]])
+
+
 def test_buckets_that_do_not_divide_the_context():
     sums = PositionLoss(3, 10)
     sums.add(torch.ones(10), torch.ones(10), torch.arange(10))

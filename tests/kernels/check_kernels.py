@@ -1,0 +1,211 @@
+"""The kernels on a GPU, everything that is not about their results: sanitizers, repeats, graphs, torch.compile.
+
+    scripts/sanitize.sh                       all parts, within 150 seconds on a GPU of its own
+    scripts/sanitize.sh --parts memcheck racecheck --backends gluon
+
+compile     the sanitizers' cases, without a tool: compiles the kernels, so that the tools' time is the kernels'; every
+            kernel that Hopper launches has to be among them
+memcheck    compute-sanitizer: nothing may be found
+racecheck   compute-sanitizer: nothing but what sanitizer_explained.json explains (plain Triton: nothing)
+repeats     --repeats calls of each kind while other work runs beside them: no bit may differ (repeats.py)
+graphs      the op captured in CUDA graphs and replayed (test_tools_gpu.py)
+torch       torch.compile, Inductor included where there is a GPU (tests/ops/test_custom_op.py)
+
+The parts run beside each other, which disturbs the timing of the repeats as is wanted; `compile` runs first. Prints one
+line for each part and backend, and what a failed one said; exit status 1 when one failed or was not done in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.kernels.sanitizer_cases import case_names
+from tests.kernels.sanitizer_reports import EXPLAINED, PRINT_LIMIT, complete, kind_of, reports, unexplained
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("compile", "memcheck", "racecheck", "repeats", "graphs", "torch")
+TOOLS = ("memcheck", "racecheck")
+TOOL_FLAGS = {
+    "memcheck": [],
+    "racecheck": ["--racecheck-report", "all", "--show-backtrace", "no", "--print-limit", str(PRINT_LIMIT)],
+}
+# An allocation of its own for every tensor: inside torch's pools a write out of bounds would hit another tensor unseen.
+TOOL_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+@dataclass
+class Job:
+    """One process: part and backend say to which line of the summary it belongs."""
+
+    part: str
+    backend: str
+    command: list[str]
+    log: Path
+    environment: dict = field(default_factory=dict)
+    process: subprocess.Popen | None = None
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def shares(names: list[str], number: int) -> list[str]:
+    """Regular expressions that divide the cases among `number` processes: neighbours cost alike, so by turns."""
+    groups = [names[start::number] for start in range(number)]
+    return ["^(" + "|".join(map(re.escape, group)) + ")$" for group in groups if group]
+
+
+def make_jobs(parts: list[str], backends: list[str], arguments, folder: Path) -> list[Job]:
+    jobs = []
+
+    def add(part, backend, command, **environment):
+        jobs.append(Job(part, backend, list(map(str, command)), folder / f"{len(jobs)}.log", environment))
+
+    for part in parts:
+        if part in ("compile", *TOOLS):
+            for backend in backends:
+                names = [name for name in case_names(backend) if re.search(arguments.only, name)]
+                for only in shares(names, arguments.shares):
+                    cases = [sys.executable, ROOT / "tests/kernels/sanitizer_cases.py", "--backend", backend]
+                    cases += ["--device", arguments.device, "--only", only]
+                    if part == "compile":
+                        add(part, backend, cases)
+                        continue
+                    # Only kernels of ours (their names begin with s2_): torch's would take most of the time.
+                    tool = [arguments.sanitizer, "--tool", part, *TOOL_FLAGS[part], "--kernel-name"]
+                    add(part, backend, [*tool, "kernel_substring=s2_", *cases], **TOOL_ENVIRONMENT)
+        elif part == "repeats":
+            for backend in backends:
+                repeat = [sys.executable, ROOT / "tests/kernels/repeats.py", "--backend", backend]
+                add(part, backend, [*repeat, "--count", arguments.repeats, "--device", arguments.device])
+        else:
+            chosen = {
+                "graphs": ["tests/kernels/test_tools_gpu.py", "-k", "captured"],
+                "torch": ["tests/ops/test_custom_op.py"],
+            }
+            add(part, "", [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen[part]])
+    return jobs
+
+
+def run(jobs: list[Job], at_once: int, deadline: float) -> None:
+    """All jobs, `at_once` at a time; those that are not done at the deadline are killed, each with its children."""
+    waiting, running = list(jobs), []
+    try:
+        while (waiting or running) and time.monotonic() < deadline:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **job.environment}
+                options = dict(env=environment, cwd=ROOT, stderr=subprocess.STDOUT, start_new_session=True)
+                with job.log.open("w") as log:
+                    job.process = subprocess.Popen(job.command, stdout=log, **options)
+                job.seconds = -time.monotonic()
+                running.append(job)
+            for job in [job for job in running if job.process.poll() is not None]:
+                job.seconds += time.monotonic()
+                running.remove(job)
+            time.sleep(0.05)
+    finally:
+        for job in running:
+            with suppress(ProcessLookupError):
+                os.killpg(job.process.pid, signal.SIGKILL)
+            job.process.wait()
+            job.seconds += time.monotonic()
+
+
+def status(job: Job) -> int | None:
+    """The exit status; None for a job that was not done in time."""
+    return None if job.process is None or job.process.returncode == -signal.SIGKILL else job.process.returncode
+
+
+def judged(part: str, backend: str, jobs: list[Job]) -> tuple[list[str], str]:
+    """(what is wrong, how much was done) of the jobs of one line."""
+    texts = [job.text() for job in jobs]
+    late = sum(status(job) is None for job in jobs)
+    wrong = [f"{late} of {len(jobs)} processes were not done in time"] if late else []
+    cases = sum(int(number) for text in texts for number in re.findall(r"^cases done: (\d+)", text, re.MULTILINE))
+    if part in TOOLS:
+        known, found, total = json.loads(EXPLAINED.read_text()), [], 0
+        for job, text in zip(jobs, texts):
+            if status(job) is not None and not complete(text):
+                wrong.append(f"a run did not end as it should\n{text[-2000:]}")
+            total += len(reports(text))
+            found += unexplained(text, part, backend, known)
+            if len(reports(text)) >= PRINT_LIMIT:
+                wrong.append(f"the tool prints {PRINT_LIMIT} reports at most, others may be missing; use more --shares")
+        wrong += [f"{count} x {report}" for report, count in Counter(map(kind_of, found)).most_common(10)]
+        return wrong, f"{cases} cases, {total} reports, {total - len(found)} of them explained"
+    wrong += [f"exit status {status(job)}\n{job.text()[-2000:]}" for job in jobs if status(job)]
+    if part == "compile":
+        launched, all_kernels = (
+            {name for text in texts for line in re.findall(rf"^kernels {which}:(.*)$", text, re.MULTILINE)
+             for name in line.split()}
+            for which in ("launched", "known")
+        )  # fmt: skip
+        done = f"{cases} cases" + (f", {len(launched)} of {len(all_kernels)} kernels" if all_kernels else "")
+        if all_kernels - launched:
+            wrong.append(f"no case launches {', '.join(sorted(all_kernels - launched))}")
+        return wrong, done
+    if part == "repeats":
+        lines = [line for text in texts for line in text.splitlines() if " repeats differ " in line]
+        return wrong, f"{len(lines)} kinds of call, {sum(': 0 of ' not in line for line in lines)} of them differ"
+    return wrong, "; ".join(text.strip().splitlines()[-1].strip("= ") for text in texts if text.strip())
+
+
+def report(jobs: list[Job]) -> bool:
+    """Prints the summary; whether all is well."""
+    lines = {}
+    for job in jobs:
+        lines.setdefault((job.part, job.backend), []).append(job)
+    well = True
+    for (part, backend), group in lines.items():
+        wrong, done = judged(part, backend, group)
+        well &= not wrong
+        seconds = max(job.seconds for job in group)
+        print(f"{part + ' ' + backend:18} {'FAILED' if wrong else 'ok':7} {seconds:4.0f} s  {done}", flush=True)
+        for text in wrong:
+            print("    " + text.replace("\n", "\n    "), flush=True)
+    return well
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sanitizer", required=True, help="compute-sanitizer; scripts/sanitize.sh finds it")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--backends", nargs="+", required=True)
+    parser.add_argument("--repeats", type=int, default=1000)
+    parser.add_argument("--only", default="", help="a regular expression: the sanitizers' cases whose names contain it")
+    parser.add_argument("--shares", type=int, default=6, help="processes for the cases of one tool and backend")
+    parser.add_argument("--jobs", type=int, default=max(4, os.cpu_count() or 1), help="processes at once")
+    parser.add_argument("--seconds", type=float, default=150, help="for everything")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args(argv)
+    deadline = time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = make_jobs(arguments.parts, arguments.backends, arguments, Path(folder))
+        first = [job for job in jobs if job.part == "compile"]
+        run(first, arguments.jobs, deadline)
+        # The slowest first.
+        order = ("racecheck", "repeats", "memcheck", "torch", "graphs")
+        run(
+            sorted((job for job in jobs if job not in first), key=lambda job: order.index(job.part)),
+            arguments.jobs,
+            deadline,
+        )
+        return 0 if report(jobs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
