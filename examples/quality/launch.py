@@ -1,0 +1,170 @@
+"""The command of one run: pretrain_gpt_s2.py with Megatron's flags, one process on one device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from examples.quality.corpus import Corpus
+from examples.quality.studies import Study, sparsity
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP_SHARE = 0.05
+FINAL_RATE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. folder: of this run alone; its files: sparsity.yaml, train.log, losses.jsonl, checkpoints/.
+
+    tokens: training tokens. seed: of weights and data order, the same for all arms.
+    """
+
+    study: Study
+    arm: str
+    seed: int
+    rate: float
+    tokens: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}, seed {self.seed}, learning rate {self.rate:g}"
+
+    @property
+    def iterations(self) -> int:
+        return self.study.iterations(self.tokens)
+
+    @property
+    def losses(self) -> Path:
+        return self.folder / "losses.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "train.log"
+
+
+def write_sparsity(job: Job) -> Path:
+    """The arm's YAML, in the run's folder under the arm's name, by which comparisons call it."""
+    path = job.folder / f"{job.arm}.yaml"
+    path.write_text(yaml.safe_dump(sparsity(job.study, job.arm), sort_keys=False))
+    return path
+
+
+def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
+    return [
+        sys.executable,
+        str(ROOT / "pretrain_gpt_s2.py"),
+        f"--s2-config={write_sparsity(job)}",
+        *_model_flags(job.study),
+        *_implementation_flags(on_gpu),
+        *_training_flags(job),
+        *_data_flags(job, corpus),
+        *_log_flags(job),
+    ]
+
+
+def _model_flags(study: Study) -> list[str]:
+    model = study.model
+    return [
+        f"--num-layers={model.num_layers}",
+        f"--hidden-size={model.hidden_size}",
+        f"--ffn-hidden-size={model.ffn_hidden_size}",
+        f"--num-attention-heads={model.num_heads}",
+        "--group-query-attention",
+        f"--num-query-groups={model.num_kv_heads}",
+        f"--seq-length={model.seq_length}",
+        f"--max-position-embeddings={model.seq_length}",
+        "--position-embedding-type=rope",
+        "--normalization=RMSNorm",
+        "--swiglu",
+        "--untie-embeddings-and-output-weights",
+        "--disable-bias-linear",
+        "--attention-dropout=0.0",
+        "--hidden-dropout=0.0",
+        "--init-method-std=0.02",
+        "--no-create-attention-mask-in-dataloader",
+    ]
+
+
+def _implementation_flags(on_gpu: bool) -> list[str]:
+    flags = ["--no-gradient-accumulation-fusion"]  # its extension comes with Apex
+    if on_gpu and importlib.util.find_spec("transformer_engine") is not None:
+        return [*flags, "--bf16", "--transformer-impl=transformer_engine", "--num-workers=2"]
+    flags += ["--transformer-impl=local", "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion"]
+    return [*flags, *(["--bf16", "--num-workers=2"] if on_gpu else ["--distributed-backend=gloo", "--num-workers=0"])]
+
+
+def _training_flags(job: Job) -> list[str]:
+    study, steps = job.study, job.iterations
+    return [
+        f"--micro-batch-size={study.micro_batch}",
+        f"--global-batch-size={study.batch}",
+        f"--train-iters={steps}",
+        f"--lr={job.rate:g}",
+        f"--min-lr={job.rate * FINAL_RATE_SHARE:g}",
+        "--lr-decay-style=cosine",
+        f"--lr-decay-iters={steps}",
+        f"--lr-warmup-iters={max(1, round(WARM_UP_SHARE * steps))}",
+        "--weight-decay=0.1",
+        "--adam-beta1=0.9",
+        "--adam-beta2=0.95",
+        "--clip-grad=1.0",
+        f"--seed={job.seed}",
+        # Never at the last step, after which Megatron evaluates in any case.
+        f"--eval-interval={steps // study.evaluations + 1}",
+        f"--eval-iters={study.eval_batches}",
+    ]
+
+
+def _data_flags(job: Job, corpus: Corpus) -> list[str]:
+    return [
+        f"--data-path={corpus.data_prefix}",
+        f"--data-cache-path={job.folder / 'cache'}",  # of this run alone: several start at once
+        f"--split={corpus.split}",
+        # The data are token ids already.
+        "--tokenizer-type=NullTokenizer",
+        f"--vocab-size={corpus.vocabulary}",
+        "--null-tokenizer-eod-id=0",
+    ]
+
+
+def _log_flags(job: Job) -> list[str]:
+    checkpoints = job.folder / "checkpoints"
+    return [
+        f"--save={checkpoints}",
+        f"--load={checkpoints}",
+        "--ckpt-format=torch_dist",
+        "--exit-signal-handler",  # SIGTERM: save a checkpoint, then end
+        "--log-interval=20",
+        "--log-throughput",
+        f"--s2-loss-log={job.losses}",
+        f"--s2-position-loss={job.study.position_buckets}",
+    ]
+
+
+def environment(device: str | None) -> dict[str, str]:
+    """Of one process by itself; what torchrun would set. device: of CUDA_VISIBLE_DEVICES, None for the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Waiting OpenMP threads spin and take the cores of the other runs.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    if device is not None:
+        own["CUDA_VISIBLE_DEVICES"] = device
+    return os.environ | own

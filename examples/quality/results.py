@@ -1,0 +1,135 @@
+"""What is kept of a run: a thinned loss log, small enough to be committed, that `s2-megatron compare` reads.
+
+Losses are means of blocks of steps, so that the difference of two runs of one seed, step by step, survives. `time`
+counts training steps alone: an evaluation, a checkpoint, the compilation of the first step and the pause of a run that
+was cut take the median step's time instead of their own. Of the arguments those stay that say what was learnt; the data
+path is `corpus/<hash of the corpus>`, so that `compare` refuses runs of different corpora.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.corpus import Corpus
+from examples.quality.launch import Job
+from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
+from s2_megatron.tools.compare.settings import CHECKED
+
+MOST_RECORDS = 240
+DIGITS = 5
+LONG_STEP = 1.5  # medians; a step that took longer held something else
+KEPT = (
+    *(name for names in CHECKED.values() for name in names),
+    *("seed", "train_iters", "micro_batch_size", "world_size", "transformer_impl", "params_dtype"),
+    *("s2_sparsity", "s2_backend", "s2_dense_core"),
+)
+
+
+def training_seconds(times: Sequence[float]) -> np.ndarray:
+    """Seconds spent in training steps up to each step, float64 [n]. times: of the clock, after each step."""
+    if len(times) < 2:
+        return np.zeros(len(times))
+    seconds = np.diff(np.asarray(times, np.float64))
+    usual = float(np.median(seconds))
+    seconds = np.where((seconds > LONG_STEP * usual) | (seconds < 0), usual, seconds)
+    return np.cumsum(np.concatenate([[usual], seconds]))
+
+
+def thinned(job: Job, corpus: Corpus, machine: dict) -> list[dict]:
+    """The records of the committed log: a header, blocks of training steps, evaluations."""
+    iterations, evaluations = read_loss_log(job.losses)
+    header = next(record for record in read_records(job.losses) if HEADER in record)[HEADER]
+    arguments = {name: header["arguments"][name] for name in KEPT if header["arguments"].get(name) is not None}
+    arguments["data_path"] = [f"corpus/{corpus.sha256[:12]}"]
+    arguments["s2_config"] = f"{job.arm}.yaml"
+    steps = sorted(iterations)
+    seconds = training_seconds([iterations[step]["time"] for step in steps])
+    block = -(-len(steps) // MOST_RECORDS)
+    records = [
+        {
+            HEADER: {"arguments": arguments, "flops_per_token": header["flops_per_token"], "machine": machine},
+            "iteration": steps[0],
+            "time": 0.0,
+        }
+    ]
+    # Blocks end at the last step.
+    for end in range((len(steps) - 1) % block, len(steps), block):
+        members = [iterations[step] for step in steps[max(0, end - block + 1) : end + 1]]
+        records.append(
+            {
+                "iteration": steps[end],
+                "lm loss": round(float(np.mean([each["lm loss"] for each in members])), DIGITS),
+                "grad_norm": round(float(np.mean([each["grad_norm"] for each in members])), DIGITS),
+                "learning_rate": members[-1]["learning_rate"],
+                "samples": members[-1]["samples"],
+                "time": round(float(seconds[end]), 3),
+            }
+        )
+    for record in sorted(evaluations.values(), key=lambda record: record["iteration"]):
+        records.append({name: _rounded(value) for name, value in record.items()})
+    return records
+
+
+def _rounded(value):
+    if not isinstance(value, float):
+        return value
+    return int(value) if value.is_integer() else round(value, DIGITS)
+
+
+def write_run(path: Path, job: Job, corpus: Corpus, machine: dict) -> None:
+    """Write the thinned log of a finished run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in thinned(job, corpus, machine))
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def write_json(path: Path, content) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    unfinished.replace(path)
+
+
+def read_json(path: Path, default):
+    return json.loads(path.read_text()) if path.exists() else default
+
+
+class LearningRates:
+    """The short runs that choose each arm's learning rate, in one file:
+    {"tokens", "seed", "corpus", "arms": {arm: {rate: validation loss}}}.
+
+    A choice stands for runs on other corpora too; runs of different settings are not mixed in one choice.
+    """
+
+    def __init__(self, path: Path, tokens: int, seed: int, corpus: str):
+        self.path = path
+        self.settings = {"tokens": tokens, "seed": seed, "corpus": corpus[:12]}
+        self.content = read_json(path, {**self.settings, "arms": {}})
+
+    def add(self, arm: str, rate: float, loss: float) -> None:
+        """Raises ValueError when the file holds short runs of other settings."""
+        before = {name: self.content[name] for name in self.settings}
+        if before != self.settings:
+            raise ValueError(
+                f"{self.path} holds short runs with {before}, expected {self.settings}: a choice is made among equal "
+                "runs; give another --results folder, or --rate to choose no rate"
+            )
+        self.content["arms"].setdefault(arm, {})[f"{rate:g}"] = round(loss, DIGITS)
+        write_json(self.path, self.content)
+
+    def choice(self, arm: str, rates: Sequence[float]) -> float | None:
+        return chosen_rate(self.content, arm, rates)
+
+
+def chosen_rate(content: dict, arm: str, rates: Sequence[float]) -> float | None:
+    """The rate with the lowest validation loss; None until all of them have been tried."""
+    losses = content["arms"].get(arm, {})
+    if not all(f"{rate:g}" in losses for rate in rates):
+        return None
+    return min(rates, key=lambda rate: losses[f"{rate:g}"])

@@ -1,0 +1,227 @@
+"""Run a study of quality: every arm with every seed, at equal data, and lay the runs side by side.
+
+    python -m examples.quality.run lm8k --seeds 1 2 3 --budget 570
+    python -m examples.quality.run lm8k --stage rates --budget 570          # only choose the learning rates
+    python -m examples.quality.run lm8k --seeds 1 --tokens 27.5e6 --budget 570
+
+In this order, each part only where it is missing: the corpus, the short runs that choose each arm's learning rate, the
+runs, the comparison. One run per GPU at a time. Repeat the command until it says that the study is complete: a run that
+the budget cuts saves a checkpoint and goes on. Runs are in <runs>/<study>/; what is kept of them, thinned losses and
+the chosen rates, in <results>/<study>/, in a folder named by the tokens of a run and the hash of the corpus.
+
+Status 0: all that was asked for is there; 3: the budget is spent, repeat the command; 1: a run failed; 2: a wrong
+argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.quality.corpus import Corpus, prepare_corpus
+from examples.quality.launch import ROOT, Job, command
+from examples.quality.results import LearningRates, write_json, write_run
+from examples.quality.studies import ARMS, BASELINE, STUDIES, Study
+from examples.quality.workers import (
+    FAILED,
+    FINISHED,
+    Budget,
+    devices,
+    final_evaluation,
+    remove_checkpoints,
+    run_jobs,
+)
+
+DEFAULT_RUNS = ROOT / "runs" / "quality"
+DEFAULT_RESULTS = ROOT / "docs" / "quality"
+RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
+COMPLETE, FAILURE, WRONG, AGAIN = 0, 1, 2, 3
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.quality.run",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--stage", choices=("all", "corpus", "rates", "train"), default="all", help="only this part")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="default: 1")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
+    parser.add_argument("--tokens", type=float, help="of a run (default: the study's)")
+    parser.add_argument("--rate-tokens", type=float, help="of a short run (default: the study's)")
+    parser.add_argument("--rate", type=float, help="one learning rate for all arms, in place of a choice")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="end within them (default: no limit)")
+    parser.add_argument("--runs", type=Path, default=DEFAULT_RUNS, help=f"default: {DEFAULT_RUNS.relative_to(ROOT)}")
+    parser.add_argument(
+        "--results", type=Path, default=DEFAULT_RESULTS, help=f"default: {DEFAULT_RESULTS.relative_to(ROOT)}"
+    )
+    parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
+    parsed = parser.parse_args(arguments)
+    for name in ("tokens", "rate_tokens", "rate", "budget"):
+        value = getattr(parsed, name)
+        if value is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
+    return parsed
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one study's runs and results are. tokens: of a run."""
+
+    study: Study
+    corpus: Corpus
+    tokens: int
+    runs: Path
+    results: Path
+
+    @property
+    def scale(self) -> str:
+        return f"{self.tokens / 1e6:g}M-{self.corpus.sha256[:8]}"
+
+    def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
+        folder = self.runs / self.study.name / f"rates-{tokens / 1e6:g}M-{self.corpus.sha256[:8]}" / f"{arm}_{rate:g}"
+        return Job(self.study, arm, RATE_SEED, rate, tokens, folder)
+
+    def job(self, arm: str, seed: int, rate: float) -> Job:
+        folder = self.runs / self.study.name / self.scale / f"{arm}_seed{seed}_{rate:g}"
+        return Job(self.study, arm, seed, rate, self.tokens, folder)
+
+    def result(self, arm: str, seed: int) -> Path:
+        return self.results / self.study.name / self.scale / f"{arm}_seed{seed}.jsonl"
+
+
+def machine(device: str) -> dict:
+    """What computed the runs."""
+    names = ("torch", "triton", "megatron-core", "transformer-engine", "s2-megatron")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # Transformer Engine is optional; a checkout need not be installed
+    return {"device": device, **versions}
+
+
+def choose_rates(
+    place: Place, parsed: argparse.Namespace, found: list, budget: Budget, tell
+) -> tuple[dict[str, float], bool]:
+    """({arm: its learning rate}, whether a short run failed); arms that are not there have runs left to do."""
+    study = place.study
+    if parsed.rate is not None:
+        return dict.fromkeys(parsed.arms, parsed.rate), False
+    tokens = int(parsed.rate_tokens or study.rate_tokens)
+    path = place.results / study.name / "learning_rates.json"
+    rates = LearningRates(path, tokens, RATE_SEED, place.corpus.sha256)
+    missing = [arm for arm in parsed.arms if rates.choice(arm, study.rates) is None]
+    jobs = [place.rate_job(arm, rate, tokens) for arm in missing for rate in study.rates]
+    failed = False
+    if jobs and parsed.stage != "train":
+
+        def finished(job: Job) -> None:
+            rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
+            remove_checkpoints(job)
+
+        on_gpu = found[0][0] is not None
+        outcomes = run_jobs(
+            jobs,
+            [device for device, _ in found],
+            lambda job: command(job, place.corpus, on_gpu),
+            budget,
+            finished,
+            tell,
+        )
+        failed = FAILED in outcomes.values()
+    chosen = {arm: rates.choice(arm, study.rates) for arm in parsed.arms}
+    for arm, rate in chosen.items():
+        if rate is not None:
+            tried = ", ".join(f"{each}: {loss:.4f}" for each, loss in rates.content["arms"][arm].items())
+            tell(f"learning rate of {arm}: {rate:g} (validation losses {tried})")
+    return {arm: rate for arm, rate in chosen.items() if rate is not None}, failed
+
+
+def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], found: list, budget: Budget, tell) -> dict:
+    """{name of a job: outcome} of all arms and seeds, the longest runs first in every seed."""
+    about = machine(found[0][1])
+    on_gpu = found[0][0] is not None
+
+    def finished(job: Job) -> None:
+        write_run(place.result(job.arm, job.seed), job, place.corpus, about)
+        write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
+        if not parsed.keep_checkpoints:
+            remove_checkpoints(job)
+
+    jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
+    outcomes = run_jobs(
+        jobs, [device for device, _ in found], lambda job: command(job, place.corpus, on_gpu), budget, finished, tell
+    )
+    return {job.name: outcomes.get(job.name) for job in jobs}
+
+
+def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
+    """Lay the finished runs side by side, `dense` first, with `s2-megatron compare`."""
+    found = [
+        f"{arm}={path}"
+        for arm in sorted(arms, key=lambda arm: (arm != BASELINE, ARMS.index(arm)))
+        for path in sorted(place.result(arm, 0).parent.glob(f"{arm}_seed*.jsonl"))
+    ]
+    if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{BASELINE}="):
+        tell("no comparison yet: it takes a finished dense run and another arm's of the same seed")
+        return
+    page = place.runs / place.study.name / place.scale / "compare.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    arguments = ["compare", *found, "--vary", "lr,min_lr", "--html", str(page)]
+    subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
+
+
+def run(parsed: argparse.Namespace, tell=print) -> int:
+    """The command; returns its status. Raises ValueError for settings that do not fit."""
+    study, budget = STUDIES[parsed.study], Budget(parsed.budget)
+    tokens = int(parsed.tokens or study.tokens)
+    study.iterations(tokens), study.iterations(parsed.rate_tokens or study.rate_tokens)
+    found = devices()
+    corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
+    tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
+    if parsed.stage == "corpus":
+        return COMPLETE
+    place = Place(study, corpus, tokens, parsed.runs.resolve(), parsed.results.resolve())
+    rates, failed = choose_rates(place, parsed, found, budget, tell)
+    if failed:
+        return FAILURE
+    if len(rates) < len(parsed.arms):
+        if parsed.stage == "train":
+            raise ValueError(
+                f"--stage train: no learning rate for {', '.join(arm for arm in parsed.arms if arm not in rates)}; "
+                "expected a choice; run --stage rates first, or give --rate"
+            )
+        tell("the budget is spent; repeat the command to go on")
+        return AGAIN
+    if parsed.stage == "rates":
+        return COMPLETE
+    outcomes = train(place, parsed, rates, found, budget, tell)
+    compare_runs(place, parsed.arms, tell)
+    if FAILED in outcomes.values():
+        return FAILURE
+    done = sum(outcome == FINISHED for outcome in outcomes.values())
+    if done < len(outcomes):
+        tell(f"{done} of {len(outcomes)} runs are finished; the budget is spent; repeat the command to go on")
+        return AGAIN
+    tell(f"the study is complete: {done} runs in {place.result(BASELINE, 0).parent}")
+    return COMPLETE
+
+
+def main() -> None:
+    try:
+        sys.exit(run(parse_arguments()))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(WRONG)
+
+
+if __name__ == "__main__":
+    main()
