@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 _SUFFIXES = """
-    .py .pyi .pyx .pxd .h .hh .hpp .hxx .cuh .cu .c .cc .cpp .cxx .inl .inc .ipp .md .rst .txt .cmake .sh .pl .pm .js .ts
-    .go .rs .java .lua .tcl .m4 .f90 .r .jl .html .toml .yaml .yml
+    .py .pyi .pyx .pxd .h .hh .hpp .hxx .cuh .cu .c .cc .cpp .cxx .inl .inc .ipp .md .rst .txt .cmake .sh .pl .pm .js
+    .ts .go .rs .java .lua .tcl .m4 .f90 .r .jl .html .toml .yaml .yml
 """
 SUFFIXES = frozenset(_SUFFIXES.split())
 EXCLUDED_FOLDERS = frozenset({"__pycache__", "node_modules", "locale", "zoneinfo", "unicore", "test_data", "testdata"})

@@ -140,6 +140,7 @@ def _log_flags(job: Job) -> list[str]:
     return [
         f"--save={checkpoints}",
         f"--load={checkpoints}",
+        f"--save-interval={job.iterations}",
         "--ckpt-format=torch_dist",
         "--exit-signal-handler",  # SIGTERM: save a checkpoint, then end
         "--log-interval=20",

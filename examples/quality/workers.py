@@ -94,7 +94,7 @@ def run_jobs(
     tell: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run the jobs that are not finished. Returns {name of a job: FINISHED, CUT or FAILED}; a job that the budget left
-    no time to start is missing.
+    no time to start, or that was not started because another one failed, is missing.
 
     on_finished: called in this process for every job that ends well, those that had ended before included.
     """
@@ -121,6 +121,8 @@ def run_jobs(
                 _tell_outcome(each, tell)
                 if each.outcome() == FINISHED:
                     on_finished(each.job)
+                elif each.outcome() == FAILED:
+                    waiting.clear()  # what ends one run is likely to end the others
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 for each in running:
