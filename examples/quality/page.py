@@ -1,0 +1,304 @@
+"""Write the results of docs/quality.md from the data in docs/quality/.
+
+    python -m examples.quality.page            # the page between its two marks, and the plots
+    python -m examples.quality.page --check    # status 1 when the page is not what the data give
+
+A study's section appears when its data are there. What the page says above and below the marks is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.launch import ROOT
+from examples.quality.results import chosen_rate, read_json
+from examples.quality.studies import ARMS, BASELINE, STUDIES, Study, sparsity
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss, position_losses
+from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
+from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.runs import Run, number
+from s2_megatron.tools.compare.settings import check_comparable, make_arms
+
+PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
+BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
+VARIED = ("lr", "min_lr")
+# Largest gap to dense at equal tokens.
+TARGETS = {"hybrid": 0.005, "s2": 0.01}
+PUBLISHED = tuple(name for name in STUDIES if not name.endswith("tiny"))
+TITLES = {"lm8k": "Language modelling at 8K"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The runs of one study with one number of tokens and one corpus. folder: their thinned loss logs."""
+
+    study: Study
+    folder: Path
+    comparison: Comparison
+    corpus: dict
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for result in self.comparison.results for run in result.arm.runs]
+
+    @property
+    def tokens(self) -> float:
+        return float(self.runs[0].axis("tokens")[-1])
+
+
+def read_scale(study: Study, folder: Path) -> Scale | None:
+    """The comparison of all arms with the dense one; None where that has no run, or no other arm has one of its
+    seeds."""
+    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in ARMS}
+    seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
+    arms = [BASELINE, *(arm for arm in ARMS if arm != BASELINE and seeds[arm] & seeds[BASELINE])]
+    if len(arms) < 2:
+        return None
+    runs = [read_run(f"{arm}={path}")[0] for arm in arms for path in logs[arm]]
+    check_comparable(runs, VARIED)
+    comparison = compare(make_arms(runs, VARIED, [True] * len(runs)), VARIED)
+    return Scale(study, folder, comparison, read_json(folder / "corpus.json", {}))
+
+
+def read_scales(study: Study, data: Path) -> list[Scale]:
+    """The most tokens first."""
+    folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
+    scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
+    return sorted(scales, key=lambda scale: -scale.tokens)
+
+
+def density(study: Study, arm: str) -> float:
+    return SparsityConfig.from_data(sparsity(study, arm)).resolve(**study.model.shape).density()
+
+
+def _last(run: Run, name: str) -> float:
+    return float(run.series[name].values[-1])
+
+
+def _mean_last(result: ArmResult, name: str) -> float:
+    return float(np.mean([_last(run, name) for run in result.arm.runs]))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:+.2f} %"
+
+
+def _gap(value: float, baseline: float) -> str:
+    return f"{value:.4f} ({_percent(value / baseline - 1)})"
+
+
+def targets(scale: Scale) -> list[str]:
+    """One line for every target that the data can decide; what is missed first."""
+    found = []
+    dense = scale.comparison.results[0]
+    for result in scale.comparison.results[1:]:
+        limit = TARGETS.get(result.arm.name)
+        if limit is None:
+            continue
+        mean, low, high = result.difference.relative
+        order, verdict = (2, "met") if high <= limit else (0, "missed") if low > limit else (1, "not decided")
+        interval = f"{_percent(mean)}, 95 % interval {_percent(low)} to {_percent(high)}"
+        found.append((order, f"{result.arm.name} at most {100 * limit:g} % above dense at equal tokens: **{verdict}**"
+                      f" ({interval})."))  # fmt: skip
+        ahead = result.at_equal["hours"] / dense.at_equal["hours"] - 1
+        found.append((0 if ahead >= 0 else 2, f"{result.arm.name} ahead of dense at equal time: "
+                      f"**{'met' if ahead < 0 else 'missed'}** ({_percent(ahead)})."))  # fmt: skip
+    return [text for _, text in sorted(found, key=lambda entry: entry[0])]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _loss_rows(scale: Scale) -> list[list[str]]:
+    dense = scale.comparison.results[0]
+    rows = []
+    for result in scale.comparison.results:
+        paired = "-"
+        if result.difference is not None:
+            mean, low, high = result.difference.relative
+            paired = f"{_percent(mean)} [{_percent(low)}, {_percent(high)}]"
+        own = [_last(run, "lm loss validation") for run in result.arm.runs]
+        spread = f" ± {np.std(own, ddof=1):.4f}" if len(own) > 1 else ""
+        trailing = "lm loss by position/trailing validation"
+        rows.append(
+            [
+                result.arm.name,
+                f"{100 * density(scale.study, result.arm.name):.1f} %",
+                f"{number(result.arm.runs[0].arguments, 'lr'):g}",
+                f"{result.validation:.4f}{spread}",
+                paired,
+                _gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
+                _gap(result.at_equal["hours"], dense.at_equal["hours"]),
+                _gap(result.at_equal["flops"], dense.at_equal["flops"]),
+                f"{1000 * scale.study.step_tokens / result.tokens_per_second:.0f}",
+                "-" if result.speed_up is None else f"{result.speed_up:.2f}",
+            ]
+        )
+    return rows
+
+
+LOSS_COLUMNS = (
+    "arm",
+    "pairs attended",
+    "learning rate",
+    "validation loss",
+    "training loss against dense, paired",
+    "validation loss, last 1/8 of the context",
+    "training loss at equal time",
+    "training loss at equal FLOPs",
+    "ms a step",
+    "effective speed-up",
+)
+
+
+def rates_table(study: Study, data: Path) -> list[str]:
+    """The short runs that chose the learning rates; the chosen ones are bold. Empty where there are none."""
+    content = read_json(data / study.name / "learning_rates.json", None)
+    if content is None:
+        return []
+    rows = []
+    for arm in [arm for arm in ARMS if arm in content["arms"]]:
+        losses, best = content["arms"][arm], chosen_rate(content, arm, study.rates)
+        cells = [f"{losses[f'{rate:g}']:.4f}" if f"{rate:g}" in losses else "-" for rate in study.rates]
+        rows.append([arm, *(f"**{cell}**" if rate == best else cell for rate, cell in zip(study.rates, cells))])
+    return [
+        f"Learning rates, each arm's from short runs of {content['tokens'] / 1e6:.1f}M tokens (validation loss; the "
+        "best in bold is",
+        "what the arm trains with):",
+        "",
+        *table(["arm", *(f"{rate:g}" for rate in study.rates)], rows),
+        "",
+    ]
+
+
+def scale_section(scale: Scale, picture: str) -> list[str]:
+    study, comparison = scale.study, scale.comparison
+    counts = sorted({len(result.arm.runs) for result in comparison.results})
+    seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    about = scale.runs[0]
+    machine = header_machine(scale.folder)
+    epochs = scale.tokens / scale.corpus["tokens"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
+    return [
+        f"### {scale.tokens / 1e6:.1f}M tokens a run",
+        "",
+        f"Seeds an arm: {seeds}. {int(number(about.arguments, 'train_iters'))} steps of "
+        f"{study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
+        f"`{scale.corpus['sha256'][:12]}` ({scale.corpus['tokens']:,} tokens). {machine['device']}; {versions}.",
+        "",
+        *(f"- {line}" for line in targets(scale)),
+        "",
+        *table(LOSS_COLUMNS, _loss_rows(scale)),
+        "",
+        f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
+        "",
+        "The same comparison, with all its remarks and intervals:",
+        "",
+        "```bash",
+        "s2-megatron compare "
+        + " ".join(f"{result.arm.name}={_shown(run)}" for result in comparison.results for run in result.arm.runs)
+        + f" --vary {','.join(VARIED)} --html compare.html",
+        "```",
+        "",
+    ]
+
+
+def _shown(run: Run) -> str:
+    path = Path(run.sources[0])
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
+
+
+def header_machine(folder: Path) -> dict:
+    from s2_megatron.megatron.loss_log import HEADER, read_records
+
+    return read_records(next(iter(sorted(folder.glob("*.jsonl")))))[0][HEADER]["machine"]
+
+
+def draw(scale: Scale, file: Path) -> None:
+    """Four panels: training loss over tokens and hours, paired differences, the gap in validation loss by position."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    draw_loss(axes[0, 0], scale.comparison, "tokens")
+    draw_difference(axes[0, 1], scale.comparison, "tokens")
+    draw_loss(axes[1, 0], scale.comparison, "hours")
+    _draw_position_gap(axes[1, 1], scale.comparison)
+    for axis, label in zip(axes.flat, ("tokens", "tokens", "hours of training steps", "first position of the bucket")):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _draw_position_gap(axis, comparison: Comparison) -> None:
+    places, dense = _positions(comparison.results[0])
+    for index, result in enumerate(comparison.results[1:], start=1):
+        axis.plot(places, _positions(result)[1] - dense, color=COLOURS[index], marker="o", label=result.arm.name)
+    axis.axhline(0, color="#333333", linewidth=0.8)
+    axis.set_title("validation loss minus dense's, by position, at the end")
+
+
+def _positions(result: ArmResult) -> tuple[np.ndarray, np.ndarray]:
+    """(first position of each bucket, mean loss over the arm's runs)."""
+    found = [position_losses(run, True) for run in result.arm.runs]
+    return found[0][0], np.mean([losses for _, losses in found], axis=0)
+
+
+def results_text(data: Path, pictures: bool) -> str:
+    """What stands between the marks. pictures: draw them too."""
+    lines: list[str] = []
+    for name in PUBLISHED:
+        study = STUDIES[name]
+        scales = read_scales(study, data)
+        if not scales:
+            continue
+        lines += [f"## {TITLES[name]}", "", *rates_table(study, data)]
+        for scale in scales:
+            picture = scale.folder / "curves.png"
+            if pictures:
+                draw(scale, picture)
+            lines += scale_section(scale, f"quality/{scale.folder.relative_to(data).as_posix()}/curves.png")
+    return "\n".join(lines)
+
+
+def with_results(page: str, results: str) -> str:
+    """The page with its results replaced. Raises ValueError for a page without the two marks."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no line {BEGIN!r} followed by {END!r}; add both where the results belong")
+    return f"{before}{begin}\n\n{results}{end}{after}" if results else f"{before}{begin}\n{end}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
+    parsed = parser.parse_args()
+    page = PAGE.read_text()
+    current = with_results(page, results_text(DATA, pictures=not parsed.check))
+    if parsed.check:
+        if current != page:
+            print(f"{PAGE.name} is not what the data give; run python -m examples.quality.page", file=sys.stderr)
+            sys.exit(1)
+        return
+    PAGE.write_text(current)
+
+
+if __name__ == "__main__":
+    main()
