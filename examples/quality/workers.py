@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from examples.quality.launch import ROOT, Job, environment
-from examples.quickstart.failures import checkpoint_iteration, last_lines, own_output
+from examples.quickstart.failures import last_lines, own_output
+from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 
 POLL_SECONDS = 0.5
@@ -53,6 +55,13 @@ def devices() -> list[tuple[str | None, str]]:
     # In a process of its own, so that this one holds no memory of a GPU.
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     return [tuple(entry) for entry in json.loads(done.stdout.strip().splitlines()[-1])] or [(None, "CPU")]
+
+
+def checkpoint_iteration(folder: Path) -> int:
+    """Of the checkpoint that a run goes on from, 0 without one. folder: the run's. Raises ValueError for a damaged
+    one."""
+    found = checkpoint_to_load(folder / "checkpoints")
+    return 0 if found is None else found.iteration or 0
 
 
 def final_evaluation(job: Job) -> dict | None:

@@ -1,0 +1,92 @@
+"""A whole study in its size for a CPU: corpus, runs through pretrain_gpt_s2.py, results, comparison, page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.quality import page
+from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
+from examples.quality.studies import STUDIES
+from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
+
+TINY = STUDIES["lm-tiny"]
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """(folder, what the command said): two arms, one seed."""
+    folder, said = tmp_path_factory.mktemp("study"), []
+    status = run(parse_arguments(arguments(folder)), said.append)
+    assert status == COMPLETE, "\n".join(said)
+    return folder, said
+
+
+def arguments(folder, *more):
+    tokens = str(STEPS * TINY.step_tokens)
+    return ["lm-tiny", "--arms", "dense", "s2", "--rate", "4e-3", "--tokens", tokens, "--runs", str(folder / "runs"),
+            "--results", str(folder / "results"), *more]  # fmt: skip
+
+
+def test_the_arms_train_on_the_same_batches(study):
+    folder, _ = study
+    (scale,) = [path for path in (folder / "results" / "lm-tiny").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in scale.iterdir()) == ["corpus.json", "dense_seed1.jsonl", "s2_seed1.jsonl"]
+    logs = {arm: read_records(scale / f"{arm}_seed1.jsonl") for arm in ("dense", "s2")}
+    headers = {arm: records[0][HEADER] for arm, records in logs.items()}
+    assert headers["dense"]["flops_per_token"]["attended"] > headers["s2"]["flops_per_token"]["attended"]
+    paths = {json.dumps(header["arguments"]["data_path"]) for header in headers.values()}
+    assert paths == {json.dumps([f"corpus/{json.loads((scale / 'corpus.json').read_text())['sha256'][:12]}"])}
+    losses = {arm: [record["lm loss"] for record in records[1:] if "validation" not in record]
+              for arm, records in logs.items()}  # fmt: skip
+    assert len(losses["dense"]) == STEPS and losses["dense"][-1] < losses["dense"][0] - 0.5
+    # The same weights and the same first batch: only the attention differs, at initialisation by little.
+    assert losses["s2"][0] == pytest.approx(losses["dense"][0], abs=0.02) and losses["s2"] != losses["dense"]
+    assert not list((folder / "runs").rglob("checkpoints"))
+    assert list((folder / "runs").rglob("compare.html"))
+
+
+def test_evaluations_have_losses_by_position(study):
+    folder, _ = study
+    (log,) = (folder / "results").rglob("s2_seed1.jsonl")
+    evaluations = read_loss_log(log)[1]
+    assert list(evaluations) == ["iteration 13", f"iteration {STEPS} on validation set"]
+    positions = [name for name in evaluations["iteration 13"] if name.startswith("lm loss by position/")]
+    assert len(positions) == TINY.position_buckets + 1 and "lm loss by position/trailing" in positions
+
+
+def test_the_same_command_goes_on_and_says_what_is_left(study):
+    folder, _ = study
+    said = []
+    assert run(parse_arguments(arguments(folder, "--seeds", "1", "2", "--budget", "60")), said.append) == AGAIN
+    assert not [line for line in said if "started" in line]  # too little time
+    assert "2 of 4 runs are finished; the budget is spent; repeat the command to go on" in said
+
+
+def test_the_page_has_a_section_for_the_data(study, tmp_path):
+    folder, _ = study
+    (scale,) = page.read_scales(TINY, folder / "results")
+    text = "\n".join(page.scale_section(scale, "x.png"))
+    assert f"{STEPS} steps of 1,024 tokens" in text
+    assert "s2 at most 1 % above dense at equal tokens" in text and "| window |" not in text
+    rows = [line for line in text.splitlines() if line.startswith(("| dense", "| s2"))]
+    assert [row.split(" | ")[1] for row in rows] == ["100.0 %", "39.2 %"]
+    page.draw(scale, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 20_000
+
+
+def test_the_page_in_the_repository_is_what_the_data_give():
+    text = page.PAGE.read_text()
+    assert text == page.with_results(text, page.results_text(page.DATA, pictures=False)), (
+        "run: python -m examples.quality.page"
+    )
+    assert page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "") == f"a\n{page.BEGIN}\n{page.END}\nb"
+
+
+def test_arguments_are_refused(capsys):
+    for wrong in (["lm8k", "--tokens", "-1"], ["lm9k"], ["lm8k", "--arms", "sparse"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(wrong)
+    assert "--tokens=-1: expected a number above 0" in capsys.readouterr().err

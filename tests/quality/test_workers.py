@@ -1,0 +1,176 @@
+"""The queue of runs: several devices, a budget that cuts and a command that goes on, failures; what is kept of
+them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from examples.quality.corpus import Corpus
+from examples.quality.launch import Job, command
+from examples.quality.results import LearningRates, thinned, training_seconds
+from examples.quality.studies import ARMS, STUDIES, equal_window, pairs, sparsity
+from examples.quality.workers import CUT, FAILED, FINISHED, Budget, run_jobs
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.megatron.loss_log import HEADER, read_loss_log
+
+TINY, FULL = STUDIES["lm-tiny"], STUDIES["lm8k"]
+CORPUS = Corpus(None, {"sha256": "ab" * 32, "vocabulary": 512, "tokens": 10**6, "split": "98,2,0"})
+
+# Stands in for a training process: goes on from its checkpoint, saves one on SIGTERM.
+TRAINER = """
+import json, os, signal, sys, time
+folder, steps, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+tracker = f"{folder}/checkpoints/latest_checkpointed_iteration.txt"
+start = int(open(tracker).read()) if os.path.exists(tracker) else 0
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+log = open(f"{folder}/losses.jsonl", "a")
+def write(record):
+    log.write(json.dumps(record) + "\\n"); log.flush()
+arguments = {"lr": 0.1, "seed": 1, "data_path": ["/secret/text"], "s2_config": "/secret/x.yaml", "save": "/secret"}
+write({"run": {"arguments": arguments, "flops_per_token": {"attended": 1.0, "dense": 2.0}}, "iteration": start + 1,
+       "time": 0.0})
+for step in range(start + 1, steps + 1):
+    time.sleep(seconds)
+    write({"iteration": step, "lm loss": 5 - step / steps, "grad_norm": 1.0, "learning_rate": 0.1, "samples": 4 * step,
+           "time": time.time(), "device": os.environ.get("CUDA_VISIBLE_DEVICES")})
+    if told:
+        os.makedirs(f"{folder}/checkpoints")
+        open(tracker, "w").write(str(step))
+        sys.exit(0)
+if steps < 0:
+    print("error: a refusal"); sys.exit(2)
+write({"iteration": steps, "validation": f"iteration {steps} on validation set", "lm loss": 4.25})
+"""
+
+
+@pytest.fixture(autouse=True)
+def checkpoints_are_trackers(monkeypatch):
+    """The trainer writes no tensors."""
+
+    def iteration(folder):
+        tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return int(tracker.read_text()) if tracker.exists() else 0
+
+    monkeypatch.setattr("examples.quality.workers.checkpoint_iteration", iteration)
+
+
+def make_job(folder, arm="s2", seed=1, steps=30):
+    return Job(TINY, arm, seed, 0.1, steps * TINY.step_tokens, folder / f"{arm}_{seed}")
+
+
+def trainer(seconds=0.0, steps=None):
+    return lambda job: [sys.executable, "-c", TRAINER, str(job.folder), str(steps or job.iterations), str(seconds)]
+
+
+def quiet(text):
+    pass
+
+
+def test_devices_work_at_once_and_every_job_runs_once(tmp_path):
+    jobs, finished = [make_job(tmp_path, seed=seed) for seed in range(3)], []
+    outcomes = run_jobs(jobs, ["4", "7"], trainer(), Budget(), finished.append, quiet)
+    assert outcomes == {job.name: FINISHED for job in jobs} and sorted(job.seed for job in finished) == [0, 1, 2]
+    used = [read_loss_log(job.losses)[0][1]["device"] for job in jobs]
+    assert set(used) == {"4", "7"} and set(used[:2]) == {"4", "7"}
+    before = [job.losses.read_text() for job in jobs]
+    again = []
+    assert run_jobs(jobs, ["4"], trainer(), Budget(), again.append, quiet) == outcomes
+    assert [job.losses.read_text() for job in jobs] == before and again == jobs
+
+
+def test_a_run_that_the_budget_cuts_goes_on(tmp_path):
+    jobs, said = [make_job(tmp_path, seed=1), make_job(tmp_path, seed=2, steps=60)], []
+    budget = Budget(10.0, save_seconds=8.5, start_seconds=0.0)
+    assert run_jobs(jobs[1:], [None], trainer(0.05), budget, quiet, said.append) == {jobs[1].name: CUT}
+    assert time.monotonic() - budget.began < 9
+    cut = max(read_loss_log(jobs[1].losses)[0])
+    assert 0 < cut < 60 and any(f"goes on from step {cut}" in line for line in said)
+    finished = []
+    run_jobs(jobs, [None], trainer(), Budget(), finished.append, quiet)
+    assert [job.seed for job in finished] == [2, 1]  # the cut one first
+    assert sorted(read_loss_log(jobs[1].losses)[0]) == list(range(1, 61))
+
+
+def test_a_spent_budget_starts_nothing(tmp_path):
+    assert run_jobs([make_job(tmp_path)], [None], trainer(), Budget(50.0), quiet, quiet) == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_is_shown_and_starts_no_other_run(tmp_path):
+    jobs, said = [make_job(tmp_path, seed=seed) for seed in (1, 2)], []
+    outcomes = run_jobs(jobs, [None], trainer(steps=-1), Budget(), quiet, said.append)
+    assert outcomes == {jobs[0].name: FAILED}
+    assert "error: a refusal" in "\n".join(said) and "status 2" in said[-1]
+
+
+def test_seconds_are_those_of_training_steps():
+    # An evaluation after the third step, a cut after the fourth.
+    assert training_seconds([100, 101, 102, 109, 500, 501]).tolist() == [1, 2, 3, 4, 5, 6]
+    assert training_seconds([5.0]).tolist() == [0.0]
+
+
+def test_a_thinned_log_keeps_means_and_no_paths(tmp_path, monkeypatch):
+    job = make_job(tmp_path, steps=31)
+    run_jobs([job], [None], trainer(), Budget(), quiet, quiet)
+    monkeypatch.setattr("examples.quality.results.MOST_RECORDS", 8)
+    records = thinned(job, CORPUS, {"device": "CPU"})
+    arguments = records[0][HEADER]["arguments"]
+    assert arguments["data_path"] == ["corpus/abababababab"] and arguments["s2_config"] == "s2.yaml"
+    assert "secret" not in json.dumps(records)
+    steps = [record["iteration"] for record in records[1:-1]]
+    assert steps == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert records[2]["lm loss"] == pytest.approx(5 - (4 + 5 + 6 + 7) / 4 / 31, abs=1e-5)
+    assert records[1]["lm loss"] == pytest.approx(5 - (1 + 2 + 3) / 3 / 31, abs=1e-5)
+    assert records[-1]["lm loss"] == 4.25
+
+
+def test_a_rate_is_chosen_when_all_were_tried(tmp_path):
+    rates = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
+    rates.add("s2", 1e-3, 5.0)
+    assert rates.choice("s2", (1e-3, 2e-3)) is None
+    rates.add("s2", 2e-3, 4.5)
+    again = LearningRates(tmp_path / "rates.json", 2000, 7, "ab" * 32)
+    assert again.choice("s2", (1e-3, 2e-3)) == 2e-3 and again.choice("dense", (1e-3,)) is None
+    with pytest.raises(ValueError, match=r"rates.json holds short runs with .*1000.*, expected .*2000"):
+        again.add("dense", 1e-3, 4.0)
+
+
+# The arms
+
+
+@pytest.mark.parametrize("study", [TINY, FULL], ids=lambda study: study.name)
+def test_the_controls_attend_as_many_pairs(study):
+    counts = {arm: pairs(study, sparsity(study, arm)) for arm in ARMS}
+    assert counts["dense"] > counts["hybrid"] > counts["s2"]
+    block = pairs(study, sparsity(study, "window") | {"specs": {"S": {"local_tokens": equal_window(study)
+                  + study.block_size}}}) - counts["window"]  # fmt: skip
+    assert abs(counts["window"] - counts["s2"]) <= block / 2
+    one = SparsityConfig.from_data(sparsity(study, "one-offset")).resolve(**study.model.shape)
+    assert {head.offset for layer in one.layers for head in layer.pattern.heads} == {0}
+    hybrid = SparsityConfig.from_data(sparsity(study, "hybrid")).resolve(**study.model.shape)
+    kinds = [layer.kind for layer in hybrid.layers]
+    assert kinds == ["dense"] * 2 + ["s2"] * (study.model.num_layers - 2)
+
+
+def test_arms_of_a_seed_differ_in_their_sparsity_alone(tmp_path):
+    """Hence the same weights and the same data in the same order."""
+    corpus = replace(CORPUS, folder=tmp_path / "corpus")
+    commands = []
+    for arm in ARMS:
+        job = make_job(tmp_path, arm)
+        job.folder.mkdir()
+        commands.append([flag.replace(str(job.folder), "") for flag in command(job, corpus, on_gpu=False)])
+    assert all([flag for flag in each if "--s2-config" not in flag] ==
+               [flag for flag in commands[0] if "--s2-config" not in flag] for each in commands)  # fmt: skip
+    assert len({flag for each in commands for flag in each if "--s2-config" in flag}) == len(ARMS)
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(ValueError, match="19 steps of 65536 tokens; expected 20 steps or more; use 1310720"):
+        FULL.iterations(19.5 * 65536)
