@@ -23,7 +23,8 @@ FINAL_RATE_SHARE = 0.1
 class Job:
     """One run. folder: of this run alone; its files: sparsity.yaml, train.log, losses.jsonl, checkpoints/.
 
-    tokens: training tokens. seed: of weights and data order, the same for all arms.
+    tokens: training tokens. seed: of weights and data order, the same for all arms. short: evaluated at the end alone,
+    without checkpoints.
     """
 
     study: Study
@@ -32,6 +33,7 @@ class Job:
     rate: float
     tokens: int
     folder: Path
+    short: bool = False
 
     @property
     def name(self) -> str:
@@ -118,7 +120,7 @@ def _training_flags(job: Job) -> list[str]:
         "--clip-grad=1.0",
         f"--seed={job.seed}",
         # Never at the last step, after which Megatron evaluates in any case.
-        f"--eval-interval={steps // study.evaluations + 1}",
+        f"--eval-interval={steps // (1 if job.short else study.evaluations) + 1}",
         f"--eval-iters={study.eval_batches}",
     ]
 
@@ -136,12 +138,15 @@ def _data_flags(job: Job, corpus: Corpus) -> list[str]:
 
 
 def _log_flags(job: Job) -> list[str]:
-    checkpoints = job.folder / "checkpoints"
-    return [
-        f"--save={checkpoints}",
-        f"--load={checkpoints}",
+    folder = job.folder / "checkpoints"
+    checkpoints = [
+        f"--save={folder}",
+        f"--load={folder}",
         f"--save-interval={job.iterations}",
         "--ckpt-format=torch_dist",
+    ]
+    return [
+        *([] if job.short else checkpoints),
         "--exit-signal-handler",  # SIGTERM: save a checkpoint, then end
         "--log-interval=20",
         "--log-throughput",

@@ -86,7 +86,7 @@ class Place:
 
     def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
         folder = self.runs / self.study.name / f"rates-{tokens / 1e6:g}M-{self.corpus.sha256[:8]}" / f"{arm}_{rate:g}"
-        return Job(self.study, arm, RATE_SEED, rate, tokens, folder)
+        return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True)
 
     def job(self, arm: str, seed: int, rate: float) -> Job:
         folder = self.runs / self.study.name / self.scale / f"{arm}_seed{seed}_{rate:g}"
@@ -179,7 +179,11 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
 
 
-def run(parsed: argparse.Namespace, tell=print) -> int:
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def run(parsed: argparse.Namespace, tell=say) -> int:
     """The command; returns its status. Raises ValueError for settings that do not fit."""
     study, budget = STUDIES[parsed.study], Budget(parsed.budget)
     tokens = int(parsed.tokens or study.tokens)

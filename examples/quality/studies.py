@@ -127,9 +127,8 @@ def sparsity(study: Study, arm: str) -> dict:
         return _one_spec(study, "S", **strided)
     if arm == "one-offset":
         return _one_spec(study, "S", **strided, head_step=0, layer_step=0)
-    if arm == "window":
-        return _one_spec(study, "S", local_tokens=equal_window(study))
-    raise ValueError(f"arm {arm}; expected one of {', '.join(ARMS)}")
+    assert arm == "window", arm
+    return _one_spec(study, "S", local_tokens=equal_window(study))
 
 
 def pairs(study: Study, content: dict) -> int:
