@@ -117,6 +117,10 @@ CASES = {
         dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--num-experts": "4"}),
         "with --cuda-graph-modules attn moe_router",
     ),
+    "cuda_graph_pipeline": (
+        dict(flags={**WHOLE_ITERATIONS, "--pipeline-model-parallel-size": "2"}, world_size=2),
+        "add --num-layers-per-virtual-pipeline-stage 1",
+    ),
     "cuda_graph_spiky_loss": (
         dict(flags={**WHOLE_ITERATIONS, "--check-for-spiky-loss": None}),
         "remove --check-for-spiky-loss",
@@ -228,6 +232,14 @@ ACCEPTED = {
     ),
     "cuda_graphs_pipeline": dict(
         flags={**ENGINE, "--cuda-graph-impl": "local", "--pipeline-model-parallel-size": "2"}, world_size=2
+    ),
+    "cuda_graphs_of_whole_iterations_pipeline": dict(
+        flags={
+            **WHOLE_ITERATIONS,
+            "--pipeline-model-parallel-size": "2",
+            "--num-layers-per-virtual-pipeline-stage": "1",
+        },
+        world_size=2,
     ),
     "cuda_graphs_mtp": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
     "cuda_graphs_recompute": dict(

@@ -55,8 +55,10 @@ NEAR = dict(losses=5e-3, norms=5e-2)
 
 CP2, CP2_A2A = "--context-parallel-size 2", "--context-parallel-size 2 --s2-cp-comm-type a2a"
 PP2 = "--pipeline-model-parallel-size 2"
+PP2_VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 EXPERTS = f"{MOE} --moe-grouped-gemm"
+PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 PARTS = "--cuda-graph-modules attn moe_router"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
 WHOLE = "--cuda-graph-impl full_iteration"
@@ -135,6 +137,12 @@ def test_graphs_of_whole_iterations(compare, spec, common):
     assert_graphs_change_nothing(compare(common, WHOLE, spec), "full_iteration")
 
 
+@pytest.mark.parametrize("common", [MTP, PADDED], ids=["mtp", "padded_experts"])
+def test_graphs_of_whole_iterations_with_more(compare, common):
+    found = compare(f"{UNCHECKED} {common}", WHOLE)
+    assert_graphs_change_nothing(found, "full_iteration", **(NEAR if common == PADDED else {}))
+
+
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
     "common, modules",
@@ -159,8 +167,10 @@ def test_graphs_with_offloaded_activations(compare, implementation, monkeypatch)
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine", "full_iteration"])
 @pytest.mark.parametrize("layout", [CP2, CP2_A2A, PP2], ids=["cp2", "cp2_a2a", "pp2"])
 def test_graphs_on_two_gpus(compare, implementation, layout):
+    if layout == PP2 and implementation == "full_iteration":
+        layout = PP2_VPP2  # without virtual stages it is refused
     found = compare(f"{layout} {UNCHECKED}", f"--cuda-graph-impl {implementation}", processes=2)
-    assert_graphs_change_nothing(found, implementation, layers=LAYERS // 2 if layout == PP2 else LAYERS)
+    assert_graphs_change_nothing(found, implementation, layers=LAYERS // 2 if PP2 in layout else LAYERS)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -207,6 +217,33 @@ def test_overlapped_experts(compare, more):
     )
     assert_same_training(*found, **NEAR, s2_calls=calls(microbatches=MICROBATCHES // 2))
     assert found[0].least("schedule_plans") == ITERATIONS * MICROBATCHES // 2
+
+
+@pytest.mark.parametrize(
+    "more", [f"--cuda-graph-impl transformer_engine {PARTS}", MEGATRON_FSDP], ids=["graphs", "fsdp"]
+)
+def test_overlapped_experts_with_more(compare, more):
+    found = compare(
+        f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer",
+        f"--overlap-moe-expert-parallel-comm {more}",
+        processes=2,
+        environment=MANY_CONNECTIONS,
+    )
+    eager = EAGER["transformer_engine"] if "graph" in more else ITERATIONS
+    assert_same_training(*found, **NEAR, s2_calls=calls(eager, microbatches=MICROBATCHES // 2))
+    assert found[0].least("schedule_plans") == ITERATIONS * MICROBATCHES // 2
+
+
+def test_graphs_of_whole_iterations_with_megatron_fsdp(compare):
+    found = compare(
+        f"{UNCHECKED} --use-distributed-optimizer",
+        f"{WHOLE} {MEGATRON_FSDP}",
+        processes=2,
+        environment=MANY_CONNECTIONS,
+    )
+    eager = EAGER["full_iteration"]
+    assert_same_training(*found, **NEAR, s2_calls=calls(eager, microbatches=MICROBATCHES // 2))
+    assert found[0].least("graph_replays") >= ITERATIONS - eager
 
 
 def test_dispatch_overlapped_with_weight_gradients(compare):

@@ -93,6 +93,14 @@ REFUSALS = (
         "use --cuda-graph-impl none",
     ),
     Refusal(
+        "cuda_graph_pipeline",
+        lambda args: _whole_iterations(args) and args.pipeline_model_parallel_size > 1 and not args.overlap_p2p_comm,
+        "--cuda-graph-impl full_iteration with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: "
+        "Megatron waits for the device after every transfer between stages "
+        "(core/pipeline_parallel/p2p_communication.py:419), which a graph cannot hold",
+        "add --num-layers-per-virtual-pipeline-stage 1, whose transfers overlap; or use --cuda-graph-impl local",
+    ),
+    Refusal(
         "cuda_graph_spiky_loss",
         lambda args: _whole_iterations(args) and args.check_for_spiky_loss,
         "--cuda-graph-impl full_iteration with --check-for-spiky-loss: the check reads the loss on the host, inside of "
