@@ -1,0 +1,202 @@
+"""The memory of the fullest GPU, tensor by tensor. Nothing is fitted.
+
+What stays: weights, gradients (fp32 beside 16-bit weights), the optimizer (fp32 weights and Adam's two moments: 12
+bytes a parameter, over the data- and context-parallel ranks with the distributed optimizer), the cosines of RoPE, the
+workspaces of the matmul libraries (96 MiB with Transformer Engine), index data of S2's kernels.
+
+What a step adds (bytes a token of the rank, size 2 in bf16; h hidden, w Q, K and V, a attention output, f feed-forward):
+
+- a layer without recomputation keeps the norms' inputs and outputs (4 h), Q, K and V, RoPE's copies of Q and K beside
+  them (V is a view of the projection's output, and pins it; Transformer Engine copies V instead), the attention's
+  output and LSE, the MLP's projection (2 f when gated) and its activation (f).
+- with full recomputation only the layer's input (h), and with --s2-keep-attention-output output and LSE; selective
+  recomputation of the core attention leaves out the LSE, of the MLP what lies behind its norm.
+
+The largest moment is either the loss (all that the layers keep, final norm, logits in fp32 and in 16 bits) or the
+backward of a layer (all that they keep, the layer recomputed, its gradients, what context parallelism received). With a
+pipeline a stage keeps the activations of the microbatches that are under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from s2_megatron.context_parallel.plan import make_plan
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import Pattern
+from s2_megatron.tools.forecast.run import TrainingRun
+
+WORKSPACES = 96 * 2**20
+GIB = 2**30
+LIST_BYTES = 8  # of index data, a (query block, key block) pair of a head
+
+
+@dataclass(frozen=True)
+class Memory:
+    """parts: {part: bytes at the largest moment}. stage: the pipeline stage. at: "loss" or "backward of a layer"."""
+
+    parts: dict[str, int]
+    stage: int
+    at: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def rank_parameters(run: TrainingRun, stage: int) -> int:
+    """Parameters on one GPU of a pipeline stage."""
+    layers = len(run.stage_layers(stage))
+    count = layers * (run.layer_weights + 2 * run.hidden)
+    if stage == 0:
+        count += run.vocabulary_weights + run.learned_positions * run.hidden
+    if stage == run.pp - 1:
+        count += run.hidden
+        if not run.tied or run.pp > 1:
+            count += run.vocabulary_weights
+    return count
+
+
+def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
+    """Bytes a token that a layer keeps from its forward to its backward."""
+    size, ours = run.itemsize, run.by_s2(layer)
+    shared = run.hidden // (run.tp if run.sequence_parallel else 1)
+    lse = 4 * run.sparsity.num_heads // run.tp
+    output = size * run.attention_width
+    if recompute == "full":
+        return size * shared + (output + lse if ours and run.keep_attention_output else 0)
+    modules = run.recompute_modules if recompute == "selective" else ()
+    kv_width = (run.qkv_width - run.attention_width) // 2
+    attention = size * run.qkv_width
+    if run.rope and ours:
+        attention += size * (run.attention_width + kv_width)
+    keeps_lse = "core_attn" not in modules or (ours and run.keep_attention_output)
+    attention += output + (lse if keeps_lse else 0)
+    mlp = size * run.ffn // run.tp * (3 if run.gated else 2) + size * shared
+    if "mlp" in modules:
+        mlp = 0
+    dropout = 2 * shared if run.dropout else 0
+    return 3 * size * shared + attention + mlp + dropout
+
+
+def _gradients(run: TrainingRun) -> int:
+    """Bytes a token of the gradients inside of a layer's backward: of the layer's output, and of the wider of MLP and
+    attention."""
+    mlp = run.ffn // run.tp * (3 if run.gated else 2)
+    return run.itemsize * (2 * run.hidden + max(mlp, run.qkv_width + run.attention_width))
+
+
+@lru_cache(maxsize=512)
+def _plan_slots(pattern: Pattern, tp: int, cp: int, n_blocks: int) -> int:
+    """Blocks of keys that the busiest rank receives."""
+    parts = {pattern.tensor_parallel_slice(rank, tp) for rank in range(tp)}
+    return max(max(make_plan(part, 0, cp, n_blocks).needed_slots) for part in parts)
+
+
+def received(run: TrainingRun, layer: int) -> int:
+    """Bytes of keys and values that a rank receives in a layer."""
+    if run.cp == 1:
+        return 0
+    sparsity, comm_type = run.sparsity, run.comm_type(layer)
+    slot = 2 * sparsity.block_size * run.head_dim * run.itemsize * run.micro_batch
+    groups = max(1, sparsity.num_kv_heads // run.tp)
+    if comm_type == "sparse":
+        return slot * _plan_slots(run.pattern(layer), run.tp, run.cp, sparsity.n_blocks)
+    if comm_type.endswith("all_gather"):
+        return slot * groups * (sparsity.n_blocks - sparsity.n_blocks // run.cp)
+    if comm_type.endswith("a2a"):
+        return run.itemsize * run.rank_tokens * (run.qkv_width + run.attention_width)
+    return 2 * slot * groups * sparsity.n_blocks // run.cp  # the ring holds one part and receives the next
+
+
+@lru_cache(maxsize=512)
+def _nonzeros(pattern: Pattern, n_blocks: int) -> int:
+    """(query block, key block) pairs that are stored: of a mask each table's once, of ranges each head's."""
+    if isinstance(pattern, BlockMaskPattern):
+        return sum(int(indptr[min(n_blocks, len(indptr) - 1)]) for indptr, _ in pattern.tables)
+    below, diagonal = pattern.row_counts(n_blocks)
+    return int(np.sum(below + diagonal))
+
+
+def index_bytes(run: TrainingRun, stage: int) -> int:
+    """Index data of S2's kernels: a few KB for ranges; lists for block masks and for context-parallel ranks, whose keys
+    are placed elsewhere (not for a2a). Patterns that layers share are stored once."""
+    patterns = {
+        (run.pattern(layer), run.comm_type(layer)) for layer in run.stage_layers(stage) if run.by_s2(layer)
+    }
+    total = 0
+    for pattern, comm_type in patterns:
+        placed = run.cp > 1 and comm_type != "a2a"
+        if placed or isinstance(pattern, BlockMaskPattern):
+            pairs = _nonzeros(pattern, run.sparsity.n_blocks) // run.tp
+            total += LIST_BYTES * pairs // (run.cp if placed else 1)
+        else:
+            total += 32 * pattern.num_heads
+    return total
+
+
+def _in_flight(run: TrainingRun, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once: 1F1B, or with chunks the interleaved schedule."""
+    if run.pp == 1:
+        return 1.0
+    if run.virtual == 1:
+        return min(run.microbatches, run.pp - stage)
+    chunks = 2 * (run.pp - stage - 1) + (run.virtual - 1) * run.pp + 1
+    return min(run.microbatches * run.virtual, chunks) / run.virtual
+
+
+def _stage_memory(run: TrainingRun, stage: int) -> Memory:
+    parameters, tokens, size = rank_parameters(run, stage), run.rank_tokens, run.itemsize
+    mixed = size == 2
+    shards = run.dp * run.cp if run.distributed_optimizer else 1
+    layers, again = run.stage_layers(stage), run.recomputed(stage)
+    kept = sum(_kept_layer(run, layer, "full") for layer in layers if layer in again and _is_checkpoint(run, layer))
+    others = "selective" if run.recompute == "selective" else "none"
+    kept += sum(_kept_layer(run, layer, others) for layer in layers if layer not in again)
+    # A layer behind the first of its checkpoint stores what S2 keeps, no input.
+    kept += sum(
+        _kept_layer(run, layer, "full") - size * run.hidden // (run.tp if run.sequence_parallel else 1)
+        for layer in layers
+        if layer in again and not _is_checkpoint(run, layer)
+    )
+    exchange = max((received(run, layer) for layer in layers), default=0)
+    stored_exchange = sum(received(run, layer) for layer in layers if run.by_s2(layer)) if run.keep_received else 0
+    parts = {
+        "weights": parameters * size,
+        "gradients": parameters * 4,
+        "optimizer": parameters * (12 if mixed else 8) // shards,
+        "RoPE and workspaces": WORKSPACES + (4 * run.head_dim * tokens // run.micro_batch if run.rope else 0),
+        "index data": index_bytes(run, stage),
+        "activations": int(kept * tokens * _in_flight(run, stage)),
+        "received keys and values": int(stored_exchange * _in_flight(run, stage)),
+    }
+    loss = 0
+    if stage == run.pp - 1:
+        loss = tokens * (2 * size * run.hidden + (4 + size) * run.vocabulary // run.tp)
+    group = run.recompute_layers if run.recompute_method == "uniform" else 1
+    redone = max((_kept_layer(run, layer, "none") for layer in again), default=0) * group
+    backward = tokens * (redone + _gradients(run)) + 3 * exchange
+    if loss >= backward:
+        return Memory({**parts, "logits and loss": loss}, stage, "loss")
+    return Memory(
+        {
+            **parts,
+            "recomputed layer and its gradients": tokens * (redone + _gradients(run)),
+            "exchange buffers": 3 * exchange,
+        },
+        stage,
+        "backward of a layer",
+    )
+
+
+def _is_checkpoint(run: TrainingRun, layer: int) -> bool:
+    """Whether a recomputed layer is the first of its checkpoint."""
+    return run.recompute_method == "block" or layer % run.recompute_layers == 0
+
+
+def memory(run: TrainingRun) -> Memory:
+    """The forecast for the fullest GPU. Raises ValueError for heads and lengths that the ranks cannot share."""
+    return max((_stage_memory(run, stage) for stage in range(run.pp)), key=lambda found: found.total)

@@ -1,0 +1,256 @@
+"""One training run as the forecast sees it: shape, parallel sizes, batch, memory settings."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.tools.forecast.flags import vocabulary
+
+STOCK_LOCAL_LENGTH = 8192  # up to here `auto` leaves dense layers to Megatron's local attention
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Sizes are those of the whole model; a GPU's share follows from the parallel sizes.
+
+    vocabulary: padded. gated: SwiGLU. itemsize: bytes of weights and activations. microbatches: of one step and
+    data-parallel rank. virtual: pipeline chunks of a stage. recompute: none, full or selective; recompute_layers: of a
+    pipeline stage (full, method block), else the layers of one checkpoint. s2_dense: whether S2's op computes the dense
+    layers. transformer_engine: else Megatron's local layers. notes: what the forecast leaves out.
+    """
+
+    sparsity: ResolvedSparsity
+    hidden: int
+    ffn: int
+    head_dim: int
+    vocabulary: int
+    gated: bool
+    tied: bool
+    rope: bool
+    learned_positions: int
+    dropout: bool
+    itemsize: int
+    micro_batch: int
+    microbatches: int
+    dp: int
+    tp: int
+    cp: int
+    pp: int
+    virtual: int
+    sequence_parallel: bool
+    recompute: str
+    recompute_method: str
+    recompute_layers: int
+    recompute_modules: tuple[str, ...]
+    keep_attention_output: bool
+    keep_received: bool
+    cp_comm_types: tuple[str, ...]
+    dense_comm_types: tuple[str, ...]
+    s2_dense: bool
+    distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    fused_gradients: bool
+    fused_rope: bool
+    transformer_engine: bool
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of one microbatch on one context-parallel rank."""
+        return self.micro_batch * self.sparsity.seq_length // self.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step, of all GPUs."""
+        return self.micro_batch * self.sparsity.seq_length * self.microbatches * self.dp
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of Q, K and V of one tensor-parallel rank, in numbers a token; with fewer KV heads than ranks several
+        ranks hold one."""
+        heads, groups = self.sparsity.num_heads, self.sparsity.num_kv_heads
+        return (heads // self.tp + 2 * max(1, groups // self.tp)) * self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Rows of the attention's output of one tensor-parallel rank."""
+        return self.sparsity.num_heads * self.head_dim // self.tp
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of one layer's matrices on one tensor-parallel rank."""
+        mlp = (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+        return self.hidden * (self.qkv_width + self.attention_width) + mlp
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Parameters of the embedding, or of the output layer, on one tensor-parallel rank."""
+        return self.hidden * self.vocabulary // self.tp
+
+    def comm_type(self, layer: int) -> str:
+        """How the context-parallel ranks exchange keys and values in a layer; of Megatron's own attention with "te:" in
+        front."""
+        if self.by_s2(layer):
+            return self.cp_comm_types[min(layer, len(self.cp_comm_types) - 1)]
+        return f"te:{self.dense_comm_types[min(layer, len(self.dense_comm_types) - 1)].replace('allgather', 'all_gather')}"
+
+    def by_s2(self, layer: int) -> bool:
+        """Whether S2's op computes a layer's attention."""
+        return self.sparsity.layers[layer].pattern is not None or self.s2_dense
+
+    def pattern(self, layer: int) -> Pattern:
+        """Of all heads; a dense layer's is dense."""
+        found = self.sparsity.layers[layer].pattern
+        return self._dense_pattern if found is None else found
+
+    @cached_property
+    def _dense_pattern(self) -> RangePattern:
+        sparsity = self.sparsity
+        return RangePattern.dense(sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
+
+    def stage_layers(self, stage: int) -> list[int]:
+        """The layers of a pipeline stage."""
+        chunk = len(self.sparsity.layers) // (self.pp * self.virtual)
+        starts = [(part * self.pp + stage) * chunk for part in range(self.virtual)]
+        return [layer for start in starts for layer in range(start, start + chunk)]
+
+    def recomputed(self, stage: int) -> set[int]:
+        """The layers of a stage that full recomputation computes twice."""
+        if self.recompute != "full":
+            return set()
+        layers = self.stage_layers(stage)
+        if self.recompute_method == "uniform":
+            return set(layers)
+        chunk = len(layers) // self.virtual
+        return {layer for at, layer in enumerate(layers) if at % chunk < self.recompute_layers}
+
+    def dense(self) -> TrainingRun:
+        """The same run with Megatron's dense attention in every layer, without S2's flags."""
+        sparsity = replace(
+            self.sparsity,
+            layers=(LayerSparsity("D", None),) * len(self.sparsity.layers),
+            mtp_layers=(LayerSparsity("D", None),) * len(self.sparsity.mtp_layers),
+        )
+        return replace(self, sparsity=sparsity, keep_attention_output=False, keep_received=False, s2_dense=False)
+
+
+def dense_sparsity(args: Namespace) -> ResolvedSparsity:
+    """Of a launch line without --s2-config: all layers dense."""
+    config = SparsityConfig.from_data({"block_size": 64, "layers": "D"})
+    return config.resolve(**model_sizes(args))
+
+
+def model_sizes(args: Namespace) -> dict[str, int]:
+    """What SparsityConfig.resolve takes. Raises ValueError for the sizes that are missing."""
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("num_layers", "num_attention_heads", "seq_length")
+        if getattr(args, name) is None
+    ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: not given; expected the sizes of the model; give them as flags, or a training's "
+            "launch line behind --"
+        )
+    return dict(
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        seq_length=args.seq_length,
+        mtp_num_layers=args.mtp_num_layers or 0,
+    )
+
+
+def missing_sizes(args: Namespace) -> list[str]:
+    """The flags without which there are no FLOPs, no memory and no time."""
+    found = {"--hidden-size": args.hidden_size, "--vocab-size": vocabulary(args)}
+    return [flag for flag, value in found.items() if value is None]
+
+
+def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | None = None) -> TrainingRun:
+    """The run of the flags (flags.read_flags) with this sparsity. world_size: GPUs; None: one model.
+
+    Raises ValueError for sizes that do not divide each other as Megatron demands.
+    """
+    tp, cp, pp = args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size
+    model = tp * cp * pp
+    world_size = model if world_size is None else world_size
+    if world_size % model:
+        raise ValueError(
+            f"{world_size} processes with tensor x context x pipeline = {tp} x {cp} x {pp}: expected a multiple of "
+            f"{model}; use {-(-world_size // model) * model} processes"
+        )
+    dp, layers, micro = world_size // model, len(sparsity.layers), args.micro_batch_size or 1
+    batch = args.global_batch_size or micro * dp
+    if batch % (micro * dp):
+        raise ValueError(
+            f"--global-batch-size {batch} with --micro-batch-size {micro} and {dp} data-parallel ranks: expected a "
+            f"multiple of {micro * dp}; use {-(-batch // (micro * dp)) * micro * dp}"
+        )
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage:
+        virtual = max(1, layers // pp // args.num_layers_per_virtual_pipeline_stage)
+    if layers % (pp * virtual):
+        raise ValueError(
+            f"--num-layers {layers} with {pp} pipeline stages of {virtual} chunks: expected a multiple of "
+            f"{pp * virtual}; use --num-layers {-(-layers // (pp * virtual)) * pp * virtual}"
+        )
+    for name, size in (("--hidden-size", args.hidden_size), ("--num-attention-heads", sparsity.num_heads)):
+        if size % tp:
+            raise ValueError(
+                f"{name} {size} with --tensor-model-parallel-size {tp}: expected a multiple of it; use "
+                f"{-(-size // tp) * tp}"
+            )
+    hidden = args.hidden_size
+    head_dim = args.kv_channels or max(1, hidden // sparsity.num_heads)
+    ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)
+    engine = args.transformer_impl == "transformer_engine"
+    local_dense = not engine and (cp > 1 or sparsity.seq_length > STOCK_LOCAL_LENGTH)
+    granularity = "selective" if args.recompute_activations else args.recompute_granularity
+    return TrainingRun(
+        sparsity=sparsity,
+        hidden=hidden,
+        ffn=ffn,
+        head_dim=head_dim,
+        vocabulary=vocabulary(args),
+        gated=args.swiglu,
+        tied=not args.untie_embeddings_and_output_weights,
+        rope=args.position_embedding_type in ("rope", "yarn", "mrope"),
+        learned_positions=(
+            args.max_position_embeddings or sparsity.seq_length
+            if args.position_embedding_type == "learned_absolute"
+            else 0
+        ),
+        dropout=args.hidden_dropout > 0,
+        itemsize=2 if args.bf16 or args.fp16 else 4,
+        micro_batch=micro,
+        microbatches=batch // (micro * dp),
+        dp=dp,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        virtual=virtual,
+        sequence_parallel=args.sequence_parallel and tp > 1,
+        recompute=granularity or "none",
+        recompute_method=args.recompute_method or "uniform",
+        recompute_layers=args.recompute_num_layers or 1,
+        recompute_modules=tuple(args.recompute_modules or ("core_attn",)),
+        keep_attention_output=args.s2_keep_attention_output,
+        keep_received=args.s2_cp_keep_received,
+        cp_comm_types=tuple(args.s2_cp_comm_type),
+        dense_comm_types=tuple(args.cp_comm_type),
+        s2_dense=args.s2_dense_core == "s2" or (args.s2_dense_core == "auto" and local_dense),
+        distributed_optimizer=args.use_distributed_optimizer,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        fused_gradients=not args.no_gradient_accumulation_fusion,
+        fused_rope=not args.no_rope_fusion,
+        transformer_engine=engine,
+    )
