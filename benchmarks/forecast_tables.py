@@ -43,6 +43,8 @@ SOURCES = {
         "h200_cp2_end_to_end.json",
         "h200_cp4_end_to_end.json",
     ),
+    # Another model, and S2's blocks by copy engines (removed): compared, not fitted to.
+    "others": ("h200_7b_512k.json", "h200_7b_1m.json"),
 }
 KERNELS = {"S2": "S2", "cuDNN dense": "dense"}  # Transformer Engine's dense attention is cuDNN's on these GPUs
 # In h200_cp4_te.json S2's blocks travelled by copy engines, which is removed.
@@ -148,10 +150,10 @@ def run_of(command: str, gpus: int) -> TrainingRun:
     return training_run(args, sparsity, gpus)
 
 
-def measured_steps() -> list[tuple[dict, TrainingRun]]:
-    """[(name, milliseconds, peak GiB, file; its run)]"""
+def measured_steps(kind: str = "steps") -> list[tuple[dict, TrainingRun]]:
+    """[(name, milliseconds, peak GiB, file; its run)]. kind: of SOURCES."""
     steps = []
-    for file in SOURCES["steps"]:
+    for file in SOURCES[kind]:
         content = read(file)
         for row in content["rows"]:
             assert row["error"] is None, (file, row["row"])
@@ -183,9 +185,9 @@ def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
 
 
 def checked(steps: list[tuple[dict, TrainingRun]], content: dict) -> list[dict]:
-    """Each measured step beside the forecast of a fit without the steps of its name."""
+    """Each measured step beside the forecast of a fit without the steps of its name, and those that are never in it."""
     found = []
-    for named, run in steps:
+    for named, run in [*steps, *measured_steps("others")]:
         others = [other for other in steps if other[0]["row"] != named["row"]]
         tables = Tables({**content, "fit": fit(others, content)})
         found.append(

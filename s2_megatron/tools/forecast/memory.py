@@ -31,6 +31,7 @@ from s2_megatron.tools.forecast.run import TrainingRun
 
 WORKSPACES = 96 * 2**20
 GIB = 2**30
+EXCHANGE_BUFFERS = 3  # keys and values received, their gradients in fp32
 LIST_BYTES = 8  # of index data, a (query block, key block) pair of a head
 
 
@@ -83,10 +84,13 @@ def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
 
 
 def _gradients(run: TrainingRun) -> int:
-    """Bytes a token of the gradients inside of a layer's backward: of the layer's output, and of the wider of MLP and
-    attention."""
-    mlp = run.ffn // run.tp * (3 if run.gated else 2)
-    return run.itemsize * (2 * run.hidden + max(mlp, run.qkv_width + run.attention_width))
+    """Bytes a token that a layer's backward holds at its largest beside what the layer kept: the gradient of the output,
+    and in SwiGLU's backward its gradients in and out, for which the activation has been freed; or in the attention's,
+    the MLP freed, the gradients of its output, of Q, K and V, and of these three joined."""
+    width, gates = run.ffn // run.tp, 2 if run.gated else 1
+    freed = (gates + 1) * width + run.hidden
+    attention = run.attention_width + 2 * run.qkv_width - freed
+    return run.itemsize * (run.hidden + max(gates * width, attention))
 
 
 @lru_cache(maxsize=512)
@@ -153,12 +157,13 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     mixed = size == 2
     shards = run.dp * run.cp if run.distributed_optimizer else 1
     layers, again = run.stage_layers(stage), run.recomputed(stage)
+    shared = run.hidden // (run.tp if run.sequence_parallel else 1)
     kept = sum(_kept_layer(run, layer, "full") for layer in layers if layer in again and _is_checkpoint(run, layer))
     others = "selective" if run.recompute == "selective" else "none"
     kept += sum(_kept_layer(run, layer, others) for layer in layers if layer not in again)
     # A layer behind the first of its checkpoint stores what S2 keeps, no input.
     kept += sum(
-        _kept_layer(run, layer, "full") - size * run.hidden // (run.tp if run.sequence_parallel else 1)
+        _kept_layer(run, layer, "full") - size * shared
         for layer in layers
         if layer in again and not _is_checkpoint(run, layer)
     )
@@ -177,19 +182,13 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     if stage == run.pp - 1:
         loss = tokens * (2 * size * run.hidden + (4 + size) * run.vocabulary // run.tp)
     group = run.recompute_layers if run.recompute_method == "uniform" else 1
-    redone = max((_kept_layer(run, layer, "none") for layer in again), default=0) * group
-    backward = tokens * (redone + _gradients(run)) + 3 * exchange
-    if loss >= backward:
+    # The input of a recomputed layer is among the activations already.
+    redone = max((_kept_layer(run, layer, "none") - size * shared for layer in again), default=0) * group
+    gradients = tokens * (redone + _gradients(run))
+    if loss >= gradients + EXCHANGE_BUFFERS * exchange:
         return Memory({**parts, "logits and loss": loss}, stage, "loss")
-    return Memory(
-        {
-            **parts,
-            "recomputed layer and its gradients": tokens * (redone + _gradients(run)),
-            "exchange buffers": 3 * exchange,
-        },
-        stage,
-        "backward of a layer",
-    )
+    largest = {"recomputed layer and its gradients": gradients, "exchange buffers": EXCHANGE_BUFFERS * exchange}
+    return Memory({**parts, **largest}, stage, "backward of a layer")
 
 
 def _is_checkpoint(run: TrainingRun, layer: int) -> bool:

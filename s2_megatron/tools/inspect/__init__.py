@@ -1,0 +1,1 @@
+"""`s2-megatron inspect`: what a sparsity YAML means for a model, and what its training will take and hold."""
