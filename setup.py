@@ -37,9 +37,12 @@ setup(
         "s2_megatron.huggingface",
         "s2_megatron.tools",
         "s2_megatron.tools.compare",
+        "s2_megatron.tools.forecast",
         "s2_megatron.tools.hf",
+        "s2_megatron.tools.inspect",
         "s2_megatron.testing",
     ],
+    package_data={"s2_megatron.tools.forecast": ["*.json"]},
     py_modules=["pretrain_gpt_s2"],
     entry_points={"console_scripts": ["s2-megatron = s2_megatron.tools.commands:main"]},
     install_requires=[

@@ -1,5 +1,5 @@
-"""Writes the tables from which `s2-megatron inspect` forecasts step times: attention, exchange and two fitted rates, from
-benchmarks/results. Needs no GPU.
+"""Writes the tables from which `s2-megatron inspect` forecasts step times: attention, exchange and two fitted rates,
+from benchmarks/results. Needs no GPU.
 
     python benchmarks/forecast_tables.py                 # writes s2_megatron/tools/forecast/h200.json
     python benchmarks/forecast_tables.py --check         # only the table below: every measured step left out of the fit
@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from s2_megatron.config.load import load_config
 from s2_megatron.tools.forecast.flags import read_flags
 from s2_megatron.tools.forecast.memory import GIB, memory
@@ -32,6 +29,7 @@ from s2_megatron.tools.forecast.step_time import step_time
 from s2_megatron.tools.forecast.tables import FOLDER, FORMAT, Tables
 from s2_megatron.tools.launch_line import parse_launch_line
 
+ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OUT = FOLDER / "h200.json"
 SOURCES = {
@@ -128,14 +126,17 @@ def exchange_rows(attention: Tables) -> list[dict]:
 
 
 def interconnect() -> float:
-    """GB a second that a rank sends, of the exchanges that were timed alone."""
-    rates = [
-        row["sent_forward"] / row["transfer_ms"] / 1e6
+    """GB a second that a rank sends in a large collective: of the all-gather over most ranks of the longest sequence,
+    what the layer takes longer than with communication disabled."""
+    rows = [
+        row
         for file in SOURCES["exchange"]
         for row in read(file)["rows"]
-        if row.get("transfer_ms") and (file, row["exchange"]) not in REMOVED
+        if row["exchange"] == "all_gather" and not row.get("predicted")
     ]
-    return rounded(median(rates))
+    row = max(rows, key=lambda row: (row["ranks"], row["tokens"]))
+    disabled = row["no_comm_forward_ms"] if "no_comm_forward_ms" in row else row["silent_forward_ms"]
+    return rounded(row["sent_forward"] / (row["forward_ms"] - disabled) / 1e6)
 
 
 def run_of(command: str, gpus: int) -> TrainingRun:
@@ -213,7 +214,8 @@ def build() -> dict:
             for key in ("torch", "triton", "megatron-core", "transformer-engine")
             if key in content["versions"]
         }
-        sources.append(dict(file=file, commit=content["commit"], versions=versions, command=content["command"]))
+        commands = content["command"] if isinstance(content["command"], list) else [content["command"]]
+        sources.append(dict(file=file, commit=content["commit"], versions=versions, commands=commands))
     content = dict(
         format=FORMAT,
         gpu=hardware["gpu"],
@@ -255,8 +257,9 @@ def main(arguments: list[str] | None = None) -> None:
     content = build()
     print(f"{'step':<30}  {'measured':>9} {'forecast':>9} {'':>7}    {'peak GiB':>9} {'forecast':>9}")
     for row in content["checked"]:
-        times = f"{row['step_ms']:>6.0f} ms {row['forecast_ms']:>6.0f} ms {error(row['forecast_ms'], row['step_ms']):>+7.1%}"
-        peaks = f"{row['peak_gib']:>9.1f} {row['forecast_gib']:>9.1f} {error(row['forecast_gib'], row['peak_gib']):>+7.1%}"
+        off = error(row["forecast_ms"], row["step_ms"]), error(row["forecast_gib"], row["peak_gib"])
+        times = f"{row['step_ms']:>6.0f} ms {row['forecast_ms']:>6.0f} ms {off[0]:>+7.1%}"
+        peaks = f"{row['peak_gib']:>9.1f} {row['forecast_gib']:>9.1f} {off[1]:>+7.1%}"
         print(f"{row['row']:<30}  {times}    {peaks}")
     fitted = content["fit"]
     print(f"fitted: {fitted['tflops']:.0f} TFLOP/s of the linear layers, {fitted['gb_per_s']:.0f} GB/s of the rest")

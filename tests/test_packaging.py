@@ -131,8 +131,10 @@ def test_a_release_has_every_module_in_both_forms(release, source):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name for name in names if name.endswith(".py")} == expected | {"setup.py"}
     assert {"README.md", "LICENSE", "pyproject.toml"} <= names
+    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "s2_megatron").rglob("*.json")}
+    assert "s2_megatron/tools/forecast/h200.json" in tables and tables <= names
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == expected
+    assert names == expected | tables
 
 
 def test_a_wheel_imports_its_kernels_and_has_the_command(release, tmp_path):

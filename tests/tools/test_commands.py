@@ -45,7 +45,7 @@ def test_every_command_has_its_own_help(name, capsys):
     [
         ([], "the following arguments are required: COMMAND; see s2-megatron --help"),
         (["inspekt"], "invalid choice: 'inspekt' (choose from"),
-        (["inspect"], "--num-layers, --num-attention-heads, --seq-length; see s2-megatron inspect --help"),
+        (["inspect"], "--num-layers, --num-attention-heads, --seq-length: not given; expected the sizes"),
         (["env-report", "--all"], "unrecognized arguments: --all"),
     ],
 )

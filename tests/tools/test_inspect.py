@@ -11,7 +11,8 @@ import pytest
 from s2_megatron.config.load import load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
-from s2_megatron.tools import commands, inspect
+from s2_megatron.tools import commands
+from s2_megatron.tools.inspect import command, pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--num-layers", "4", "--num-attention-heads", "4", "--num-query-groups", "2", "--seq-length", "512"]
@@ -28,37 +29,37 @@ def inspect_command(*arguments) -> int:
 
 @pytest.mark.parametrize("heads", [[0], [5], range(8)])
 def test_grid_is_the_pattern(heads):
-    grid = inspect.block_grid(PATTERN, heads, 20)
+    grid = pictures.block_grid(PATTERN, heads, 20)
     for query in range(20):
         attended = {int(key) for head in heads for key in PATTERN.key_blocks(head, query)}
         for key in range(20):
             distance = query - key
             if distance < 0:
-                expected = inspect.FUTURE
+                expected = pictures.FUTURE
             elif key not in attended:
-                expected = inspect.SKIPPED
+                expected = pictures.SKIPPED
             else:
-                expected = inspect.LOCAL + (0 if distance < 2 else 1 if distance < 6 else 2)
+                expected = pictures.LOCAL + (0 if distance < 2 else 1 if distance < 6 else 2)
             assert grid[query, key] == expected, (query, key)
 
 
 def test_grid_of_a_mask():
     rows = [np.array([query]) if query < 2 else np.array([1, query]) for query in range(5)]
     mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
-    grid = inspect.block_grid(mask, [3], 5)
-    assert grid[4].tolist() == [inspect.SKIPPED, inspect.LOCAL, inspect.SKIPPED, inspect.SKIPPED, inspect.LOCAL]
-    assert len(inspect.distinct_heads(mask)) == 2
+    grid = pictures.block_grid(mask, [3], 5)
+    assert grid[4].tolist() == [pictures.SKIPPED, pictures.LOCAL, pictures.SKIPPED, pictures.SKIPPED, pictures.LOCAL]
+    assert len(pictures.distinct_heads(mask)) == 2
 
 
 def test_heads_that_share_their_blocks_are_shown_once():
-    assert [head for head, _ in inspect.distinct_heads(PATTERN)] == [0, 4]
+    assert [head for head, _ in pictures.distinct_heads(PATTERN)] == [0, 4]
     by_query = make_range_pattern(block_size=16, num_heads=8, num_kv_heads=2, ranges=((2, 1), (None, 8)), slide="query")
-    assert [head for head, _ in inspect.distinct_heads(by_query)] == list(range(8))
+    assert [head for head, _ in pictures.distinct_heads(by_query)] == list(range(8))
 
 
 def test_shown_layers_cover_the_context():
     sparsity = load_config(QUICKSTART[0]).resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=512)
-    assert inspect.shown_layers(sparsity) == [1, 3]
+    assert pictures.shown_layers(sparsity) == [1, 3]
 
 
 def test_command_prints_the_table_and_draws(tmp_path):
@@ -85,9 +86,9 @@ def test_command_prints_the_table_and_draws(tmp_path):
 def test_docstring_shows_what_is_printed(capsys):
     assert inspect_command(*QUICKSTART) == 0
     printed = capsys.readouterr().out.replace("│", " ")
-    for line in inspect.__doc__.splitlines():
+    for line in command.__doc__.splitlines():
         # The frame of the table is left out there.
-        if line.startswith("    ") and not line.lstrip().startswith(("s2-megatron", "--", "layer ")):
+        if line.startswith("    ") and not line.lstrip().startswith(("s2-megatron", "--", "layer ", "DRY_RUN")):
             assert " ".join(line.split()) in " ".join(printed.split()), line
 
 

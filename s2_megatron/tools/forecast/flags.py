@@ -39,13 +39,14 @@ REFUSED = {
     "--hierarchical-context-parallel-sizes": "context parallelism of several levels",
     "--yaml-cfg": "a YAML in place of flags",
 }
+# Of these, those that change the model's shape: no FLOPs and no KV cache in bytes, either.
+OTHER_SHAPES = ("--num-experts", "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern", "--yaml-cfg")
 # Settings that the forecast does not know, though it is made: it says so.
 UNKNOWN = {
     "--cross-entropy-loss-fusion": "forecast as the unfused cross entropy",
     "--tp-comm-overlap": "forecast without this overlap",
     "--enable-cuda-graph": "forecast without CUDA graphs",
     "--cuda-graph-impl": "forecast without CUDA graphs",
-    "--offload-optimizer-states": "forecast with the optimizer on the GPU",
     "--distribute-saved-activations": "forecast without distributing them",
 }
 

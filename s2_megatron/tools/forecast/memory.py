@@ -4,11 +4,11 @@ What stays: weights, gradients (fp32 beside 16-bit weights), the optimizer (fp32
 bytes a parameter, over the data- and context-parallel ranks with the distributed optimizer), the cosines of RoPE, the
 workspaces of the matmul libraries (96 MiB with Transformer Engine), index data of S2's kernels.
 
-What a step adds (bytes a token of the rank, size 2 in bf16; h hidden, w Q, K and V, a attention output, f feed-forward):
+What a step adds (numbers a token of the rank, 2 bytes each in bf16; h hidden size, f feed-forward size):
 
 - a layer without recomputation keeps the norms' inputs and outputs (4 h), Q, K and V, RoPE's copies of Q and K beside
-  them (V is a view of the projection's output, and pins it; Transformer Engine copies V instead), the attention's
-  output and LSE, the MLP's projection (2 f when gated) and its activation (f).
+  them (V is a view of the projection's output, and pins it; Transformer Engine copies V instead), the output and LSE
+  of the attention, the MLP's projection (2 f when gated) and its activation (f).
 - with full recomputation only the layer's input (h), and with --s2-keep-attention-output output and LSE; selective
   recomputation of the core attention leaves out the LSE, of the MLP what lies behind its norm.
 
@@ -84,7 +84,7 @@ def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
 
 
 def _gradients(run: TrainingRun) -> int:
-    """Bytes a token that a layer's backward holds at its largest beside what the layer kept: the gradient of the output,
+    """Bytes a token that a layer's backward holds at its largest beside what the layer kept: the output's gradient,
     and in SwiGLU's backward its gradients in and out, for which the activation has been freed; or in the attention's,
     the MLP freed, the gradients of its output, of Q, K and V, and of these three joined."""
     width, gates = run.ffn // run.tp, 2 if run.gated else 1
@@ -128,9 +128,7 @@ def _nonzeros(pattern: Pattern, n_blocks: int) -> int:
 def index_bytes(run: TrainingRun, stage: int) -> int:
     """Index data of S2's kernels: a few KB for ranges; lists for block masks and for context-parallel ranks, whose keys
     are placed elsewhere (not for a2a). Patterns that layers share are stored once."""
-    patterns = {
-        (run.pattern(layer), run.comm_type(layer)) for layer in run.stage_layers(stage) if run.by_s2(layer)
-    }
+    patterns = {(run.pattern(layer), run.comm_type(layer)) for layer in run.stage_layers(stage) if run.by_s2(layer)}
     total = 0
     for pattern, comm_type in patterns:
         placed = run.cp > 1 and comm_type != "a2a"

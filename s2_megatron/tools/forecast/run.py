@@ -100,7 +100,9 @@ class TrainingRun:
         front."""
         if self.by_s2(layer):
             return self.cp_comm_types[min(layer, len(self.cp_comm_types) - 1)]
-        return f"te:{self.dense_comm_types[min(layer, len(self.dense_comm_types) - 1)].replace('allgather', 'all_gather')}"
+        return (
+            f"te:{self.dense_comm_types[min(layer, len(self.dense_comm_types) - 1)].replace('allgather', 'all_gather')}"
+        )
 
     def by_s2(self, layer: int) -> bool:
         """Whether S2's op computes a layer's attention."""
@@ -144,7 +146,9 @@ class TrainingRun:
 
 def dense_sparsity(args: Namespace) -> ResolvedSparsity:
     """Of a launch line without --s2-config: all layers dense."""
-    config = SparsityConfig.from_data({"block_size": 64, "layers": "D"})
+    config = SparsityConfig.from_data(
+        {"block_size": 64, "layers": "D"} | ({"mtp_layers": "D"} if args.mtp_num_layers else {})
+    )
     return config.resolve(**model_sizes(args))
 
 

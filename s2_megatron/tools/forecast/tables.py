@@ -74,9 +74,7 @@ class Tables:
     @cached_property
     def _attention(self) -> dict[str, _Kernels]:
         names = dict.fromkeys(row["kernels"] for row in self.content["attention"])
-        return {
-            name: _Kernels([row for row in self.content["attention"] if row["kernels"] == name]) for name in names
-        }
+        return {name: _Kernels([row for row in self.content["attention"] if row["kernels"] == name]) for name in names}
 
     def attention(
         self, kernels: str, pairs: int, *, tokens: int, heads: int, kv_heads: int, head_dim: int, notes: set[str]
@@ -98,7 +96,7 @@ class Tables:
         nearest = min(measured, key=lambda count: abs(math.log(count / ranks)))
         if ranks not in measured:
             known = " and ".join(map(str, measured))
-            notes.add(f"exchange over {ranks} ranks: measured on {known}, taken as on {nearest}")
+            notes.add(f"exchange {comm_type} over {ranks} ranks: measured on {known}, taken as on {nearest}")
         rows = sorted((row for row in rows if row["ranks"] == nearest), key=lambda row: row["tokens"])
         at = math.log(tokens)
         lengths = [math.log(row["tokens"]) for row in rows]
@@ -157,11 +155,7 @@ class _Kernels:
             *(
                 max(
                     self.floors[kind],
-                    pairs
-                    * self._base(kind, keys)
-                    * self.head_dims[dim][kind]
-                    * scale
-                    * self.one_kv_head[kind] ** few,
+                    pairs * self._base(kind, keys) * self.head_dims[dim][kind] * scale * self.one_kv_head[kind] ** few,
                 )
                 for kind in range(2)
             )

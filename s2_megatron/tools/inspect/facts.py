@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import LayerCosts, layer_costs
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.forecast.flags import COMM_TYPES, REFUSED, UNKNOWN, reasons
+from s2_megatron.tools.forecast.flags import COMM_TYPES, OTHER_SHAPES, REFUSED, UNKNOWN, reasons
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
@@ -68,9 +69,7 @@ def model_facts(sparsity: ResolvedSparsity, run: TrainingRun | None) -> dict:
     for kind in layer_kinds(sparsity):
         entry = asdict(kind) | dict(cache_share=kind.cache_tokens / length)
         if run is not None:
-            entry["cache_bytes"] = round(
-                2 * kind.cache_tokens * sparsity.num_kv_heads * run.head_dim * ITEMSIZE
-            )
+            entry["cache_bytes"] = round(2 * kind.cache_tokens * sparsity.num_kv_heads * run.head_dim * ITEMSIZE)
         layers.append(entry)
     facts = dict(
         format=FORMAT,
@@ -152,14 +151,9 @@ def _busiest(costs: list[LayerCosts]) -> dict:
     )
 
 
-def forecast_facts(run: TrainingRun, gpu: str, words: list[str]) -> dict:
+def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
     """Memory and step time of a run beside those of its dense twin, and of each choice of recomputation. words: the
-    launch line's flags, for the settings that no measured step has."""
-    refused = reasons(words, REFUSED)
-    if run.sparsity.mtp_layers and not refused:
-        refused = [f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}"]
-    if refused:
-        return dict(no_forecast=refused)
+    launch line's flags, for the settings that the forecast does not know."""
     facts: dict = dict(memory=dict(run=_memory(run), dense=_memory(run.dense())), no_forecast=[])
     choices = recompute_choices(run)
     facts["memory"]["by_recompute"] = {name: _memory(choice)["total_gib"] for name, choice in choices.items()}
@@ -182,15 +176,20 @@ def forecast_facts(run: TrainingRun, gpu: str, words: list[str]) -> dict:
     return facts
 
 
-def all_facts(args: Namespace, sparsity: ResolvedSparsity, gpus: int | None, words: list[str]) -> dict:
-    """args: flags.read_flags. gpus: of the run, None: one model. words: the launch line's flags.
+def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, gpu: str, words: Sequence[str]) -> dict:
+    """args: of flags.read_flags. gpus: of the run, None: one model. gpu: its kind. words: the launch line's flags.
 
     Raises ValueError for sizes that do not divide each other.
     """
-    missing = missing_sizes(args)
-    run = None if missing else training_run(args, sparsity, gpus)
+    missing, refused = missing_sizes(args), reasons(words, REFUSED)
+    if args.mtp_num_layers and "--mtp-num-layers" not in words:
+        refused.append(f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}")
+    other_shape = any(reason.startswith(OTHER_SHAPES) for reason in refused)
+    run = None if missing or other_shape else training_run(args, sparsity, gpus)
     facts = model_facts(sparsity, run)
     facts |= parallel_facts(sparsity, args.tensor_model_parallel_size, args.context_parallel_size, run)
+    if refused:
+        return facts | dict(no_forecast=refused)
     if run is None:
-        return facts | dict(no_forecast=[f"{flag}: not given" for flag in missing])
-    return facts | forecast_facts(run, args.gpu, words)
+        return facts | dict(no_forecast=[f"no {' and no '.join(missing)}; give them, or a launch line behind --"])
+    return facts | forecast_facts(run, gpu, words)

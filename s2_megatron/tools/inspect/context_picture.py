@@ -1,0 +1,185 @@
+"""The whole context as a picture, readable at any length: one small panel per distinct layer pattern and group of
+heads, and beneath them how the heads of a layer together serve the query at the end of the context.
+
+A panel is cut into cells; a cell's colour is the share of its (query block, key block) pairs that are attended, so that
+windows and ranges of distance show while stripes blend into a shade. What blends there, the strip below it shows: the
+blocks nearest to the last query, one cell each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
+from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.tools.inspect.layer_kinds import head_groups
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELLS = 64  # of a panel's side
+SAMPLED_ROWS = 8  # query blocks of a row of cells that are looked at
+STRIP = 64  # blocks of the strip
+COLUMNS = 512  # cells of the whole context in the picture of the last query
+MOST_PANELS = 48
+PANELS_A_ROW = 8
+MARGIN, PANEL_SIDE, PANEL_WIDTH, PANEL_HEIGHT, WIDTH = 0.2, 1.3, 1.45, 2.0, 12.8  # inches
+SHARES = {1.0: "all", 1 / 4: "1/4", 1 / 16: "1/16", 1 / 64: "1/64", 1 / 256: "1/256"}  # of the colour bar
+
+
+def cell_shares(pattern: Pattern, head: int, n_blocks: int, cells: int = CELLS) -> np.ndarray:
+    """float64[cells, cells]: the share of the causal block pairs of a cell that a head attends, NaN in the future.
+
+    Longer sequences are sampled: SAMPLED_ROWS query blocks of each row of cells, all of their key blocks.
+    """
+    cells = min(cells, n_blocks)
+    edges = np.linspace(0, n_blocks, cells + 1).round().astype(np.int64)
+    shares = np.full((cells, cells), np.nan)
+    for row in range(cells):
+        rows = np.unique(np.linspace(edges[row], edges[row + 1] - 1, SAMPLED_ROWS).round().astype(np.int64))
+        attended, causal = np.zeros(cells), np.zeros(cells)
+        for query in rows:
+            attended += np.histogram(pattern.key_blocks(head, int(query)), edges)[0]
+            causal += np.clip(query + 1 - edges[:-1], 0, np.diff(edges))
+        seen = causal > 0
+        shares[row, seen] = attended[seen] / causal[seen]
+    return shares
+
+
+def last_query_cells(
+    pattern: Pattern, n_blocks: int, columns: int = COLUMNS, first: int = 0
+) -> tuple[list[str], np.ndarray]:
+    """(name of each row, float64[rows, columns]): the share of each cell's key blocks that the last query block
+    attends, a row for every group of heads and one for all of them together (its last). first: the first key block."""
+    columns = min(columns, n_blocks - first)
+    edges = np.linspace(first, n_blocks, columns + 1).round().astype(np.int64)
+    names, rows, together = [], [], np.zeros(n_blocks, dtype=bool)
+    for heads in head_groups(pattern):
+        keys = pattern.key_blocks(heads[0], n_blocks - 1)
+        together[keys] = True
+        names.append(head_names(heads))
+        rows.append(np.histogram(keys, edges)[0] / np.diff(edges))
+    rows.append(np.add.reduceat(together, edges[:-1]) / np.diff(edges))
+    return [*names, "all heads"], np.stack(rows)
+
+
+def head_names(heads: list[int]) -> str:
+    return f"head{'s' * (len(heads) > 1)} {joined_layers([str(head) for head in heads])}"
+
+
+def distinct_patterns(sparsity: ResolvedSparsity) -> list[tuple[str, Pattern]]:
+    """[(the layers that share it, pattern)] of the S2 layers. Raises ValueError without one."""
+    layers: dict[object, list[str]] = {}
+    patterns: dict[object, Pattern] = {}
+    for index, layer in enumerate(sparsity.layers):
+        if layer.pattern is not None:
+            key = layer.pattern
+            if isinstance(key, RangePattern):  # offsets that differ by the stride are the same blocks
+                key = tuple(head.canonical for head in key.heads)
+            layers.setdefault(key, []).append(str(index))
+            patterns.setdefault(key, layer.pattern)
+    if not patterns:
+        raise ValueError(
+            "the model has no S2 layer among its decoder layers: there is nothing to draw; leave out --context-png"
+        )
+    return [(f"layer{'s' * (len(names) > 1)} {joined_layers(names)}", patterns[key]) for key, names in layers.items()]
+
+
+def draw_context(sparsity: ResolvedSparsity, file: Path) -> list[str]:
+    """Writes the picture as a PNG. Returns remarks: what was left out of it. Raises ValueError without an S2 layer."""
+    patterns = distinct_patterns(sparsity)
+    panels = [(name, pattern, heads) for name, pattern in patterns for heads in head_groups(pattern)]
+    remarks = []
+    if len(panels) > MOST_PANELS:
+        remarks.append(f"{file.name}: {MOST_PANELS} of {len(panels)} pairs of layer pattern and heads are drawn")
+        panels = panels[:MOST_PANELS]
+    # Matplotlib is slow to import and only pictures need it.
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // PANELS_A_ROW)
+    groups = len(head_groups(patterns[0][1]))
+    below = 0.16 * (groups + 1) + 0.75
+    page = _Page(Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + below + 0.35)))
+    _draw_panels(page, sparsity, panels)
+    _draw_last_query(page, sparsity, *patterns[0], height=below - 0.75)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.figure.savefig(file, dpi=120)
+    return remarks
+
+
+class _Page:
+    """A figure whose axes are placed in inches from its upper left corner: matplotlib's own layouts take seconds for
+    so many."""
+
+    def __init__(self, figure: Figure):
+        from matplotlib.colors import LogNorm
+
+        self.figure = figure
+        self.width, self.height = figure.get_size_inches()
+        self.style = dict(cmap="viridis_r", norm=LogNorm(1 / 256, 1.0), aspect="auto", interpolation="nearest")
+
+    def axes(self, left: float, top: float, width: float, height: float):
+        box = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
+        axes = self.figure.add_axes(box)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return axes
+
+    def image(self, cells: np.ndarray, left: float, top: float, width: float, height: float):
+        """(axes, image) of shares; what is not attended is white."""
+        axes = self.axes(left, top, width, height)
+        return axes, axes.imshow(np.ma.masked_where(~(cells > 0), cells), **self.style)
+
+    def text(self, left: float, top: float, text: str, size: int = 9) -> None:
+        self.figure.text(left / self.width, 1 - top / self.height, text, fontsize=size, va="top")
+
+
+def _draw_panels(page: _Page, sparsity: ResolvedSparsity, panels: list[tuple[str, Pattern, list[int]]]) -> None:
+    n_blocks, tail = sparsity.n_blocks, max(0, sparsity.n_blocks - STRIP)
+    page.text(
+        MARGIN,
+        0.08,
+        f"{sparsity.seq_length:,} tokens: queries downwards, keys to the right, each cell's share of attended blocks. "
+        f"Below a panel: the last query's nearest {n_blocks - tail} blocks of {sparsity.block_size}.",
+    )
+    image = None
+    for at, (title, pattern, heads) in enumerate(panels):
+        left = MARGIN + PANEL_WIDTH * (at % PANELS_A_ROW)
+        top = 0.35 + PANEL_HEIGHT * (at // PANELS_A_ROW)
+        page.text(left, top, f"{_cut(title)}\n{_cut(head_names(heads))}", size=7)
+        _, image = page.image(cell_shares(pattern, heads[0], n_blocks), left, top + 0.3, PANEL_SIDE, PANEL_SIDE)
+        keys = pattern.key_blocks(heads[0], n_blocks - 1)
+        line = np.zeros((1, n_blocks - tail))
+        line[0, keys[keys >= tail] - tail] = 1.0
+        page.image(line, left, top + 0.34 + PANEL_SIDE, PANEL_SIDE, 0.14)
+    bar = page.figure.colorbar(image, cax=page.axes(WIDTH - 0.75, 0.65, 0.15, PANEL_SIDE), ticks=list(SHARES))
+    bar.ax.set_yticklabels(SHARES.values(), fontsize=7)
+    bar.ax.minorticks_off()
+
+
+def _draw_last_query(page: _Page, sparsity: ResolvedSparsity, name: str, pattern: Pattern, height: float) -> None:
+    n_blocks, tail = sparsity.n_blocks, max(0, sparsity.n_blocks - STRIP)
+    names, cells = last_query_cells(pattern, n_blocks)
+    _, near = last_query_cells(pattern, n_blocks, STRIP, tail)
+    seen = np.unique(np.concatenate([pattern.key_blocks(heads[0], n_blocks - 1) for heads in head_groups(pattern)]))
+    top = page.height - height - 0.3
+    page.text(
+        MARGIN,
+        top - 0.25,
+        f"How the last query is served in {_cut(name, 40)}: all heads together see {len(seen) / n_blocks:.0%} of the "
+        "blocks",
+    )
+    left, zoom = MARGIN + 1.0, 3.0
+    width = WIDTH - left - zoom - 0.4
+    whole, _ = page.image(cells, left, top, width, height)
+    whole.set_yticks(range(len(names)), [_cut(text, 18) for text in names], fontsize=6)
+    whole.set_xlabel(f"all {n_blocks:,} key blocks", fontsize=8)
+    nearest, _ = page.image(near, WIDTH - zoom - 0.2, top, zoom, height)
+    nearest.set_xlabel(f"the last {n_blocks - tail} key blocks", fontsize=8)
+
+
+def _cut(text: str, most: int = 24) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

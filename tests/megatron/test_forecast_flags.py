@@ -1,0 +1,75 @@
+"""The forecast reads Megatron's flags without Megatron: names, defaults and FLOPs are compared with Megatron's own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from s2_megatron.tools.forecast.flags import FLAGS, REFUSED, UNKNOWN, destination, read_flags
+from s2_megatron.tools.forecast.flops import token_flops
+from s2_megatron.tools.forecast.memory import rank_parameters
+from s2_megatron.tools.forecast.run import dense_sparsity, training_run
+from tests.megatron.arguments import ROOT, arguments
+
+LINES = (
+    arguments({"--swiglu": None, "--untie-embeddings-and-output-weights": None}),
+    arguments({"--ffn-hidden-size": "320", "--kv-channels": "16", "--vocab-size": "501"}),
+)
+SCRIPT = """
+import argparse, json, sys
+from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+install_if_no_gpu()
+from megatron.training import training
+from megatron.training.arguments import add_megatron_arguments
+from s2_megatron.megatron.arguments import add_s2_arguments
+from tests.megatron.arguments import parse
+parser = argparse.ArgumentParser()
+add_megatron_arguments(parser)
+add_s2_arguments(parser)
+found = {"flags": {}, "flops": [], "sizes": []}
+for action in parser._actions:
+    for name in action.option_strings:
+        found["flags"][name] = dict(default=action.default if action.nargs != 0 else False, switch=action.nargs == 0)
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["pretrain_gpt_s2.py"]
+    args, refused = parse(line)
+    assert refused is None, refused
+    args.padded_vocab_size = 512
+    found["flops"].append(float(training.num_floating_point_operations(args, 1)))
+    found["sizes"].append([args.ffn_hidden_size, args.kv_channels])
+print("the result:", json.dumps(found, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(LINES)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.split("the result:")[1])
+
+
+def test_flags_are_megatrons(megatron):
+    known = megatron["flags"]
+    for flag, (default, settings) in FLAGS.items():
+        assert flag in known, flag
+        assert known[flag]["switch"] == (settings.get("action") == "store_true"), flag
+        assert known[flag]["default"] == default, flag
+    assert len({destination(flag) for flag in FLAGS}) == len(FLAGS)
+
+
+def test_what_is_refused_exists(megatron):
+    """A flag that Megatron renamed would no longer be seen."""
+    assert [flag for flag in {**REFUSED, **UNKNOWN} if flag not in megatron["flags"]] == []
+
+
+@pytest.mark.parametrize("case", range(len(LINES)))
+def test_flops_and_derived_sizes_are_megatrons(megatron, case):
+    args = read_flags(LINES[case])
+    run = training_run(args, dense_sparsity(args))
+    assert [run.ffn, run.head_dim] == megatron["sizes"][case] and run.vocabulary == 512
+    # Megatron counts L^2 / 2 pairs of a dense head, here L (L + 1) / 2 are.
+    assert token_flops(run).model * args.seq_length == pytest.approx(megatron["flops"][case], rel=1e-3)
+    assert rank_parameters(run, 0) > 4 * run.layer_weights

@@ -1,0 +1,258 @@
+"""What `s2-megatron inspect` says of a training: its facts as JSON, the launch line, the pictures of the context."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.ranges import make_range_pattern
+from s2_megatron.tools import commands
+from s2_megatron.tools.inspect import context_picture, layer_kinds
+
+ROOT = Path(__file__).resolve().parents[2]
+S2_YAML = str(ROOT / "configs/s2_1p3b_s2.yaml")
+MODEL = [
+    "--num-layers", "24", "--hidden-size", "2048", "--num-attention-heads", "16", "--ffn-hidden-size", "5632",
+    "--swiglu", "--seq-length", "131072", "--position-embedding-type", "rope",
+    "--untie-embeddings-and-output-weights", "--vocab-size", "32000", "--hidden-dropout", "0", "--bf16",
+    "--micro-batch-size", "1", "--use-distributed-optimizer", "--recompute-granularity", "full",
+    "--recompute-num-layers", "1",
+]  # fmt: skip
+LINE = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt_s2.py", "--s2-config", S2_YAML, *MODEL, "--lr", "3e-4"]
+CP4 = [*LINE, "--context-parallel-size", "4", "--s2-keep-attention-output"]
+
+
+def inspected(capsys, *arguments) -> dict:
+    assert commands.main(["inspect", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_launch_line_gives_everything(capsys):
+    facts = inspected(capsys, "--", *CP4)
+    model = facts["model"]
+    assert (model["gpus"], model["cp"], model["dp"], model["hidden"], model["vocabulary"]) == (4, 4, 1, 2048, 32000)
+    assert facts["pairs"]["density"] == pytest.approx(0.0766, abs=1e-4)
+    assert facts["flops_per_token"]["model"] == pytest.approx(10.75e9, rel=1e-3)
+    forecast = facts["forecast"]
+    # 918 and 4204 ms were measured (h200_cp4_end_to_end.json), 23.7 and 20.7 GiB.
+    assert forecast["gpu"] == "NVIDIA H200" and forecast["run"]["step_ms"] == pytest.approx(918, rel=0.15)
+    assert forecast["dense"]["step_ms"] == pytest.approx(4204, rel=0.15)
+    assert forecast["speed_up"] == forecast["dense"]["step_ms"] / forecast["run"]["step_ms"]
+    assert sum(forecast["run"]["parts_ms"].values()) == pytest.approx(forecast["run"]["step_ms"])
+    assert forecast["run"]["tokens_per_second"] == pytest.approx(131072e3 / forecast["run"]["step_ms"])
+    held = facts["memory"]
+    assert held["run"]["total_gib"] == pytest.approx(23.7, abs=0.1)
+    assert held["dense"]["total_gib"] == pytest.approx(20.7, abs=0.1)
+    assert held["by_recompute"]["full, --s2-keep-attention-output"] == held["run"]["total_gib"]
+    assert held["by_recompute"]["none"] > 70 and held["by_recompute"]["full"] == pytest.approx(20.7, abs=0.1)
+    steps = forecast["step_ms_by_recompute"]
+    assert steps["none"] < steps["full, --s2-keep-attention-output"] < steps["full"]
+    (exchange,) = facts["exchange"]
+    sent = exchange["bytes"]
+    assert exchange["used"] == "sparse" and set(sent) == {"sparse", "all_gather", "a2a"}
+    # Half of the heads of h200_cp4_collective.json.
+    assert sent["sparse"]["forward"] == 115408896 // 2 and sent["all_gather"]["forward"] == 1610612736 // 2
+    assert facts["no_forecast"] == [] and facts["balance"]["context_parallel"] == pytest.approx(1.001, abs=1e-3)
+
+
+def test_flags_before_the_line_win(capsys):
+    facts = inspected(capsys, S2_YAML, "--seq-length", "32768", "--gpus", "8", "--num-query-groups", "4", "--", *LINE)
+    model = facts["model"]
+    assert (model["seq_length"], model["gpus"], model["kv_heads"]) == (32768, 8, 4)
+    hybrid = inspected(capsys, str(ROOT / "configs/s2_1p3b_hybrid.yaml"), "--", *LINE)
+    assert [layer["spec"] for layer in hybrid["layers"]] == ["D", "S"]
+
+
+def test_a_line_without_s2_is_dense(capsys):
+    at = LINE.index("--s2-config")
+    facts = inspected(capsys, "--", *LINE[:at], *LINE[at + 2 :])
+    assert facts["pairs"]["density"] == 1 and facts["forecast"]["speed_up"] == 1
+    assert facts["layers"][0]["cache_tokens"] == 131072
+
+
+def test_flags_alone_are_a_line(capsys):
+    facts = inspected(capsys, S2_YAML, "--", *MODEL, "--tensor-model-parallel-size", "2")
+    assert facts["model"]["gpus"] == 2 and facts["forecast"]["run"]["parts_ms"]["tensor-parallel exchange"] > 0
+
+
+def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypatch):
+    """DRY_RUN=1 examples/pretrain_1p3b.sh | s2-megatron inspect -- -"""
+    variables = {**os.environ, "DRY_RUN": "1", "MOCK_DATA": "1", "SEQ_LENGTH": "32768", "PYTHON": sys.executable}
+    done = subprocess.run(
+        [ROOT / "examples/pretrain_1p3b.sh"], capture_output=True, text=True, cwd=ROOT, env=variables, check=True
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO(done.stdout))
+    facts = inspected(capsys, "--", "-")
+    assert facts["model"]["seq_length"] == 32768 and facts["model"]["gpus"] == facts["model"]["dp"] == 8
+    assert facts["forecast"]["run"]["step_ms"] > 100
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(LINE)))
+    assert inspected(capsys, "--", "-")["model"]["gpus"] == 4
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--num-experts", "8"], "--num-experts: mixture of experts"),
+    (["--fp8-format", "hybrid"], "--fp8-format: FP8"),
+    (["--mtp-num-layers", "1"], "--mtp-num-layers: multi-token prediction"),
+])  # fmt: skip
+def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason):
+    yaml = tmp_path / "dense.yaml"
+    yaml.write_text("block_size: 64\nlayers: D\n" + "mtp_layers: D\n" * ("--mtp-num-layers" in flags))
+    for in_line in (True, False) if "--mtp-num-layers" in flags else (True,):
+        # Before the line or in it.
+        facts = inspected(capsys, str(yaml), *(flags * (not in_line)), "--", *LINE, *(flags * in_line))
+        assert facts["no_forecast"] == [reason] and "forecast" not in facts and "memory" not in facts
+        assert ("flops_per_token" in facts) == ("--fp8-format" in flags) and facts["pairs"]["density"] == 1
+
+
+def test_an_unknown_gpu_is_named(capsys):
+    facts = inspected(capsys, "--gpu", "NVIDIA A100", "--", *LINE)
+    assert "forecast" not in facts and facts["memory"]["run"]["total_gib"] > 10
+    assert facts["no_forecast"] == ["step time on 'NVIDIA A100': not measured; there are tables of NVIDIA H200"]
+    assert commands.main(["inspect", "--gpu", "NVIDIA A100", "--", *LINE]) == 0
+    assert "no forecast: step time on 'NVIDIA A100'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, word", [
+    ([], "--num-layers, --num-attention-heads, --seq-length: not given"),
+    (["--", "bash", "train.sh"], "is a shell script"),
+    (["--", "torchrun", "--nproc-per-node", "3", *LINE[3:], "--context-parallel-size", "2"], "use 4 processes"),
+    (["--", "torchrun", "--nproc-per-node", "gpu", *LINE[3:]], "give --nproc-per-node 8"),
+    (["--num-layers", "24", "--num-attention-heads", "16", "--seq-length", "8192"], "CONFIG: not given"),
+    (["--context-png", "a.jpg", "--", *LINE], "expected a file name that ends in .png"),
+    (["--global-batch-size", "6", "--", *LINE], "use 8"),
+])  # fmt: skip
+def test_mistakes_are_one_line(capsys, arguments, word):
+    assert commands.main(["inspect", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert word in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_tables_name_the_gpu_and_the_parts(capsys):
+    assert commands.main(["inspect", "--", *CP4]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "Forecast of a step on 4 x NVIDIA H200, ms",
+        "Memory of the fullest GPU, GiB allocated",
+        "times dense",
+        "The query at the end of 131,072 tokens",
+        "A layer on 4 context-parallel ranks",
+        "optimizer",
+        "The same run by recomputation",
+        "Forecast from measurements on NVIDIA H200 (torch 2.11",
+    ):
+        assert words in printed, words
+
+
+def test_a_million_tokens_take_seconds(tmp_path):
+    """In a process of its own, with the whole forecast, context parallelism and the picture: no GPU, no torch. The
+    processor's seconds count, which other work on the machine does not change."""
+    line = [*LINE, "--seq-length", "1048576", "--context-parallel-size", "4"]
+    code = (
+        "import sys; from s2_megatron.tools.commands import main; status = main(sys.argv[1:]); "
+        "print([name for name in ('megatron', 'triton', 'torch') if name in sys.modules]); sys.exit(status)"
+    )
+    before = os.times()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "--context-png", str(tmp_path / "a.png"), "--", *line],
+        capture_output=True, text=True, cwd=ROOT, check=False)  # fmt: skip
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]" and "1,048,576" in done.stdout
+    assert used < 10, f"{used:.1f} s"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+PATTERN = make_range_pattern(block_size=16, num_heads=8, num_kv_heads=2, ranges=((4, 1), (12, 2), (None, 4)))
+
+
+def brute_kept(pattern, n_blocks, later):
+    """The blocks of the first n_blocks that the queries n_blocks - 1 .. later attend, by looking at each."""
+    ratio = pattern.num_heads // pattern.num_kv_heads
+    kept = np.zeros((pattern.num_kv_heads, n_blocks), dtype=bool)
+    for head in range(pattern.num_heads):
+        for query in range(n_blocks - 1, later):
+            keys = pattern.key_blocks(head, query)
+            kept[head // ratio, keys[keys < n_blocks]] = True
+    return kept
+
+
+@pytest.mark.parametrize("ranges", [((4, 1), (12, 2), (None, 4)), ((4, 1), (9, 3), (None, 2)), ((5, 1),), ((None, 1),)])
+@pytest.mark.parametrize("slide", ["kv", "query"])
+def test_the_cache_holds_what_later_queries_attend(ranges, slide):
+    pattern = make_range_pattern(block_size=16, num_heads=8, num_kv_heads=2, ranges=ranges, slide=slide)
+    assert np.array_equal(layer_kinds.kept_blocks(pattern, 40), brute_kept(pattern, 40, 120))
+
+
+def test_what_the_last_query_sees():
+    config = {"block_size": 16, "layers": "DS", "specs": {"S": {"local_blocks": 4, "stride": 4}}}
+    sparsity = SparsityConfig.from_data(config).resolve(num_layers=4, num_heads=8, num_kv_heads=2, seq_length=640)
+    dense, sparse = layer_kinds.layer_kinds(sparsity)
+    assert (dense.spec, dense.window, dense.cache_tokens, dense.layers) == ("D", 640, 640, "0, 2")
+    pattern = sparsity.layers[1].pattern
+    far = [[int(key) for key in pattern.key_blocks(head, 39) if key < 36] for head in range(8)]
+    assert sparse.window == 64 and sparse.head_beyond == pytest.approx(16 * np.mean([len(keys) for keys in far]))
+    assert sparse.all_beyond == 16 * len({key for keys in far for key in keys})
+    assert sparse.layers == "1, 3"
+
+
+def test_windows_of_masks():
+    rows = [np.arange(query + 1) if query < 3 else np.array([0, query - 1, query]) for query in range(8)]
+    mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
+    assert layer_kinds.window_blocks(mask, 8) == 2 and layer_kinds.head_groups(mask) == [[0, 1, 2, 3]]
+    assert layer_kinds.kept_blocks(mask, 8).sum() == 2 * 3
+
+
+@pytest.mark.parametrize("n_blocks, cells", [(40, 64), (64, 16), (200, 10)])
+def test_cells_are_shares_of_the_pattern(n_blocks, cells):
+    shares = context_picture.cell_shares(PATTERN, 4, n_blocks, cells)
+    side = min(cells, n_blocks)
+    assert shares.shape == (side, side) and np.isnan(shares[0, 1:]).all()
+    assert shares[-1, -1] == 1 or n_blocks == 200
+    if n_blocks == 40:  # a block a cell
+        full = np.zeros((40, 40))
+        for query in range(40):
+            full[query, PATTERN.key_blocks(4, query)] = 1
+        assert np.array_equal(np.nan_to_num(shares), full)
+    else:
+        far = shares[-1, 0]
+        assert far == pytest.approx(1 / 4, abs=0.1)
+
+
+def test_the_heads_together_serve_the_last_query():
+    names, cells = context_picture.last_query_cells(PATTERN, 64)
+    assert names == ["heads 0-3", "heads 4-7", "all heads"] and cells.shape == (3, 64)
+    assert np.array_equal(cells[2], np.maximum(cells[0], cells[1]))
+    assert cells[0, PATTERN.key_blocks(0, 63)].all() and cells[0].sum() == len(PATTERN.key_blocks(0, 63))
+    _, near = context_picture.last_query_cells(PATTERN, 64, 8, first=56)
+    assert near[0, -4:].tolist() == [1, 1, 1, 1]
+    _, merged = context_picture.last_query_cells(PATTERN, 64, 16)
+    assert merged[0, 0] == pytest.approx(1 / 4)
+
+
+def test_the_picture_has_a_panel_for_every_pattern_and_group_of_heads(tmp_path, capsys):
+    sparsity = load_config(S2_YAML).resolve(num_layers=24, num_heads=16, num_kv_heads=16, seq_length=131072)
+    assert [name for name, _ in context_picture.distinct_patterns(sparsity)] == ["layers 0-23"]
+    assert len(layer_kinds.head_groups(sparsity.layers[0].pattern)) == 16
+    file = tmp_path / "new" / "context.png"
+    assert commands.main(["inspect", "--context-png", str(file), "--", *LINE]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {file}"
+    assert file.read_bytes().startswith(b"\x89PNG") and 20_000 < file.stat().st_size < 400_000
+    dense = str(ROOT / "configs/s2_1p3b_dense.yaml")
+    assert commands.main(["inspect", dense, "--context-png", str(file), "--", *LINE]) == 2
+    assert "leave out --context-png" in capsys.readouterr().err
+
+
+def test_too_many_panels_are_said(tmp_path, capsys):
+    yaml = tmp_path / "many.yaml"
+    yaml.write_text("block_size: 16\nlayers: S\nspecs: {S: {local_blocks: 2, stride: 64, layer_step: 1}}\n")
+    flags = ["--num-layers", "8", "--num-attention-heads", "16", "--seq-length", "2048"]
+    assert commands.main(["inspect", str(yaml), *flags, "--context-png", str(tmp_path / "a.png")]) == 0
+    assert "a.png: 48 of 128 pairs of layer pattern and heads are drawn" in capsys.readouterr().out
