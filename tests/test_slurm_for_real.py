@@ -148,7 +148,9 @@ def test_nothing_happens(submit, curve):
 
 
 def urgent(slurm: Slurm, seconds: int = 5) -> str:
-    return slurm.submit("--partition=urgent", "--nodes=2", "--exclusive", f"--wrap=sleep {seconds}", "--output=/dev/null")
+    return slurm.submit(
+        "--partition=urgent", "--nodes=2", "--exclusive", f"--wrap=sleep {seconds}", "--output=/dev/null"
+    )
 
 
 def test_pre_empted(slurm, submit, curve):
