@@ -52,6 +52,7 @@ sys.exit(max(task.returncode if task.returncode >= 0 else 128 - task.returncode 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
     "show hostnames") [[ $3 == "$SLURM_JOB_NODELIST" ]] && printf '%s\\n' $STUB_HOSTS ;;
+    "show job") echo "   JobState=RUNNING PreemptTime=${STUB_PREEMPTED:-None}" ;;
     *) echo "$@" >> "$STUB_FOLDER/scontrol" ;;
 esac
 """
@@ -210,10 +211,8 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
 def test_a_dry_run_needs_no_slurm(cluster):
     none = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_GPUS_ON_NODE", "SLURM_JOB_END_TIME")
     done = submit(cluster, "examples/pretrain_7b.sh", without=none, DRY_RUN="1", NNODES="2", PATH="/usr/bin:/bin")
-    assert done.returncode == 0 and [line for line in done.stdout.splitlines() if line.startswith("node ")] == [
-        "node 0:",
-        "node 1:",
-    ]
+    nodes = [line for line in done.stdout.splitlines() if line.startswith("node ")]
+    assert done.returncode == 0 and nodes == ["node 0:", "node 1:"]
 
 
 MISTAKES = [
@@ -269,12 +268,8 @@ def test_a_mistake_is_one_line_before_srun(cluster, changes, without, arguments,
 def test_a_launcher_that_launches_nothing(cluster):
     (cluster[0] / "empty.sh").write_text("source examples/launch.sh\n")
     done = submit(cluster, cluster[0] / "empty.sh")
-    assert (
-        done.returncode == 2
-        and done.stderr.count("\n") == 1
-        and "empty.sh" in done.stderr
-        and "has to call launch" in done.stderr
-    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "empty.sh" in done.stderr and "has to call launch" in done.stderr
 
 
 def test_an_output_that_cannot_be_written(cluster):
@@ -320,14 +315,7 @@ DURATION = "iteration 7 of 9, by --exit-duration-in-mins 70"
 ENDS = [  # (state, line, exit code of the trainer; the job's, what it says, whether it is queued again with REQUEUE=1)
     ("finished", "iteration 9 of 9", 0, 0, "nothing is left to train (iteration 9 of 9)", False),
     ("stopped", DURATION, 0, 0, f"stopped for its time limit ({DURATION})", True),
-    (
-        "stopped",
-        "iteration 7 of 9, by SIGTERM",
-        0,
-        0,
-        "stopped (iteration 7 of 9, by SIGTERM); the same command",
-        False,
-    ),
+    ("stopped", "iteration 7 of 9, by SIGTERM", 0, 0, "stopped (iteration 7 of 9, by SIGTERM); the same", False),
     ("refused", 'CONFIG="x": expected y', 2, 2, 'refused: CONFIG=\\"x\\": expected y', False),
     ("failed", "RuntimeError: z", 1, 1, "failed: RuntimeError: z", False),
     ("running", "started as process 1", 0, 1, "does not say how", False),
@@ -351,6 +339,17 @@ def test_what_the_run_says_decides(cluster, requeue, state, line, code, expected
     assert (cluster[0] / "scontrol").exists() == (again and requeue == "1")
     if again and requeue == "1":
         assert (cluster[0] / "scontrol").read_text() == "requeue 123456\n"
+
+
+@pytest.mark.parametrize("pre_empted", ["None", "2026-03-01T12:00:00"])
+@pytest.mark.parametrize("state", ["stopped", "finished", "refused"])
+def test_told_to_stop(cluster, state, pre_empted):
+    """Its trainer then ends with 1. Without a pre-emption it was scancel --signal=TERM."""
+    write_status(cluster[0], state, "iteration 7 of 9, by SIGTERM")
+    action = f'ended "$(cat {cluster[0]}/run_status.json)"; trap "exit 1" TERM; kill -TERM $PPID; sleep 3; exit 9'
+    done = submit(cluster, probe(cluster, action), STUB_PREEMPTED=pre_empted)
+    again = state == "stopped" and pre_empted != "None"
+    assert (done.returncode == 0) == (state == "stopped") and (cluster[0] / "scontrol").exists() == again, done.stderr
 
 
 def test_without_a_time_limit_it_says_what_is_not_saved(cluster):

@@ -1,5 +1,5 @@
-"""slurm/pretrain.sbatch on a real SLURM of two nodes, started here: whatever happens to a job, its loss curve is the one
-of a job that nothing happened to, bit for bit, without a gap and without a repeated step."""
+"""slurm/pretrain.sbatch on a real SLURM of two nodes, started here: whatever happens to a job, its loss curve is the
+one of a job that nothing happened to, bit for bit, without a gap and without a repeated step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from s2_megatron.megatron.loss_log import LossLog
 append = LossLog.append
 def paced(self, record):
-    time.sleep(float(os.environ["PACE"]))
+    time.sleep(45 if os.path.exists(os.environ["SLOW"]) else float(os.environ["PACE"]))
     append(self, record)
 LossLog.append = paced
 runpy.run_path({str(ROOT / "pretrain_gpt_s2.py")!r}, run_name="__main__")
@@ -103,6 +103,7 @@ def submit(slurm, tmp_path):
             "OUTPUT": str(tmp_path / "run"),
             "PACED_ROOT": str(paced),
             "PACE": "0.15",
+            "SLOW": str(tmp_path / "slow"),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "SAVE_MINUTES": "1",
@@ -162,10 +163,14 @@ def test_pre_empted(slurm, submit, curve):
 
 
 def test_pre_empted_with_notice(slurm, submit, curve):
+    """Longer than the 30 seconds that torchrun gives its processes by itself."""
     job = submit("--partition=graceful")
     job.wait_for_step(20)
+    (job.folder / "slow").touch()
     other = urgent(slurm)
-    slurm.wait_for_job(other, "COMPLETED", seconds=180)
+    slurm.wait_for_job(other, "RUNNING", "COMPLETED", seconds=180)
+    (job.folder / "slow").unlink()
+    slurm.wait_for_job(other, "COMPLETED", seconds=60)
     check(job, curve, restarts=1)
     assert job.steps == list(range(1, ITERATIONS + 1)), "it saved when it was told, so no step was done twice"
 

@@ -8,7 +8,7 @@ process of every job there are gone at once. For that it wants root. Debian's pa
 munge. Nothing is written outside the folder, and the machine's own SLURM, if there is one, is not touched.
 
 Partitions: `normal` (the default); `urgent`, whose jobs pre-empt those of the others; `graceful`, whose jobs get
-SIGTERM GRACE_SECONDS before they are pre-empted. A pre-empted job is queued again. There is no accounting, hence no QOS.
+SIGTERM GRACE_SECONDS before they are pre-empted. A pre-empted job is queued again. There is no accounting, so no QOS.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-GRACE_SECONDS = 60
+GRACE_SECONDS = 120
 REQUEUE_SECONDS = 10  # how long a job that is queued again waits at least; SLURM's default is 120
 DOWN_SECONDS = 15  # how long a node is silent before it is taken for dead; SLURM's default is 300
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "setpriv")
 NAMESPACES = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
 # A shell stays the first process of the namespace: it reaps what the daemon leaves behind.
 INSIDE = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && "$@"; exit $?'
+MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 
 CONFIGURATION = """\
 ClusterName=one-machine
@@ -121,8 +122,7 @@ class Slurm:
             self._start(
                 "munged",
                 "controller",
-                ["munged", "--foreground", "--force", f"--key-file={munge}/key", f"--socket={munge}/socket"]
-                + [f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed"],
+                ["munged", "--foreground", "--force", *(f"--{name}={munge / file}" for name, file in MUNGE.items())],
             )
             wait_until((munge / "socket").exists, 30, "munged's socket")
             self.start_controller()
