@@ -21,6 +21,7 @@ REFUSAL = refusal()
 pytestmark = [pytest.mark.long, pytest.mark.skipif(REFUSAL is not None, reason=f"no SLURM here: {REFUSAL}")]
 
 ITERATIONS, SAVE_INTERVAL = 120, 50
+EVERY_STEP = list(range(1, ITERATIONS + 1))
 STARTED = 240  # seconds that a job may take from its start to its first step, on two busy cores
 ENDED = 600  # ... and an attempt to its end
 
@@ -144,7 +145,7 @@ def test_nothing_happens(submit, curve):
     ended = job.wait("COMPLETED", "FAILED")
     assert ended["JobState"] == "COMPLETED" and ended["Restarts"] == "0", job.report()
     assert "nothing is left to train" in job.printed
-    assert job.steps == list(range(1, ITERATIONS + 1))
+    assert job.steps == EVERY_STEP
     curve |= job.losses
 
 
@@ -160,6 +161,7 @@ def test_pre_empted(slurm, submit, curve):
     other = urgent(slurm)
     slurm.wait_for_job(other, "COMPLETED", seconds=120)
     check(job, curve, restarts=1)
+    assert job.steps == EVERY_STEP, "it saved on SIGTERM"
 
 
 def test_pre_empted_with_notice(slurm, submit, curve):
@@ -172,7 +174,7 @@ def test_pre_empted_with_notice(slurm, submit, curve):
     (job.folder / "slow").unlink()
     slurm.wait_for_job(other, "COMPLETED", seconds=60)
     check(job, curve, restarts=1)
-    assert job.steps == list(range(1, ITERATIONS + 1)), "it saved when it was told, so no step was done twice"
+    assert job.steps == EVERY_STEP, "it saved when it was told, so no step was done twice"
 
 
 def test_requeued_by_hand(slurm, submit, curve):
@@ -180,6 +182,7 @@ def test_requeued_by_hand(slurm, submit, curve):
     job.wait_for_step(SAVE_INTERVAL + 10)
     slurm.run("scontrol", "requeue", job.number)
     check(job, curve, restarts=1)
+    assert job.steps == EVERY_STEP
 
 
 def test_time_limit(submit, curve):
@@ -187,7 +190,7 @@ def test_time_limit(submit, curve):
     ended = job.wait("COMPLETED", "FAILED", "TIMEOUT", seconds=900)
     assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, job.report()
     assert "stopped for its time limit and is queued again" in job.printed
-    assert job.losses == curve and job.steps == list(range(1, ITERATIONS + 1))
+    assert job.losses == curve and job.steps == EVERY_STEP
 
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
@@ -209,12 +212,14 @@ def test_the_controller_dies(slurm, submit, curve):
     check(job, curve, restarts=0)
 
 
-def test_cancelled(slurm, submit):
-    """scancel: it saves, and is not queued again."""
+@pytest.mark.parametrize("options, state", [((), "CANCELLED"), (("--signal=TERM",), "COMPLETED")], ids=["", "TERM"])
+def test_cancelled(slurm, submit, options, state):
+    """It saves, and is not queued again."""
     job = submit(REQUEUE="1")
     job.wait_for_step(20)
-    slurm.run("scancel", job.number)
-    ended = job.wait("CANCELLED")
+    slurm.run("scancel", *options, job.number)
+    ended = job.wait("CANCELLED", "COMPLETED", "FAILED")
+    assert ended["JobState"] == state, job.report()
     slurm.wait_for_nodes("idle", slurm.nodes, seconds=120)
     saved = int((job.folder / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
     assert saved == max(job.steps) and ended["Restarts"] == "0", job.report()
