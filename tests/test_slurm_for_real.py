@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.quickstart.launch import MODEL, model_flags
 from s2_megatron.megatron.loss_log import read_loss_log, read_records
@@ -137,7 +138,9 @@ def check(job: Job, curve: dict[int, float], restarts: int) -> None:
     ended = job.wait("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
     assert ended["JobState"] == "COMPLETED" and ended["ExitCode"] == "0:0", job.report()
     assert int(ended["Restarts"]) == restarts, job.report()
-    assert job.losses == curve
+    assert job.losses == curve and list(job.losses) == EVERY_STEP
+    shown = EventAccumulator(str(job.folder / "run/tensorboard")).Reload().Scalars("lm loss")
+    assert [event.step for event in shown] == EVERY_STEP
 
 
 def test_nothing_happens(submit, curve):
@@ -186,10 +189,10 @@ def test_requeued_by_hand(slurm, submit, curve):
 
 
 def test_time_limit(submit, curve):
-    job = submit("--time=3", REQUEUE="1", PACE="0.5")
+    job = submit("--time=5", SAVE_MINUTES="3", REQUEUE="1", PACE="1")  # it stops after two minutes at most
     ended = job.wait("COMPLETED", "FAILED", "TIMEOUT", seconds=900)
-    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, job.report()
-    assert "stopped for its time limit and is queued again" in job.printed
+    assert ended["JobState"] == "COMPLETED" and int(ended["Restarts"]) >= 1, f"{ended}\n{job.report()}"
+    assert "stopped for its time limit (iteration " in job.printed and "and is queued again" in job.printed
     assert job.losses == curve and job.steps == EVERY_STEP
 
 
