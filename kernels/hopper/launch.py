@@ -3,7 +3,7 @@ heads, rows, D], and an AttentionCall."""
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -135,9 +135,19 @@ class Geometry:
         """Launches of the kernels with a program per query tile."""
         return self._launches("query", tile, self._query_tiles)
 
-    def key_tiles(self):
+    @cached_property
+    def key_tiles(self) -> Launches:
         """Launches of the kernel with a program per key tile."""
         return self._launches("key", self.tiles.backward, self._key_tiles)
+
+    def columns_in_parts(self) -> int:
+        arguments = self.key_tiles.arguments
+        return arguments["units"] * arguments.get("n_split", 0)
+
+    def key_counters(self) -> int:
+        """How many counters the kernel with a program per key tile has: of the tiles that are taken, and flags of the
+        halves of columns in parts."""
+        return 1 + 2 * self.columns_in_parts()
 
     def delta_tiles(self):
         """Launches of the portable kernel that makes the row sums."""
@@ -301,8 +311,9 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     grad_out = _loadable_gradient(grad_out)
     delta = geometry.launched.empty(*lse.shape)
     sums = geometry.launched.empty(*query.shape) if one_pass else None
-    _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, sums)
-    _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums)
+    counters = geometry.launched.empty(geometry.key_counters(), dtype=torch.int32)
+    _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, sums, counters)
+    _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters, sums)
     if one_pass:
         geometry.start(geometry.scale_tiles(), s2_scale_kernel, [], [sums, grad_query], dict(o=grad_query), scale=geometry.scale)
     else:
@@ -312,7 +323,9 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
 
 def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call, returned=None):
     """Writes dK and dV, with what `returned` adds to them."""
-    _launch_dkdv(Geometry(query, key, value, call), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, returned=returned)
+    geometry = Geometry(query, key, value, call)
+    counters = geometry.launched.zero_counters(geometry.key_counters())
+    _launch_dkdv(geometry, _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, counters, returned=returned)
 
 
 def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initial=None, kv_heads=None, more=None):
@@ -327,26 +340,24 @@ def _loadable_gradient(grad_out):
     return grad_out.contiguous()
 
 
-def _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, clear):
-    """As portable.launch_delta, without Triton's look at the arguments."""
+def _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, clear, counters):
+    """As portable.launch_delta, without Triton's look at the arguments; also zeros into `counters`."""
     log_grad = lse if grad_lse is None else grad_lse
     geometry.start(
-        geometry.delta_tiles(), s2_delta_kernel, [], [out, grad_out, log_grad, lse, delta, delta if clear is None else clear],
-        dict(o=out, g=grad_out, l=log_grad), stride_od=out.stride(3), stride_gd=grad_out.stride(3),
-        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
+        geometry.delta_tiles(), s2_delta_kernel, [], [out, grad_out, log_grad, lse, delta, delta if clear is None else clear, counters],
+        dict(o=out, g=grad_out, l=log_grad), n_counters=len(counters), stride_od=out.stride(3), stride_gd=grad_out.stride(3),
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, COUNTERS=True)
 
 
-def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums=None, returned=None):
-    """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
-    launches = geometry.key_tiles()
+def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters, sums=None, returned=None):
+    """counters: zeros, geometry.key_counters() of them. sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
+    launches = geometry.key_tiles
     boxes = [Box(tensor, geometry.block_dim) for tensor in (geometry.query, geometry.key, geometry.value, grad_out)]
     joined = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
     by_rows = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = boxes[1:3] if by_rows else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
-    columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
-    # Of the key tiles that are taken; flags of columns in parts.
-    counter = geometry.launched.zero_counters(1 + 2 * columns)
-    pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
+    columns = geometry.columns_in_parts()
+    pointers = [lse, delta, grad_key, grad_value, counters, *((lse, counters, counters) if returned is None else returned)]
     strided = dict(dk=grad_key, dv=grad_value)
     more = dict(scale=geometry.scale, BY_ROWS=by_rows, RETURNED=returned is not None, GRAD_STEP=0 if all(joined) else 1)
     if geometry.single:

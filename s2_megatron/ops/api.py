@@ -24,6 +24,7 @@ from s2_megatron.patterns.ranges import Pattern
 from s2_megatron.printing import print_once
 
 BACKENDS = ("auto", "gluon", "triton", "reference")
+_resolved_on_cuda: set[str] = set()
 
 
 def s2_attention(
@@ -105,6 +106,8 @@ def resolve_backend(name: str, device_type: str) -> str:
     Raises ValueError for an unknown name, when Triton is not installed on a GPU machine, and for 'gluon' or 'triton' on
     a CPU (except 'triton' under Triton's interpreter, TRITON_INTERPRET=1).
     """
+    if device_type == "cuda" and isinstance(name, str) and name in _resolved_on_cuda:
+        return name
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend={shown(name)}; expected one of {', '.join(BACKENDS)}; use auto")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -119,6 +122,8 @@ def resolve_backend(name: str, device_type: str) -> str:
             raise ValueError(
                 f"backend={name} on device {device_type}: the kernels need a GPU; use backend=reference or auto"
             )
+    if device_type == "cuda":
+        _resolved_on_cuda.add(name)  # it is `chosen`; to look again takes as long as a launch
     print_once(f"S2 attention backend: {chosen} ({'set' if name != 'auto' else 'chosen'} for {device_type})")
     return chosen
 
