@@ -90,6 +90,10 @@ def current_stream() -> int:
     return driver.active.get_current_stream(driver.active.get_current_device())
 
 
+class _OtherLauncher(Exception):
+    """Triton's launcher is another than RawLaunch knows."""
+
+
 class RawLaunch:
     """A launch of a compiled kernel as Triton's launcher in C takes it, to be made again with other addresses.
 
@@ -101,7 +105,7 @@ class RawLaunch:
     def __init__(self, compiled, grid, boxes, pointers, rest):
         launcher = copy.copy(compiled.run)
         if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
-            raise ValueError("memory of its own for each launch")
+            raise _OtherLauncher  # each launch has memory of its own
         described = [box for box in boxes if box is not None]
         metadata = getattr(compiled.metadata, "tensordesc_meta", None) or []
         # Behind a function that makes tensor maps, where there is any to make.
@@ -123,10 +127,13 @@ class RawLaunch:
             place += 1 if box is None else 1 + len(box.shape) + len(box.strides)
         self.pointers = slice(place, place + len(pointers))
         if len(values) != place + len(pointers) + len(rest) or any(a is not b for a, b in zip(values[self.pointers], pointers)):
-            raise ValueError("arguments in another order")
+            raise _OtherLauncher  # arguments in another order
         self._alive = [value for value in rest if hasattr(value, "data_ptr")]  # `values` has their addresses alone
         self.values = [value.data_ptr() if hasattr(value, "data_ptr") else value for value in values]
-        self._described = {number: (box, more) for (_, number), box, more in zip(self.maps, described, metadata, strict=True)}
+        self._described = {}
+        for (_, number), box, more in zip(self.maps, described, metadata, strict=True):
+            self._described[number] = copy.copy(box), more
+            self._described[number][0].base = None  # the first call's tensor, which must not live on
         # A third argument from 3.8 on, of no use for a box of this kind.
         self._more = (None,) * (len(inspect.signature(nvidia.make_tensordesc_arg).parameters) - 2)
 
@@ -156,5 +163,5 @@ def raw_launch(compiled, grid, boxes, pointers, rest) -> RawLaunch | None:
     then every launch goes through Triton's Python."""
     try:
         return RawLaunch(compiled, grid, boxes, pointers, rest)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (_OtherLauncher, AttributeError, KeyError, TypeError, ValueError):
         return None

@@ -11,9 +11,11 @@ as its last line: how many launches were compared, and what else the test asks f
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -113,11 +115,15 @@ def compare_launches(cuda: Cuda) -> list[int]:
 
 
 def attend(layout, dim, rows=200, **options):
-    """Forward and backward with new tensors."""
+    """Forward and backward with new tensors. Returns whether their memory outlives the call."""
     fused = torch.randn(rows, 1, 8, dim).to(torch.bfloat16)
     inputs = [part.requires_grad_() for part in fused.split([4, 2, 2], 2)]
     out, lse = api.s2_attention(*inputs, layout, return_lse=True, **options)
     torch.autograd.grad((out, lse), inputs, (torch.randn_like(out), torch.randn_like(lse)))
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in (fused, out, lse)]
+    del fused, inputs, out, lse
+    gc.collect()
+    return any(storage() is not None for storage in alive)
 
 
 def main() -> None:
@@ -126,8 +132,8 @@ def main() -> None:
     api.resolve_backend = lambda name, device_type: "gluon"
     cuda, layout = Cuda(), build_layout(PATTERN)
     compared = compare_launches(cuda)
-    attend(layout, 64)  # one pass: row sums, dK, dV and dQ, and dQ rounded
-    attend(layout, 128)
+    assert not attend(layout, 64), "what is remembered of a call holds its tensors"
+    assert not attend(layout, 128)  # dQ in a kernel of its own
     assert len(compared) == 8 and min(compared) > 60, compared
 
     maps, seen = cuda.maps, []

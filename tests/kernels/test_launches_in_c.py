@@ -42,5 +42,5 @@ def test_launches_without_triton_give_the_driver_the_same(release, fake_cuda):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["compared"] == 8
-    assert found["new_maps"] == 4 and found["more_maps"] == 0  # a map is made once for an address
+    assert found["new_maps"] <= 4 and found["more_maps"] == 0  # a map is made once for an address
     assert found["hooks"] == ["s2_hopper_forward_kernel"] * 2  # before and after
