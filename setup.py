@@ -74,6 +74,8 @@ setup(
             "einops",  # Megatron-FSDP imports it
         ],
         "te": ["transformer-engine[pytorch]"],
+        # --non-persistent-ckpt-type local, and --async-strategy nvrx; its wheels are for glibc 2.39 or newer
+        "resiliency": ["nvidia-resiliency-ext>=0.6"],
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
         "wandb": ["wandb"],
         "hf": ["transformers>=5"],

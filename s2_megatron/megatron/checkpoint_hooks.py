@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -122,18 +123,14 @@ class CheckpointHooks:
 
     # Loading
 
-    def after_load(self, state: dict, name, kind) -> None:
-        """Megatron has read a checkpoint's common part, or all of it. name, kind: the folder and the format.
+    def after_load(self, name, kind) -> None:
+        """Megatron has read the common part of a checkpoint. name, kind: its folder and format.
 
-        Raises ValueError for files that have changed since they were saved, and as `compare_sparsity` does.
+        Raises CheckpointError for files that have changed since they were saved.
         """
         import torch
 
-        if not torch.distributed.is_initialized():
-            return
-        if kind.name == "LOCAL":
-            self._compare_local(state)
-        elif kind.name == "GLOBAL":
+        if torch.distributed.is_initialized() and kind.name == "GLOBAL":
             self._verify(Path(name))
 
     def _verify(self, folder: Path) -> None:
@@ -159,8 +156,24 @@ class CheckpointHooks:
         count = len(files_of_rank(folder, 0, 1))
         print_once(f"S2: {len(checksums)} of the {count} files of {folder} verified by their checksums")
 
-    def _compare_local(self, state: dict) -> None:
-        """The sparsity in a local checkpoint is not known before all ranks have loaded it."""
+    @contextlib.contextmanager
+    def one_line_for_a_local_copy(self, iteration: int):
+        """Around the loading of local checkpoints: raises CheckpointError for one that cannot be read."""
+        try:
+            yield
+        except Exception as error:
+            folder, rank = Path(self.args.non_persistent_local_ckpt_dir), _rank_and_world_size()[0]
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            files = f"{shlex.quote(str(folder))}/*/iter_{iteration:07d}_*"
+            raise CheckpointError(
+                f"--non-persistent-local-ckpt-dir={folder}: its checkpoint of iteration {iteration} cannot be read on "
+                f"rank {rank} ({reason}); expected what Megatron saved; do on every node: rm {files} (training goes on "
+                f"from the checkpoints in {self.args.load})"
+            ) from error
+
+    def local_loaded(self, state: dict) -> None:
+        """The sparsity in a local checkpoint is not known before all ranks have loaded it. Raises ValueError as
+        `compare_sparsity`."""
         folder = self.args.non_persistent_local_ckpt_dir
         self.loaded = f"the local checkpoint in {folder}"
         if state.get("args") is not None:
@@ -172,6 +185,8 @@ class CheckpointHooks:
         """Called when the model is built and what is to be loaded has been: the first step comes next."""
         from megatron.training.global_vars import get_tensorboard_writer
 
+        if self.args.non_persistent_ckpt_type == "local":
+            remove_unfinished(Path(self.args.non_persistent_local_ckpt_dir) / str(_rank_and_world_size()[0]))
         iteration = self.args.iteration
         writer = get_tensorboard_writer()
         if writer is not None:
@@ -183,6 +198,13 @@ class CheckpointHooks:
                 f"and are trained again (the loss log ends at {last})",
                 flush=True,
             )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed rank had not written to its end: the next save of that iteration would meet it, and end
+    the run. folder: of one rank's local checkpoints."""
+    for path in folder.glob("iter_*_local.dirty.pt"):
+        path.unlink(missing_ok=True)
 
 
 def purge_later_steps(writer, iteration: int) -> None:

@@ -287,7 +287,7 @@ def install_checkpoint_hooks(args: Namespace, sparsity: ResolvedSparsity | None)
 
     save, schedule = training.save_checkpoint, checkpointing.schedule_async_save
     finalize, load_base = training.maybe_finalize_async_save, checkpointing._load_base_checkpoint
-    setup = training.setup_model_and_optimizer
+    load_local, setup = checkpointing._load_non_persistent_base_checkpoint, training.setup_model_and_optimizer
 
     @functools.wraps(save)
     def hooked_save(iteration, *args, non_persistent_ckpt=False, **kwargs):
@@ -313,8 +313,17 @@ def install_checkpoint_hooks(args: Namespace, sparsity: ResolvedSparsity | None)
     def hooked_load_base(*args, **kwargs):
         state, name, release, kind = load_base(*args, **kwargs)
         if state is not None:
-            _hooks.after_load(state, name, kind)
+            _hooks.after_load(name, kind)
         return state, name, release, kind
+
+    @functools.wraps(load_local)
+    def hooked_load_local(folder, args, rank0, sharded_state_dict, iteration, *rest, **kwargs):
+        if args.non_persistent_ckpt_type != "local":
+            return load_local(folder, args, rank0, sharded_state_dict, iteration, *rest, **kwargs)
+        with _hooks.one_line_for_a_local_copy(iteration):
+            loaded = load_local(folder, args, rank0, sharded_state_dict, iteration, *rest, **kwargs)
+        _hooks.local_loaded(loaded[0])
+        return loaded
 
     @functools.wraps(setup)
     def hooked_setup(*args, **kwargs):
@@ -324,5 +333,6 @@ def install_checkpoint_hooks(args: Namespace, sparsity: ResolvedSparsity | None)
 
     training.save_checkpoint, checkpointing.schedule_async_save = hooked_save, hooked_schedule
     training.maybe_finalize_async_save, checkpointing._load_base_checkpoint = hooked_finalize, hooked_load_base
+    checkpointing._load_non_persistent_base_checkpoint = hooked_load_local
     training.setup_model_and_optimizer = hooked_setup
     return _hooks

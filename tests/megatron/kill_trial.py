@@ -135,7 +135,7 @@ class Trial:
             MARK: mark,
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         output = self.folder / f"attempt_{len(self.outputs)}.log"
         self.outputs.append(output)

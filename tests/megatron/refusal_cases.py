@@ -136,9 +136,12 @@ CASES = {
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
-    "non_persistent_ckpt_type": (
-        dict(flags={"--non-persistent-ckpt-type": "local"}),
-        "--non-persistent-ckpt-type global",
+    "async_strategy": (
+        dict(
+            flags={**SAVED, "--async-save": None, "--use-persistent-ckpt-worker": None, "--ckpt-format": "torch_dist"},
+            missing="nvidia_resiliency_ext",
+        ),
+        "use --async-strategy mcore, or pip install 'nvidia-resiliency-ext>=0.6'",
     ),
     "ckpt_format": (
         dict(

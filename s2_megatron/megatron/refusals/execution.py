@@ -3,6 +3,7 @@ honour. Files and lines are those of megatron-core 0.19.2."""
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 
 from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
@@ -42,6 +43,11 @@ def _resumes_optimizer(args: Namespace) -> bool:
     saves = args.save is not None and not args.no_save_optim
     loads = args.load is not None and not args.no_load_optim and not args.finetune
     return saves or loads
+
+
+def _async_strategy_is_missing(args: Namespace) -> bool:
+    wanted = args.async_save and args.async_strategy == "nvrx"
+    return wanted and importlib.util.find_spec("nvidia_resiliency_ext") is None
 
 
 def _fsdp2_cannot_resume(args: Namespace) -> bool:
@@ -138,13 +144,6 @@ REFUSALS = (
         "remove --perform-rl-step",
     ),
     Refusal(
-        "non_persistent_ckpt_type",
-        lambda args: args.non_persistent_ckpt_type == "local",
-        "--non-persistent-ckpt-type local: the sparsity stored in a local checkpoint cannot be compared before the "
-        "model is built",
-        "use --non-persistent-ckpt-type global",
-    ),
-    Refusal(
         "ckpt_format",
         lambda args: args.ckpt_format == "torch_dcp" and bool(args.save or args.load),
         "--ckpt-format torch_dcp: Megatron cannot load such a checkpoint: it asks its optimizer for "
@@ -158,6 +157,12 @@ REFUSALS = (
         "--use-torch-fsdp2 with an optimizer that is saved or loaded: Megatron loads such checkpoints without giving "
         "the optimizer its step count (training/checkpointing.py:2569), so Adam would start again at step 1",
         "add --no-save-optim and --no-load-optim, or use --use-megatron-fsdp or --use-distributed-optimizer",
+    ),
+    Refusal(
+        "async_strategy",
+        _async_strategy_is_missing,
+        "--async-save with --async-strategy nvrx, Megatron's default: nvidia-resiliency-ext is not installed",
+        "use --async-strategy mcore, or pip install 'nvidia-resiliency-ext>=0.6'",
     ),
     Refusal(
         "use_distributed_optimizer",
