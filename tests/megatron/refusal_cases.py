@@ -110,7 +110,7 @@ CASES = {
     ),
     "cuda_graph_local_layers": (
         dict(flags={"--cuda-graph-impl": "local"}),
-        "gradients than the same run without graphs; with Transformer Engine's layers they did not; use "
+        "gradients than the same run without graphs; use "
         "--transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
     "cuda_graph_experts": (

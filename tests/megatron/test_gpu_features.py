@@ -46,12 +46,12 @@ LOCAL = (
     "--no-bias-swiglu-fusion --no-masked-softmax-fusion --s2-dense-core s2"
 )
 SPECS = {"engine": ENGINE, "local": LOCAL}
-LAYERS, MICROBATCHES, ITERATIONS = 4, 4, 8
+LAYERS, MICROBATCHES, ITERATIONS = 4, 4, 6
 TRAIN = f"--bf16 --s2-backend auto --train-iters {ITERATIONS}"
 # Sums in another order, in bf16: as in test_gpu.py.
 CLOSE = dict(losses=5e-4, norms=1e-2)
-# Gradients added in bf16 instead of fp32, or a router that turns on the last bit.
-NEAR = dict(losses=5e-3, norms=5e-2)
+# Gradients added in bf16 instead of fp32, or experts, whose choice turns on the last bit.
+NEAR = dict(losses=1e-2, norms=5e-2)
 
 CP2, CP2_A2A = "--context-parallel-size 2", "--context-parallel-size 2 --s2-cp-comm-type a2a"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -63,7 +63,7 @@ PARTS = "--cuda-graph-modules attn moe_router"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
 WHOLE = "--cuda-graph-impl full_iteration"
 UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
-PERIODIC = "--eval-iters 2 --eval-interval 4 --s2-position-loss 4"
+PERIODIC = "--eval-iters 2 --eval-interval 2 --s2-position-loss 4"
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +199,9 @@ def test_megatron_fsdp_resumes(gpu_lab, has_engine, count_gpus):
     folder = gpu_lab.folder / "megatron_fsdp"
     options = dict(processes=2, model=MODEL, spec=ENGINE, environment=MANY_CONNECTIONS)
     flags = f"{TRAIN} {MEGATRON_FSDP}"
-    whole = watched(gpu_lab, "megatron_fsdp_saved", flags, f"--save {folder} --save-interval 4", **options)
-    rest = watched(gpu_lab, "megatron_fsdp_resumed", flags, f"--load {folder} --ckpt-step 4", **options)
-    assert sorted(rest.run.losses) == [5, 6, 7, 8]
+    whole = watched(gpu_lab, "megatron_fsdp_saved", flags, f"--save {folder} --save-interval 3", **options)
+    rest = watched(gpu_lab, "megatron_fsdp_resumed", flags, f"--load {folder} --ckpt-step 3", **options)
+    assert sorted(rest.run.losses) == [4, 5, 6]
     for step, loss in rest.run.losses.items():
         assert abs(loss - whole.run.losses[step]) <= NEAR["losses"]
 

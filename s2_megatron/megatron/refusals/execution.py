@@ -71,15 +71,12 @@ REFUSALS = (
         "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),
-    # The likely cause, from reading Megatron 0.19.2: its graphs keep a layer's input until the backward only where a
-    # Python autograd function saves it, as in Transformer Engine's layers; PyTorch's norms, which the local layers
-    # have, save it in C++.
     Refusal(
         "cuda_graph_local_layers",
         lambda args: _graphs_with_attention(args) and args.transformer_impl == "local",
-        "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: in a test, graphs of Megatron's local "
-        "layers computed other gradients than the same run without graphs; with Transformer Engine's layers they did "
-        "not",
+        "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: Megatron keeps a layer's input until "
+        "the backward only where Python saves it (core/transformer/cuda_graphs.py:502), and the norms of its local "
+        "layers save it in C++; such graphs computed other gradients than the same run without graphs",
         "use --transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
     Refusal(
