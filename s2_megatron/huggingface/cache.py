@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.huggingface.attention import attend, rows_by_start
 from s2_megatron.huggingface.configuration import resolved_sparsity
-from s2_megatron.huggingface.decoding import DecodeMask, decode_attention, decode_mask, part_count
+from s2_megatron.huggingface.decoding import decode_attention, decode_mask
 from s2_megatron.huggingface.slots import Slots, kept_slots
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
@@ -140,7 +140,7 @@ class S2CacheLayer(CacheLayerMixin):
         return tensor if len(self.groups) == 1 else tensor.index_select(1, slots.head_index(tensor.device))
 
     def decode(self, query, key, value, steps, scale: float) -> torch.Tensor:
-        """Attention of one token a row to what is kept, itself included. steps: for each group (places, DecodeMask).
+        """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask).
         [B, H, 1, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key)
@@ -150,19 +150,20 @@ class S2CacheLayer(CacheLayerMixin):
             )
         batch, heads, _, dim = query.shape
         kv_heads = key.shape[1]
-        query = query.view(batch, kv_heads, heads // kv_heads, dim)  # the heads of a group as rows of one matrix
+        query = query.view(batch, kv_heads, heads // kv_heads, dim)
         parts = []
         for index, (slots, (place, mask)) in enumerate(zip(self.groups, steps)):
             for store, new in ((self.keys, key), (self.values, value)):
                 new = self._heads(new, slots)
                 places = place[..., None].expand(batch, new.shape[1], -1, dim)
                 store[index].scatter_(2, places, new.expand(-1, -1, places.shape[2], -1))
-            parts.append(decode_attention(self._heads(query, slots), self.keys[index], self.values[index], mask, scale))
+            here = self._heads(query, slots).flatten(1, 2)[:, :, None]
+            parts.append(decode_attention(here, self.keys[index], self.values[index], mask, scale))
         if len(parts) == 1:
-            return parts[0].reshape(batch, heads, 1, dim)
+            return parts[0]
         out = torch.empty_like(query)
         for slots, part in zip(self.groups, parts):
-            out.index_copy_(1, slots.head_index(query.device), part)
+            out.index_copy_(1, slots.head_index(query.device), part.view(batch, -1, heads // kv_heads, dim))
         return out.reshape(batch, heads, 1, dim)
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -257,7 +258,7 @@ class S2Cache(Cache):
         assert layer.seen + length == self.seen, f"layer {layer_idx} saw {layer.seen} tokens, the cache {self.seen}"
         one_each = length == 1 and (self.starts is None or int(self.starts.max()) < self.seen)
         if one_each:
-            out = layer.decode(query, key, value, self._step(layer, query), scale)
+            out = layer.decode(query, key, value, self._step(layer, query, key.shape[1]), scale)
         else:
             out = layer.extend(query, key, value, self.starts, scale)
         layer.seen = self.seen
@@ -327,7 +328,7 @@ class S2Cache(Cache):
         self._slots[id(pattern)] = list(larger)
         return list(places)
 
-    def _step(self, layer: S2CacheLayer, query) -> list[tuple[torch.Tensor, DecodeMask]]:
+    def _step(self, layer: S2CacheLayer, query, kv_heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each group of a layer's heads, where the newest tokens go and what they attend; once a forward for equal
         layers."""
         key = (id(layer.kept_pattern), query.device)
@@ -335,9 +336,8 @@ class S2Cache(Cache):
             position = self.position.to(query.device)
             steps = []
             for slots in layer.groups:
-                heads = len(slots.kv_heads)
-                parts = part_count(query.shape[0] * heads, slots.n_slots, slots.block_size, query.device)
-                mask = decode_mask(slots.token_mask(position), heads, parts, query.dtype)
+                group = query.shape[1] // kv_heads
+                mask = decode_mask(slots.token_mask(position), len(slots.kv_heads), group, query.dtype)
                 steps.append((slots.write_tokens(position), mask))
             self._steps[key] = steps
         return self._steps[key]

@@ -107,26 +107,6 @@ def test_beams_move_with_their_rows(name):
         assert (out[row : row + 1] - expected[:, :, 102 - start :]).abs().max() < FP64
 
 
-@pytest.mark.parametrize("name", ["s2", "query_slide", "dense_heads", "mask_heads", "mixed"])
-def test_parts_of_the_keys_are_put_together(name, monkeypatch):
-    """As on a GPU with few rows: the most parts that the slots allow, some of them without an attended token."""
-    monkeypatch.setattr(
-        "s2_megatron.huggingface.cache.part_count",
-        lambda rows, n_slots, block, device: max(parts for parts in range(1, 9) if n_slots % parts == 0),
-    )
-    sparsity = sparsity_named(name)
-    starts = torch.tensor([0, 11])
-    parts = [part.float() for part in qkv(2, 350)]
-    cache = S2Cache(config_of(sparsity), max_length=512)
-    cache.layers = [cache.layers[1]]
-    out = fed(cache, 0, parts, [20] + [1] * 330, starts)
-    assert any(mask.parts > 1 for _, mask in next(iter(cache._steps.values())))
-    for row, start in enumerate(starts.tolist()):
-        rows = (part[row : row + 1, :, start:].double() for part in parts)
-        expected = attend(*rows, sparsity.layers[1].pattern, 0.3)
-        assert (out[row : row + 1, :, start:] - expected).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("name", ["phi3_small", "s2_7b_hybrid", "s2_70b_s2"])
 def test_shipped_configs_decode(name):
     """The real heads and blocks, past window and stride."""

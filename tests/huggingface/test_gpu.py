@@ -1,11 +1,12 @@
-"""S2Cache on a GPU: keys in parts, bf16, and a captured step that is replayed over the borders of blocks."""
+"""S2Cache on a GPU: long texts, bf16, and a captured step that is replayed over the borders of blocks."""
 
 import pytest
 import torch
 
+from benchmarks.timing import milliseconds
 from s2_megatron.huggingface import S2Cache
 from s2_megatron.huggingface.attention import attend
-from s2_megatron.huggingface.decoding import part_count
+from s2_megatron.huggingface.decoding import decode_attention, decode_mask
 from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -32,10 +33,16 @@ def test_decoding_equals_the_full_cache(name, dtype):
         assert error < (2e-3 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps), error  # fp32: TF32 in SDPA
 
 
-def test_few_rows_are_cut_into_parts():
-    """A long dense layer of one text has so few rows that its keys are cut."""
-    device = torch.device("cuda")
-    assert part_count(8, 2048, 64, device) >= 16 and part_count(10**6, 2048, 64, device) == 1
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_a_long_text_is_read_at_the_memorys_speed(kv_heads):
+    """The kernel that torch chooses cuts the keys of few heads into parts: without, it reads below 0.3 TB/s."""
+    query = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    keys, values = (torch.randn(1, kv_heads, 2**19, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mask = decode_mask(
+        torch.ones(1, 1, 1, 2**19, dtype=torch.bool, device="cuda"), kv_heads, 8 // kv_heads, query.dtype
+    )
+    took = milliseconds(lambda: decode_attention(query, keys, values, mask, 0.1), 10)
+    assert 2 * keys.nbytes / took / 1e9 > 0.8, f"{2 * keys.nbytes / took / 1e9:.2f} TB/s"
 
 
 @pytest.mark.parametrize("name", ["s2", "dense_heads", "mask_heads", "query_slide"])
