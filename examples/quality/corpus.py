@@ -25,7 +25,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -216,7 +216,14 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
             train_byte_pairs(sample_texts(documents, settings.training_megabytes), file, settings.vocabulary)
             step(f"BPE of {settings.vocabulary} tokens")
         tasks = [(document, None if file is None else str(file)) for document in documents]
-        hashes, tokens = _write_dataset(folder / "text", documents, pool.imap(_encode, tasks, chunksize=4))
+        hashes: dict[str, str] = {}
+
+        def encoded() -> Iterable[np.ndarray]:
+            for document, (digest, ids) in zip(documents, pool.imap(_encode, tasks, chunksize=4)):
+                hashes[document.name] = digest
+                yield ids
+
+        tokens = write_documents(folder / "text", encoded())
     step(f"{tokens:,} tokens, {size / tokens:.2f} bytes a token")
     vocabulary = settings.vocabulary if byte_pairs else Bytes.VOCABULARY
     (folder / "documents.json").write_text(json.dumps(hashes, indent=0) + "\n")
@@ -237,21 +244,27 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
     }
 
 
-def _write_dataset(prefix: Path, documents: Sequence[Document], encoded) -> tuple[dict[str, str], int]:
-    """({document: SHA-256}, number of tokens)."""
+def write_documents(
+    prefix: Path, documents: Iterable[np.ndarray], on_bytes: Callable[[bytes], None] | None = None
+) -> int:
+    """Write `<prefix>.bin` and `.idx`, an array of uint16 ids a document. on_bytes: is given each document's bytes.
+
+    Returns the number of tokens.
+    """
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's import remarks on every optional package that is not there
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    hashes, tokens = {}, 0
-    for document, (digest, ids) in zip(documents, encoded):
+    tokens = 0
+    for ids in documents:
         builder.add_document(ids, [len(ids)])
-        hashes[document.name] = digest
         tokens += len(ids)
+        if on_bytes is not None:
+            on_bytes(ids.tobytes())
     builder.finalize(f"{prefix}.idx")
-    return hashes, tokens
+    return tokens
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from examples.quality.corpus import Corpus
 from examples.quality.studies import Study, sparsity
+from examples.quality.tasks import ANSWERS
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP_SHARE = 0.05
@@ -126,7 +127,9 @@ def _training_flags(job: Job) -> list[str]:
 
 
 def _data_flags(job: Job, corpus: Corpus) -> list[str]:
+    answers = [] if job.study.tasks is None else [f"--s2-loss-from-token={ANSWERS[0]}"]
     return [
+        *answers,
         f"--data-path={corpus.data_prefix}",
         f"--data-cache-path={job.folder / 'cache'}",  # of this run alone: several start at once
         f"--split={corpus.split}",

@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.launch import ROOT
+from examples.quality.recall_page import read_tests
+from examples.quality.recall_page import section as recall_section
 from examples.quality.results import chosen_rate, read_json
 from examples.quality.studies import ARMS, BASELINE, STUDIES, Study, sparsity
 from s2_megatron.config.load import SparsityConfig
@@ -32,7 +34,7 @@ VARIED = ("lr", "min_lr")
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "s2": 0.01}
 PUBLISHED = tuple(name for name in STUDIES if not name.endswith("tiny"))
-TITLES = {"lm8k": "Language modelling at 8K"}
+TITLES = {"lm8k": "Language modelling at 8K", "retrieval8k": "Retrieval at 8K", "retrieval32k": "Retrieval at 32K"}
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ def _gap(value: float, baseline: float) -> str:
 
 
 def targets(scale: Scale) -> list[str]:
-    """One line for every target that the data can decide; what is missed first."""
+    """One line for every target of a language model that the data can decide; what is missed first."""
+    if scale.study.tasks is not None:
+        return []
     found = []
     dense = scale.comparison.results[0]
     for result in scale.comparison.results[1:]:
@@ -191,15 +195,17 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
     machine = header_machine(scale.folder)
     epochs = scale.tokens / scale.corpus["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
+    tests = {} if study.tasks is None else read_tests(scale.folder)
     return [
         f"### {scale.tokens / 1e6:.1f}M tokens a run",
         "",
+        *(recall_section(study, tests, table) if tests else []),
         f"Seeds an arm: {seeds}. {int(number(about.arguments, 'train_iters'))} steps of "
         f"{study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
         f"`{scale.corpus['sha256'][:12]}` ({scale.corpus['tokens']:,} tokens). {machine['device']}; {versions}.",
         "",
         *(f"- {line}" for line in targets(scale)),
-        "",
+        *([""] if targets(scale) else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",

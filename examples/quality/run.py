@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.quality.corpus import Corpus, prepare_corpus
-from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, write_json, write_run
+from examples.quality.launch import ROOT, Job, command, environment
+from examples.quality.results import LearningRates, read_json, write_json, write_run
 from examples.quality.studies import ARMS, BASELINE, STUDIES, Study
+from examples.quality.tasks import prepare_tasks
 from examples.quality.workers import (
     FAILED,
     FINISHED,
@@ -95,6 +96,9 @@ class Place:
     def result(self, arm: str, seed: int) -> Path:
         return self.results / self.study.name / self.scale / f"{arm}_seed{seed}.jsonl"
 
+    def recall(self, arm: str, seed: int) -> Path:
+        return self.result(arm, seed).with_suffix(".recall.json")
+
 
 def machine(device: str) -> dict:
     """What computed the runs."""
@@ -123,7 +127,7 @@ def choose_rates(
     failed = False
     if jobs and parsed.stage != "train":
 
-        def finished(job: Job) -> None:
+        def finished(job: Job, device: str | None) -> None:
             rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
             remove_checkpoints(job)
 
@@ -150,7 +154,9 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     about = machine(found[0][1])
     on_gpu = found[0][0] is not None
 
-    def finished(job: Job) -> None:
+    def finished(job: Job, device: str | None) -> None:
+        if job.study.tasks is not None:
+            measure_recall(place, job, device, tell)
         write_run(place.result(job.arm, job.seed), job, place.corpus, about)
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
         if not parsed.keep_checkpoints:
@@ -161,6 +167,25 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
         jobs, [device for device, _ in found], lambda job: command(job, place.corpus, on_gpu), budget, finished, tell
     )
     return {job.name: outcomes.get(job.name) for job in jobs}
+
+
+def measure_recall(place: Place, job: Job, device: str | None, tell) -> None:
+    """Test a finished run's model in a process of its own, unless that has been done. Raises ValueError when it
+    fails."""
+    path = place.recall(job.arm, job.seed)
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [job.study.name, f"--load={job.folder / 'checkpoints'}", f"--json={path}"]
+    with job.log.open("a") as output:
+        command = [sys.executable, "-m", "examples.quality.recall", *arguments]
+        done = subprocess.run(command, cwd=ROOT, env=environment(device), stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise ValueError(
+            f"{job.name}: its test ended with status {done.returncode}; the output is at the end of {job.log}"
+        )
+    scores = ", ".join(f"{task} {100 * result['accuracy']:.1f} %" for task, result in read_json(path, {}).items())
+    tell(f"tested {job.name}: {scores}")
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
@@ -189,7 +214,10 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     tokens = int(parsed.tokens or study.tokens)
     study.iterations(tokens), study.iterations(parsed.rate_tokens or study.rate_tokens)
     found = devices()
-    corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
+    if study.tasks is None:
+        corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
+    else:
+        corpus = prepare_tasks(parsed.runs, study.model.seq_length, study.tasks, tell=tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
     if parsed.stage == "corpus":
         return COMPLETE

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from examples.quality.corpus import CorpusSettings
+from examples.quality.tasks import TaskSettings
 from s2_megatron.config.load import SparsityConfig
 
 BASELINE = "dense"
@@ -43,7 +44,7 @@ class Study:
 
     rates: the learning rates of which every arm takes its best, by the validation loss of a run of rate_tokens.
     batch, micro_batch: sequences. evaluations: during the training and at its end; eval_batches: batches of each.
-    corpus: the text.
+    corpus: the text. tasks: synthetic sequences in its place, and tests of the trained model.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Study:
     eval_batches: int = 32
     position_buckets: int = 16
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    tasks: TaskSettings | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -90,7 +92,49 @@ STUDIES = {
             tokens=150_000_000,
             rate_tokens=10_000_000,
         ),
-        # The same in a size for two CPU cores; its numbers say nothing about quality.
+        Study(
+            "retrieval8k",
+            Model(6, 512, 1408, 8, 4, 8192),
+            block_size=64,
+            local_tokens=512,
+            stride=8,
+            batch=8,
+            micro_batch=8,
+            tokens=150_000_000,
+            rate_tokens=50_000_000,
+            eval_batches=16,
+            tasks=TaskSettings(sequences=20_000, pairs=256, chains=32),
+        ),
+        Study(
+            "retrieval32k",
+            Model(6, 512, 1408, 8, 4, 32768),
+            block_size=64,
+            local_tokens=512,
+            stride=8,
+            batch=4,
+            micro_batch=2,
+            tokens=300_000_000,
+            rate_tokens=100_000_000,
+            eval_batches=16,
+            tasks=TaskSettings(sequences=10_000, pairs=512, chains=64),
+        ),
+        # The same in a size for two CPU cores; the numbers say nothing about quality.
+        Study(
+            "retrieval-tiny",
+            Model(3, 48, 96, 4, 2, 128),
+            block_size=16,
+            local_tokens=32,
+            stride=4,
+            batch=8,
+            micro_batch=8,
+            tokens=100 * 1024,
+            rate_tokens=20 * 1024,
+            rates=(2e-3, 4e-3),
+            evaluations=1,
+            eval_batches=2,
+            position_buckets=4,
+            tasks=TaskSettings(1024, pairs=4, needles=2, chains=2, hops=2, tests=16),
+        ),
         Study(
             "lm-tiny",
             Model(3, 48, 96, 4, 2, 256),

@@ -99,18 +99,19 @@ def run_jobs(
     device_ids: Sequence[str | None],
     command: Callable[[Job], list[str]],
     budget: Budget,
-    on_finished: Callable[[Job], None],
+    on_finished: Callable[[Job, str | None], None],
     tell: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run the jobs that are not finished. Returns {name of a job: FINISHED, CUT or FAILED}; a job that the budget left
     no time to start, or that was not started because another one failed, is missing.
 
-    on_finished: called in this process for every job that ends well, those that had ended before included.
+    on_finished: called in this process, with the job and a device that is free then, for every job that ends well,
+    those that had ended before included.
     """
     outcomes = {job.name: FINISHED for job in jobs if final_evaluation(job) is not None}
     for job in jobs:
         if job.name in outcomes:
-            on_finished(job)
+            on_finished(job, device_ids[0])
     waiting = [job for job in jobs if job.name not in outcomes]
     waiting.sort(key=lambda job: -checkpoint_iteration(job.folder))  # a stable sort: cut ones first
     free, running, told = list(device_ids), [], time.monotonic()
@@ -129,7 +130,7 @@ def run_jobs(
                 outcomes[each.job.name] = each.outcome()
                 _tell_outcome(each, tell)
                 if each.outcome() == FINISHED:
-                    on_finished(each.job)
+                    on_finished(each.job, each.device)
                 elif each.outcome() == FAILED:
                     waiting.clear()  # what ends one run is likely to end the others
             if time.monotonic() - told > TELL_SECONDS:

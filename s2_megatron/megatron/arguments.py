@@ -8,7 +8,7 @@ A training script needs three calls: `parse_and_validate_args(extra_args_provide
 from __future__ import annotations
 
 import dataclasses
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
 from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
@@ -57,6 +57,12 @@ class _OnlyOnce(Action):
 
 def _comm_type(name: str) -> str:
     return "all_gather" if name == "allgather" else name  # Megatron's spelling of --cp-comm-type
+
+
+def _token_id(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"got {shown(text)}; expected the id of a token, 0 or more; use the first answer's id")
+    return int(text)
 
 
 def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -144,6 +150,14 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         default=None,
         help="Log the training and validation loss in N buckets of position in the context (for packed documents, in "
         "the document) and that of the last eighth. Works without --s2-config too.",
+    )
+    group.add_argument(
+        "--s2-loss-from-token",
+        type=_token_id,
+        metavar="ID",
+        default=None,
+        help="Count the loss only where the token to predict has at least this id: for synthetic tasks, whose answers "
+        "have ids of their own. Works without --s2-config too.",
     )
     return parser
 

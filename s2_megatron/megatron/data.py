@@ -147,6 +147,8 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     batch = flatten_batch_for_packed_sequences(batch)
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
+    if args.s2_loss_from_token is not None and batch["labels"] is not None:
+        batch["loss_mask"] = batch["loss_mask"] * (batch["labels"] >= args.s2_loss_from_token)
     positions = None
     if position_loss() is not None and batch["labels"] is not None:
         # In the place of the labels, so that they are cut in the same way.

@@ -68,19 +68,24 @@ def trainer(seconds=0.0, steps=None):
     return lambda job: [sys.executable, "-c", TRAINER, str(job.folder), str(steps or job.iterations), str(seconds)]
 
 
-def quiet(text):
+def quiet(*arguments):
     pass
+
+
+def into(finished):
+    """A callback that collects the jobs."""
+    return lambda job, device: finished.append(job)
 
 
 def test_devices_work_at_once_and_every_job_runs_once(tmp_path):
     jobs, finished = [make_job(tmp_path, seed=seed) for seed in range(3)], []
-    outcomes = run_jobs(jobs, ["4", "7"], trainer(), Budget(), finished.append, quiet)
+    outcomes = run_jobs(jobs, ["4", "7"], trainer(), Budget(), into(finished), quiet)
     assert outcomes == {job.name: FINISHED for job in jobs} and sorted(job.seed for job in finished) == [0, 1, 2]
     used = [read_loss_log(job.losses)[0][1]["device"] for job in jobs]
     assert set(used) == {"4", "7"} and set(used[:2]) == {"4", "7"}
     before = [job.losses.read_text() for job in jobs]
     again = []
-    assert run_jobs(jobs, ["4"], trainer(), Budget(), again.append, quiet) == outcomes
+    assert run_jobs(jobs, ["4"], trainer(), Budget(), into(again), quiet) == outcomes
     assert [job.losses.read_text() for job in jobs] == before and again == jobs
 
 
@@ -92,7 +97,7 @@ def test_a_run_that_the_budget_cuts_goes_on(tmp_path):
     cut = max(read_loss_log(jobs[1].losses)[0])
     assert 0 < cut < 60 and any(f"goes on from step {cut}" in line for line in said)
     finished = []
-    run_jobs(jobs, [None], trainer(), Budget(), finished.append, quiet)
+    run_jobs(jobs, [None], trainer(), Budget(), into(finished), quiet)
     assert [job.seed for job in finished] == [2, 1]  # the cut one first
     assert sorted(read_loss_log(jobs[1].losses)[0]) == list(range(1, 61))
 

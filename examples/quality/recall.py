@@ -1,0 +1,103 @@
+"""Test a trained model on the synthetic tasks: how often its answer is right, by depth, by residue, by hops.
+
+    python -m examples.quality.recall retrieval8k --load runs/quality/retrieval8k/.../checkpoints --json recall.json
+
+The residue is that of the key block with the value, modulo the stride: a head attends blocks of one residue beyond its
+window, so a model that cannot pass on what the others hold fails at some residues and not at others. The checkpoint is
+loaded by the project's own reader of Megatron checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.results import write_json
+from examples.quality.studies import STUDIES, Study
+from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
+
+DEPTHS = 8  # equal parts of the context
+TOKENS_AT_ONCE = 65536
+
+
+def held_out_sequences(study: Study, task: str) -> list[Sequence]:
+    return [held_out_sequence(task, index, study.model.seq_length, study.tasks) for index in range(study.tasks.tests)]
+
+
+def shares(groups: np.ndarray, right: np.ndarray, count: int) -> list[float | None]:
+    """Share of right answers in each of `count` groups; None for an empty one."""
+    total = np.bincount(groups, minlength=count)
+    found = np.bincount(groups, weights=right, minlength=count)
+    return [round(float(found[group] / total[group]), 4) if total[group] else None for group in range(count)]
+
+
+def score(study: Study, sequences: list[Sequence], answers: list[np.ndarray]) -> dict:
+    """answers: of every sequence the ids that the model gave to its questions."""
+    questions = np.concatenate([sequence.questions for sequence in sequences])
+    wanted = np.concatenate([sequence.ids[sequence.questions[:, 0] + 1] for sequence in sequences])
+    right = (np.concatenate(answers) == wanted).astype(float)
+    value, hops = questions[:, 1], questions[:, 2]
+    result = {
+        "questions": len(right),
+        "accuracy": round(float(right.mean()), 4),
+        "by_depth": shares(value * DEPTHS // study.model.seq_length, right, DEPTHS),
+        "by_residue": shares(value // study.block_size % study.stride, right, study.stride),
+    }
+    if hops.any():
+        result["by_hops"] = shares(hops, right, int(hops.max()) + 1)
+    return result
+
+
+def batches(sequences: list[Sequence], length: int) -> Iterator[list[Sequence]]:
+    size = max(1, TOKENS_AT_ONCE // length)
+    for start in range(0, len(sequences), size):
+        yield sequences[start : start + size]
+
+
+def score_checkpoint(study: Study, checkpoints: Path) -> dict:
+    """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
+    import torch
+
+    from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+    from s2_megatron.tools.hf.checkpoint_model import load_model
+
+    found = checkpoint_to_load(checkpoints)
+    if found is None:
+        raise ValueError(f"--load {checkpoints}: no checkpoint; expected that of a trained model; train it first")
+    on_gpu = torch.cuda.is_available()  # before load_model, which makes it true on a CPU
+    model = load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
+    device = next(model.parameters()).device
+    first, number = ANSWERS
+    result = {}
+    with torch.no_grad():
+        for task in TASKS:
+            sequences, answers = held_out_sequences(study, task), []
+            for batch in batches(sequences, study.model.seq_length):
+                ids = torch.from_numpy(np.stack([each.ids for each in batch]).astype(np.int64)).to(device)
+                positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
+                logits = model(ids, positions, None)  # [batch, length, vocabulary]
+                for row, each in enumerate(batch):
+                    asked = torch.from_numpy(each.questions[:, 0]).to(device)
+                    best = logits[row, asked, first : first + number].argmax(dim=-1)
+                    answers.append(best.cpu().numpy() + first)
+            result[task] = score(study, sequences, answers)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.quality.recall", description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=[name for name, study in STUDIES.items() if study.tasks is not None])
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parsed = parser.parse_args()
+    try:
+        write_json(parsed.json, score_checkpoint(STUDIES[parsed.study], parsed.load))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The part of docs/quality.md on retrieval: accuracies by task, depth, residue and hops, from the recall files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.results import read_json
+from examples.quality.studies import ARMS, Study
+from examples.quality.tasks import TASKS
+
+TARGET_ARM = "hybrid"  # all needles, at every depth and residue
+
+
+def read_tests(folder: Path) -> dict[str, list[dict]]:
+    """{arm: [its tests, one a seed]} of the arms that have any."""
+    found = {arm: [read_json(path, {}) for path in sorted(folder.glob(f"{arm}_seed*.recall.json"))] for arm in ARMS}
+    return {arm: tests for arm, tests in found.items() if tests}
+
+
+def mean_of(tests: Sequence[dict], task: str, name: str) -> list[float]:
+    """Mean over the seeds of a list of shares; a group without questions is NaN."""
+    values = np.array([test[task][name] for test in tests], dtype=float)
+    known = ~np.isnan(values)
+    counts = known.sum(axis=0)
+    return np.where(counts > 0, np.where(known, values, 0).sum(axis=0) / np.maximum(counts, 1), np.nan).tolist()
+
+
+def percent(value: float) -> str:
+    return "-" if np.isnan(value) else f"{100 * value:.1f}"
+
+
+def target_line(tests: dict[str, list[dict]]) -> list[str]:
+    """Whether the hybrid finds every needle."""
+    if TARGET_ARM not in tests:
+        return []
+    groups = [
+        share
+        for test in tests[TARGET_ARM]
+        for name in ("by_depth", "by_residue")
+        for share in test["needle"][name]
+        if share is not None
+    ]
+    verdict = "met" if min(groups) == 1.0 else "missed"
+    return [
+        f"- {TARGET_ARM} finds every needle, at every depth and residue: **{verdict}** (worst group "
+        f"{percent(min(groups))} %).",
+        "",
+    ]
+
+
+def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list[str]:
+    """The lines of one scale. table: (header, rows) to lines of Markdown."""
+    seeds = sorted({len(each) for each in tests.values()})
+    rows = [
+        [arm, *(percent(np.mean([test[task]["accuracy"] for test in own])) for task in TASKS)]
+        for arm, own in tests.items()
+    ]
+    lines = [
+        f"Right answers in percent, of {study.tasks.tests} sequences a task; seeds an arm: "
+        f"{' to '.join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))}.",
+        "",
+        *target_line(tests),
+        *table(["arm", *TASKS], rows),
+        "",
+        f"By the residue of the value's block modulo the stride of {study.stride} (needle, then recall):",
+        "",
+        *_by(tests, "by_residue", ("needle", "recall"), table),
+        "",
+        "By depth, from the start of the context to its end (needle, then recall):",
+        "",
+        *_by(tests, "by_depth", ("needle", "recall"), table),
+        "",
+        "Variable tracking by hops:",
+        "",
+        *_by(tests, "by_hops", ("tracking",), table),
+        "",
+    ]
+    return lines
+
+
+def _by(tests: dict[str, list[dict]], name: str, tasks: Sequence[str], table: Callable) -> list[str]:
+    rows = [
+        [f"{arm}, {task}", *(percent(share) for share in mean_of(own, task, name))]
+        for task in tasks
+        for arm, own in tests.items()
+    ]
+    first = 1 if name == "by_depth" else 0
+    return table(["", *(str(first + group) for group in range(len(rows[0]) - 1))], rows)

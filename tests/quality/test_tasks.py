@@ -1,0 +1,131 @@
+"""The synthetic tasks: each question has one answer and it can be found; scores by depth, residue and hops; a study."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from examples.quality import recall_page
+from examples.quality.page import table
+from examples.quality.recall import DEPTHS, held_out_sequences, score
+from examples.quality.run import COMPLETE, parse_arguments, run
+from examples.quality.studies import STUDIES
+from examples.quality.tasks import ANSWERS, KEYS, NOISE, TASKS, VALUES, VOCABULARY, prepare_tasks, training_sequence
+from s2_megatron.megatron.loss_log import read_loss_log
+
+TINY, FULL = STUDIES["retrieval-tiny"], STUDIES["retrieval8k"]
+
+
+def within(ids, group):
+    return (ids >= group[0]) & (ids < group[0] + group[1])
+
+
+def solve(ids: np.ndarray, question: int) -> tuple[int, int, int]:
+    """(answer, position of the value, hops) of a question, found as a reader of the sequence would."""
+    key, hops = ids[question], 0
+    while True:
+        # Assignments stand in slots of two; a key in a second place is what a variable is assigned from.
+        slots = np.flatnonzero(ids[0:question:2] == key) * 2
+        assert len(slots) == 1
+        held = ids[slots[0] + 1]
+        if within(held, VALUES):
+            return int(held - VALUES[0] + ANSWERS[0]), int(slots[0] + 1), hops
+        key, hops = held, hops + 1
+
+
+@pytest.mark.parametrize("study", [TINY, FULL], ids=lambda study: study.name)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_question_has_its_answer_in_the_sequence(study, task):
+    settings = replace(study.tasks, tests=4)
+    for ids, questions in held_out_sequences(replace(study, tasks=settings), task):
+        assert ids.shape == (study.model.seq_length,) and ids.dtype == np.uint16 and ids.max() < VOCABULARY
+        ids = ids.astype(int)
+        for question, place, hops in questions.tolist():
+            assert solve(ids, question) == (ids[question + 1], place, hops)
+        assert len(questions) == {"needle": 1, "recall": settings.pairs, "tracking": settings.chains}[task]
+        asked = questions[:, 0]
+        assert len(set(ids[asked])) == len(asked)
+        # What counts for the loss are the answers, and nothing else has their ids.
+        assert np.flatnonzero(within(ids, ANSWERS)).tolist() == sorted(asked + 1)
+
+
+def test_groups_of_ids_are_apart():
+    ends = [0, *(end for first, number in (NOISE, KEYS, VALUES, ANSWERS) for end in (first, first + number))]
+    assert ends == sorted(ends) and ends[-1] == VOCABULARY
+
+
+def test_needles_lie_at_every_depth_and_residue():
+    for study in (FULL, STUDIES["retrieval32k"]):
+        places = np.concatenate([each.questions[:, 1] for each in held_out_sequences(study, "needle")])
+        depths = np.bincount(places * DEPTHS // study.model.seq_length, minlength=DEPTHS)
+        residues = np.bincount(places // study.block_size % study.stride, minlength=study.stride)
+        assert depths.min() >= 30 and residues.min() >= 15
+
+
+def test_training_asks_in_the_second_half_alone_and_never_repeats():
+    sequences = [training_sequence(index, TINY.model.seq_length, TINY.tasks) for index in range(32)]
+    assert len({each.tobytes() for each in sequences}) == 32
+    answers = np.stack([within(each.astype(int), ANSWERS) for each in sequences])
+    half = TINY.model.seq_length // 2
+    assert not answers[:, :half].any() and (answers.sum(axis=1) > 0).all()
+    assert (np.stack(sequences)[:, 0] == 0).all()
+
+
+def test_scores_by_depth_residue_and_hops():
+    sequences = held_out_sequences(TINY, "tracking")
+    answers = [each.ids[each.questions[:, 0] + 1] for each in sequences]
+    assert score(TINY, sequences, answers)["by_hops"] == [1.0] * (TINY.tasks.hops + 1)
+    wrong = [
+        np.where(each.questions[:, 1] // TINY.block_size % TINY.stride == 2, 0, own)
+        for each, own in zip(sequences, answers)
+    ]
+    result = score(TINY, sequences, wrong)
+    assert result["by_residue"] == [1.0, 1.0, 0.0, 1.0] and 0 < result["accuracy"] < 1
+
+
+def test_equal_settings_give_equal_data(tmp_path):
+    first, again = (prepare_tasks(tmp_path / name, 128, TINY.tasks, tell=lambda text: None) for name in ("one", "two"))
+    other = prepare_tasks(tmp_path / "one", 128, replace(TINY.tasks, pairs=3), tell=lambda text: None)
+    assert first.sha256 == again.sha256 != other.sha256 and first.description["tokens"] == 1024 * 128
+
+
+def test_a_missed_needle_is_said_first():
+    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0, None, 0.5, 1.0]}
+    tests = {"hybrid": [{task: {**group, "by_hops": [1.0, 0.25]} for task in TASKS}]}
+    text = recall_page.section(TINY, tests, table)
+    assert text[2] == "- hybrid finds every needle, at every depth and residue: **missed** (worst group 50.0 %)."
+    assert "| hybrid, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| hybrid, tracking | 100.0 | 25.0 |" in text
+
+
+def test_the_flag_takes_an_id(capsys):
+    from s2_megatron.megatron.arguments import add_s2_arguments
+
+    parser = add_s2_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--s2-loss-from-token", "1792"]).s2_loss_from_token == 1792
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--s2-loss-from-token=-1"])
+    assert "expected the id of a token, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_study_trains_on_the_answers_and_tests_the_model(tmp_path):
+    said = []
+    arguments = ["retrieval-tiny", "--arms", "s2", "--rate", "4e-3", "--tokens", str(20 * TINY.step_tokens)]
+    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    assert run(parse_arguments([*arguments, *places]), said.append) == COMPLETE, "\n".join(said)
+    (tested,) = (tmp_path / "results").rglob("s2_seed1.recall.json")
+    result = json.loads(tested.read_text())
+    assert list(result) == sorted(TASKS) and result["recall"]["questions"] == 16 * TINY.tasks.pairs
+    (log,) = (tmp_path / "results").rglob("s2_seed1.jsonl")
+    counted = {
+        name.rpartition("/")[2]: value
+        for name, value in read_loss_log(log)[1]["iteration 20 on validation set"].items()
+        if name.startswith("tokens by position/")
+    }
+    # Megatron's samples are the sequences: no question stands in the first half of one.
+    assert set(counted) == {"064-095", "096-127", "trailing"}
+    assert sum(counted.values()) - counted["trailing"] < TINY.tasks.pairs * TINY.batch * TINY.eval_batches
