@@ -26,6 +26,7 @@ from pathlib import Path
 
 GRACE_SECONDS = 120
 REQUEUE_SECONDS = 10  # how long a job that is queued again waits at least; SLURM's default is 120
+KILL_SECONDS = 60  # from SIGTERM to SIGKILL, for CPUs that have more to do; SLURM's default is 30
 DOWN_SECONDS = 15  # how long a node is silent before it is taken for dead; SLURM's default is 300
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare", "setpriv")
 NAMESPACES = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child=SIGKILL", "--mount-proc"]
@@ -50,6 +51,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout={down_seconds}
+KillWait={kill_seconds}
 FirstJobId={first_job}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -155,6 +157,7 @@ class Slurm:
             first_job=1000 + int.from_bytes(os.urandom(2)),  # MASTER_PORT is made from it
             requeue_seconds=REQUEUE_SECONDS,
             down_seconds=DOWN_SECONDS,
+            kill_seconds=KILL_SECONDS,
             grace_seconds=GRACE_SECONDS,
         )
         (self.folder / "slurm.conf").write_text(configuration)
