@@ -228,7 +228,10 @@ def test_cancelled(slurm, submit, options, state):
     assert saved == max(job.steps) and ended["Restarts"] == "0", job.report()
 
 
-def test_a_job_that_fails_is_not_queued_again(submit):
-    job = submit(flags=("--lr", "0", "--min-lr", "1"), REQUEUE="1")
-    ended = job.wait("COMPLETED", "FAILED", "PENDING")
-    assert ended["JobState"] == "FAILED" and ended["Restarts"] == "0", job.report()
+# In the training process: what Megatron has to say, and what this package has to say.
+@pytest.mark.parametrize("flag, value", [("--min-lr", "1"), ("--attention-dropout", "0.1")])
+def test_a_job_with_a_mistake_is_not_queued_again(submit, flag, value):
+    job = submit("--requeue", flags=(flag, value), REQUEUE="1")
+    ended = job.wait("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
+    assert ended["JobState"] == "FAILED" and ended["ExitCode"] != "0:0" and ended["Restarts"] == "0", job.report()
+    assert "pretrain.sbatch: refused: " in job.printed or "failed first" in job.printed
