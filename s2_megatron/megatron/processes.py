@@ -32,7 +32,11 @@ def signal_when_parent_ends(number: int = signal.SIGKILL) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process of `multiprocessing`, whatever it was started by, when its parent ends."""
+    """End this process of `multiprocessing`, whatever it was started by, when its parent ends, and not by SIGTERM.
+
+    SLURM sends SIGTERM to every process of a job, on a pre-emption for example. The trainer then saves a checkpoint,
+    for which it needs this process. To be called in the main thread.
+    """
 
     def watch() -> None:
         parent.join()
@@ -40,6 +44,7 @@ def end_with_parent() -> None:
 
     parent = multiprocessing.parent_process()
     if parent is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Thread(target=watch, name="watch parent", daemon=True).start()
 
 

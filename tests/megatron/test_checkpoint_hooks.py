@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,6 +228,32 @@ def test_no_process_outlives_a_killed_trainer(tmp_path):
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def ignores_sigterm(pid: int) -> bool:
+    mask = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text()).group(1)
+    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_sigterm_to_every_process_leaves_those_that_a_save_needs(tmp_path):
+    """As SLURM sends it; the trainer handles it and saves."""
+    script = tmp_path / "trainer.py"
+    script.write_text(CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        manager, _, writer, _ = (int(word) for word in trainer.stdout.readline().split())
+        deadline = time.monotonic() + 60
+        while not (ignores_sigterm(manager) and ignores_sigterm(writer)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in (manager, writer):
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert running(manager) and running(writer)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
 
 
 def test_a_fork_of_another_thread_is_left_alone(monkeypatch):
