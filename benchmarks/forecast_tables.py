@@ -164,7 +164,7 @@ def measured_steps(kind: str = "steps") -> list[tuple[dict, TrainingRun]]:
 
 
 def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
-    """The two rates, by least squares of the relative errors.
+    """The two rates, by least squares of the relative errors. Raises ValueError for rates that are not positive.
 
     A step is attention and exchange, which the tables say, plus FLOPs / rate, plus bytes / rate: linear in the
     rates' inverses.
@@ -181,7 +181,10 @@ def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
         rest.append(1 - known / measured)
     inverse, *_ = np.linalg.lstsq(np.array(columns), np.array(rest), rcond=None)
     if not (inverse > 0).all():
-        raise SystemExit(f"the fit gives rates of {1 / inverse}: expected positive ones; look at the measured steps")
+        raise ValueError(
+            f"the fit gives {inverse[0]:.3g} s per TFLOP and {inverse[1]:.3g} s per GB; expected positive numbers; look "
+            "at the measured steps and at the attention's share of them"
+        )
     return dict(tflops=rounded(1 / inverse[0]), gb_per_s=rounded(1 / inverse[1]))
 
 
@@ -254,7 +257,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args(arguments)
-    content = build()
+    try:
+        content = build()
+    except ValueError as problem:
+        parser.exit(2, f"error: {problem}\n")
     print(f"{'step':<30}  {'measured':>9} {'forecast':>9} {'':>7}    {'peak GiB':>9} {'forecast':>9}")
     for row in content["checked"]:
         off = error(row["forecast_ms"], row["step_ms"]), error(row["forecast_gib"], row["peak_gib"])
