@@ -41,8 +41,9 @@ SOURCES = {
         "h200_cp2_end_to_end.json",
         "h200_cp4_end_to_end.json",
     ),
-    # Another model, and S2's blocks by copy engines (removed): compared, not fitted to.
-    "others": ("h200_7b_512k.json", "h200_7b_1m.json"),
+    # Compared, never fitted to: recomputation of some layers, measured after the first fit; another model, with S2's
+    # blocks by copy engines (removed).
+    "others": ("h200_128k_best.json", "h200_7b_512k.json", "h200_7b_1m.json"),
 }
 KERNELS = {"S2": "S2", "cuDNN dense": "dense"}  # Transformer Engine's dense attention is cuDNN's on these GPUs
 # In h200_cp4_te.json S2's blocks travelled by copy engines, which is removed.
@@ -164,7 +165,8 @@ def measured_steps(kind: str = "steps") -> list[tuple[dict, TrainingRun]]:
 
 
 def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
-    """The two rates, by least squares of the relative errors. Raises ValueError for rates that are not positive.
+    """The two rates, by least squares of the relative errors. Raises ValueError for rates that are not
+    positive.
 
     A step is attention and exchange, which the tables say, plus FLOPs / rate, plus bytes / rate: linear in the
     rates' inverses.
@@ -189,7 +191,7 @@ def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
 
 
 def checked(steps: list[tuple[dict, TrainingRun]], content: dict) -> list[dict]:
-    """Each measured step beside the forecast of a fit without the steps of its name, and those that are never in it."""
+    """Each measured step beside the forecast of a fit without the steps of its name, and those never fitted to."""
     found = []
     for named, run in [*steps, *measured_steps("others")]:
         others = [other for other in steps if other[0]["row"] != named["row"]]

@@ -43,7 +43,6 @@ REFUSED = {
 OTHER_SHAPES = ("--num-experts", "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern", "--yaml-cfg")
 # Settings that the forecast does not know, though it is made: it says so.
 UNKNOWN = {
-    "--cross-entropy-loss-fusion": "forecast as the unfused cross entropy",
     "--tp-comm-overlap": "forecast without this overlap",
     "--enable-cuda-graph": "forecast without CUDA graphs",
     "--cuda-graph-impl": "forecast without CUDA graphs",
@@ -103,6 +102,8 @@ FLAGS: dict[str, tuple[object, dict]] = {
     "--overlap-grad-reduce": (False, _switch),
     "--no-gradient-accumulation-fusion": (False, _switch),
     "--no-rope-fusion": (False, _switch),
+    "--cross-entropy-loss-fusion": (False, _switch),
+    "--cross-entropy-fusion-impl": ("native", dict(choices=("native", "te"))),
     "--transformer-impl": ("transformer_engine", {}),
     "--recompute-granularity": (None, dict(choices=("full", "selective"))),
     "--recompute-activations": (False, _switch),

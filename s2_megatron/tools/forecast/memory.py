@@ -93,6 +93,12 @@ def _gradients(run: TrainingRun) -> int:
     return run.itemsize * (run.hidden + max(gates * width, attention))
 
 
+def _logit_bytes(run: TrainingRun) -> int:
+    """Bytes a logit at the loss: as the model gives it, and in fp32; Megatron's fused cross entropy writes the
+    exponential beside the latter, not into it."""
+    return run.itemsize + (8 if run.fused_loss else 4)
+
+
 @lru_cache(maxsize=512)
 def _plan_slots(pattern: Pattern, tp: int, cp: int, n_blocks: int) -> int:
     """Blocks of keys that the busiest rank receives."""
@@ -178,7 +184,7 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     }
     loss = 0
     if stage == run.pp - 1:
-        loss = tokens * (2 * size * run.hidden + (4 + size) * run.vocabulary // run.tp)
+        loss = tokens * (2 * size * run.hidden + _logit_bytes(run) * run.vocabulary // run.tp)
     group = run.recompute_layers if run.recompute_method == "uniform" else 1
     # The input of a recomputed layer is among the activations already.
     redone = max((_kept_layer(run, layer, "none") - size * shared for layer in again), default=0) * group

@@ -19,9 +19,10 @@ class TrainingRun:
     """Sizes are those of the whole model; a GPU's share follows from the parallel sizes.
 
     vocabulary: padded. gated: SwiGLU. itemsize: bytes of weights and activations. microbatches: of one step and
-    data-parallel rank. virtual: pipeline chunks of a stage. recompute: none, full or selective; recompute_layers: of a
-    pipeline stage (full, method block), else the layers of one checkpoint. s2_dense: whether S2's op computes the dense
-    layers. transformer_engine: else Megatron's local layers. notes: what the forecast leaves out.
+    data-parallel rank. virtual: pipeline chunks of a stage. recompute: none, full or selective; recompute_layers:
+    of a pipeline stage (full, method block), else the layers of one checkpoint. s2_dense: whether S2's op computes
+    the dense layers. fused_loss: the implementation of the fused cross entropy, or nothing. transformer_engine:
+    else Megatron's local layers.
     """
 
     sparsity: ResolvedSparsity
@@ -56,6 +57,7 @@ class TrainingRun:
     overlap_grad_reduce: bool
     fused_gradients: bool
     fused_rope: bool
+    fused_loss: str
     transformer_engine: bool
 
     @property
@@ -256,5 +258,6 @@ def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | 
         overlap_grad_reduce=args.overlap_grad_reduce,
         fused_gradients=not args.no_gradient_accumulation_fusion,
         fused_rope=not args.no_rope_fusion,
+        fused_loss=args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else "",
         transformer_engine=engine,
     )

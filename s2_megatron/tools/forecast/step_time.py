@@ -8,7 +8,8 @@ and V, a of the attention's output, V vocabulary; the widths of one tensor-paral
   --s2-keep-attention-output stores what it gave. The slowest tensor-parallel rank counts in each layer.
 - context parallelism: bytes of the exchange plan at the measured cost per byte.
 - tensor parallelism: an all-gather and a reduce-scatter of b h around attention and MLP, in both directions.
-- memory: bytes of norms, RoPE, SwiGLU and residuals; cross entropy (50 bytes a logit: about ten passes in fp32).
+- memory: bytes of norms, RoPE, SwiGLU and residuals; cross entropy (50 bytes a logit: about ten passes in fp32; 28 with
+  --cross-entropy-loss-fusion).
 
 A step is (microbatches + (stages - 1) / chunks) microbatches of the slowest stage (the pipeline's bubble), then the
 optimizer: about 34 bytes a parameter on its data-parallel share, 28 on all of them. Gradients are reduced and weights
@@ -32,6 +33,7 @@ from s2_megatron.tools.forecast.run import TrainingRun
 from s2_megatron.tools.forecast.tables import Tables
 
 LOGIT_BYTES = 50  # fp32 copy, maximum, difference, exponential, sum, division, gradient, its bf16 copy
+FUSED_LOGIT_BYTES = 28  # fp32 copy with the maximum, exponential with the sum, division, gradient
 REPLICATED_BYTES, SHARDED_BYTES = 28, 34  # of the optimizer, a parameter: zero, accumulate, norm, clip; Adam and copies
 UNFUSED_ROPE_PASSES, FUSED_ROPE_PASSES = 11, 2
 HOST_GPUS = 8
@@ -180,7 +182,8 @@ class _Stage:
         """The output layer and the cross entropy."""
         run, rates = self.run, self.tables
         flops = 2 * run.rank_tokens * run.vocabulary_weights / rates.flop_rate
-        logits = run.rank_tokens * run.vocabulary // run.tp * LOGIT_BYTES / rates.byte_rate
+        passes = FUSED_LOGIT_BYTES if run.fused_loss else LOGIT_BYTES
+        logits = run.rank_tokens * run.vocabulary // run.tp * passes / rates.byte_rate
         forward = {"linear layers": flops, "memory-bound layers": logits / 2}
         return forward, {"linear layers": 2 * flops, "memory-bound layers": logits / 2}
 
@@ -209,6 +212,8 @@ def step_time(run: TrainingRun, tables: Tables) -> StepTime:
         notes.add(f"{run.gpus} GPUs: more than one host; the interconnect is taken to be as fast as inside of a host")
     if not run.transformer_engine:
         notes.add("--transformer-impl local: the steps were measured with Transformer Engine; local layers are slower")
+    if run.fused_loss == "te":
+        notes.add("--cross-entropy-fusion-impl te: not measured; taken as native")
     if run.itemsize != 2:
         notes.add("neither --bf16 nor --fp16: the steps were measured in bf16")
     return StepTime(seconds, run.step_tokens, run.gpus, tuple(sorted(notes)))
