@@ -184,8 +184,8 @@ def fit(steps: list[tuple[dict, TrainingRun]], content: dict) -> dict:
     inverse, *_ = np.linalg.lstsq(np.array(columns), np.array(rest), rcond=None)
     if not (inverse > 0).all():
         raise ValueError(
-            f"the fit gives {inverse[0]:.3g} s per TFLOP and {inverse[1]:.3g} s per GB; expected positive numbers; look "
-            "at the measured steps and at the attention's share of them"
+            f"the fit gives {inverse[0]:.3g} s per TFLOP and {inverse[1]:.3g} s per GB; expected positive numbers; "
+            "look at the measured steps and at the attention's share of them"
         )
     return dict(tflops=rounded(1 / inverse[0]), gb_per_s=rounded(1 / inverse[1]))
 
