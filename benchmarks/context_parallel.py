@@ -50,9 +50,9 @@ from benchmarks.one_layer import (
     step_of,
     tensors,
 )
-from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel, check_comm_type
+from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.exchange import count_traffic
-from s2_megatron.context_parallel.plan import layer_costs
+from s2_megatron.context_parallel.plan import COMM_TYPES, check_comm_type, layer_costs
 from s2_megatron.context_parallel.sparse import SparseState
 from s2_megatron.ops.api import resolve_backend, s2_attention
 from s2_megatron.ops.layout import build_layout

@@ -26,7 +26,7 @@ from s2_megatron.context_parallel.dense import (
     documents_of_rank,
     sequence_order,
 )
-from s2_megatron.context_parallel.plan import check_block_count, make_plan, zigzag_blocks
+from s2_megatron.context_parallel.plan import check_block_count, check_comm_type, make_plan, zigzag_blocks
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
 from s2_megatron.ops.call import AttentionCall
@@ -35,24 +35,7 @@ from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 
-COMM_TYPES = ("sparse", "all_gather", "a2a")
 CUTS = ("sequence", "document")
-
-
-def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> None:
-    """num_kv_heads: of one tensor-parallel rank. size: ranks.
-
-    Raises ValueError for an unknown comm type, and for a2a with KV heads that cannot be divided evenly over the ranks.
-    """
-    if comm_type not in COMM_TYPES:
-        raise ValueError(
-            f"s2_cp_comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}; set --s2-cp-comm-type"
-        )
-    if comm_type == "a2a" and num_kv_heads % size:
-        raise ValueError(
-            f"s2_cp_comm_type='a2a' with {num_kv_heads} KV heads on a tensor-parallel rank and "
-            f"context_parallel_size={size}; expected a multiple of {size}; use --s2-cp-comm-type sparse"
-        )
 
 
 class ContextParallel:

@@ -17,6 +17,24 @@ import numpy as np
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
+COMM_TYPES = ("sparse", "all_gather", "a2a")
+
+
+def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> None:
+    """num_kv_heads: of one tensor-parallel rank. size: ranks.
+
+    Raises ValueError for an unknown comm type, and for a2a with KV heads that cannot be divided evenly over the ranks.
+    """
+    if comm_type not in COMM_TYPES:
+        raise ValueError(
+            f"s2_cp_comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}; set --s2-cp-comm-type"
+        )
+    if comm_type == "a2a" and num_kv_heads % size:
+        raise ValueError(
+            f"s2_cp_comm_type='a2a' with {num_kv_heads} KV heads on a tensor-parallel rank and "
+            f"context_parallel_size={size}; expected a multiple of {size}; use --s2-cp-comm-type sparse"
+        )
+
 
 def check_block_count(seq_length: int, size: int, block_size: int) -> int:
     """The number of blocks of a sequence. Raises ValueError when it cannot be cut into 2 * size chunks of whole

@@ -13,7 +13,7 @@ from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTy
 from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.context_parallel.attention import COMM_TYPES
+from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers, tensor_parallel_balance
-from s2_megatron.context_parallel.attention import check_comm_type
-from s2_megatron.context_parallel.plan import LayerCosts, layer_costs
+from s2_megatron.context_parallel.plan import LayerCosts, check_comm_type, layer_costs
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.printing import print_once, print_table

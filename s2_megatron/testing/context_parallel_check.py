@@ -25,9 +25,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
+from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.exchange import count_traffic
-from s2_megatron.context_parallel.plan import make_plan
+from s2_megatron.context_parallel.plan import COMM_TYPES, make_plan
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import RangePattern

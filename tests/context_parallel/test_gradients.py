@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from s2_megatron.context_parallel.attention import COMM_TYPES
+from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.testing.context_parallel_cases import CASES, NAMES
 
 RANKS = (2, 4, 8)

@@ -14,10 +14,11 @@ from s2_megatron.context_parallel import attention as context_parallel
 from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.context_parallel import plan as cp_plan
 from s2_megatron.context_parallel import sparse as cp_sparse
-from s2_megatron.context_parallel.attention import ContextParallel, check_comm_type
+from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.plan import (
     block_pairs,
     check_block_count,
+    check_comm_type,
     heads_beside,
     make_plan,
     needed_blocks,

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from s2_megatron.context_parallel import attention as context_parallel
 from s2_megatron.context_parallel import plan as cp_plan
-from s2_megatron.context_parallel.attention import COMM_TYPES, ContextParallel
+from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.context_parallel.exchange import BlockExchange, Pending, all_gather, count_traffic
+from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.testing.context_parallel_cases import (

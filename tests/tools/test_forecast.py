@@ -229,6 +229,7 @@ def test_time_follows_the_work():
     (("--tensor-model-parallel-size", "2"), 3, "expected a multiple of 2; use 4 processes"),
     (("--global-batch-size", "6"), 4, "expected a multiple of 4; use 8"),
     (("--pipeline-model-parallel-size", "3"), None, "expected a multiple of 3; use --num-layers 9"),
+    (("--context-parallel-size", "32", "--s2-cp-comm-type", "a2a"), None, "use --s2-cp-comm-type sparse"),
     (("--hidden-size", "1000", "--tensor-model-parallel-size", "16"), None, "--hidden-size 1000"),
 ])  # fmt: skip
 def test_sizes_that_do_not_divide_are_refused(flags, gpus, word):

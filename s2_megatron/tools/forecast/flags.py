@@ -9,11 +9,11 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
+from s2_megatron.context_parallel.plan import COMM_TYPES
 
 MOST_CP_RANKS = 1024
 MOST_WIDTH = 2**20  # of a layer, in numbers
 MOST_BATCH = 2**24
-COMM_TYPES = ("sparse", "all_gather", "a2a")
 
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
 REFUSED = {

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.context_parallel.plan import check_comm_type
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.forecast.flags import vocabulary
 
@@ -215,6 +216,9 @@ def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | 
                 f"{name} {size} with --tensor-model-parallel-size {tp}: expected a multiple of it; use "
                 f"{-(-size // tp) * tp}"
             )
+    if any(layer.pattern is not None for layer in sparsity.layers):
+        for comm_type in args.s2_cp_comm_type:
+            check_comm_type(comm_type, max(1, sparsity.num_kv_heads // tp), cp)
     hidden = args.hidden_size
     head_dim = args.kv_channels or max(1, hidden // sparsity.num_heads)
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs, tensor_parallel_balance
-from s2_megatron.context_parallel.plan import LayerCosts, layer_costs
+from s2_megatron.context_parallel.plan import COMM_TYPES, LayerCosts, layer_costs
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.forecast.flags import COMM_TYPES, OTHER_SHAPES, REFUSED, UNKNOWN, reasons
+from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNKNOWN, reasons
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
