@@ -227,14 +227,26 @@ def test_cells_are_shares_of_the_pattern(n_blocks, cells):
 
 
 def test_the_heads_together_serve_the_last_query():
-    names, cells = context_picture.last_query_cells(PATTERN, 64)
+    names, cells = context_picture.last_query_cells([PATTERN], 64)
     assert names == ["heads 0-3", "heads 4-7", "all heads"] and cells.shape == (3, 64)
     assert np.array_equal(cells[2], np.maximum(cells[0], cells[1]))
     assert cells[0, PATTERN.key_blocks(0, 63)].all() and cells[0].sum() == len(PATTERN.key_blocks(0, 63))
-    _, near = context_picture.last_query_cells(PATTERN, 64, 8, first=56)
+    _, near = context_picture.last_query_cells([PATTERN], 64, 8, first=56)
     assert near[0, -4:].tolist() == [1, 1, 1, 1]
-    _, merged = context_picture.last_query_cells(PATTERN, 64, 16)
+    _, merged = context_picture.last_query_cells([PATTERN], 64, 16)
     assert merged[0, 0] == pytest.approx(1 / 4)
+
+
+def test_consecutive_layers_serve_the_last_query_together():
+    sparsity = load_config(ROOT / "configs/s2_70b_hybrid.yaml").resolve(
+        num_layers=8, num_heads=64, num_kv_heads=8, seq_length=8192
+    )
+    patterns = context_picture.covering_layers(sparsity)
+    assert patterns == [sparsity.layers[1].pattern, sparsity.layers[2].pattern]  # 8 offsets each, of 16
+    names, cells = context_picture.last_query_cells(patterns, 128)
+    assert names[-2:] == ["all heads", "all, 2 layers"] and len(names) == 10
+    assert cells[-1].all() and 0.5 < cells[-2].mean() < 0.65
+    assert context_picture.last_query_sees(patterns, 128).all()
 
 
 def test_the_picture_has_a_panel_for_every_pattern_and_group_of_heads(tmp_path, capsys):

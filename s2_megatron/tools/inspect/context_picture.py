@@ -50,20 +50,38 @@ def cell_shares(pattern: Pattern, head: int, n_blocks: int, cells: int = CELLS) 
 
 
 def last_query_cells(
-    pattern: Pattern, n_blocks: int, columns: int = COLUMNS, first: int = 0
+    patterns: list[Pattern], n_blocks: int, columns: int = COLUMNS, first: int = 0
 ) -> tuple[list[str], np.ndarray]:
     """(name of each row, float64[rows, columns]): the share of each cell's key blocks that the last query block
-    attends, a row for every group of heads and one for all of them together (its last). first: the first key block."""
+    attends. A row for every group of heads of the first layer, one for all of them together and, of several layers, one
+    for all heads of all layers. patterns: of the layers. first: the first key block that is shown."""
     columns = min(columns, n_blocks - first)
     edges = np.linspace(first, n_blocks, columns + 1).round().astype(np.int64)
-    names, rows, together = [], [], np.zeros(n_blocks, dtype=bool)
-    for heads in head_groups(pattern):
-        keys = pattern.key_blocks(heads[0], n_blocks - 1)
-        together[keys] = True
+    names, rows = [], []
+    for heads in head_groups(patterns[0]):
         names.append(head_names(heads))
-        rows.append(np.histogram(keys, edges)[0] / np.diff(edges))
-    rows.append(np.add.reduceat(together, edges[:-1]) / np.diff(edges))
-    return [*names, "all heads"], np.stack(rows)
+        rows.append(np.histogram(patterns[0].key_blocks(heads[0], n_blocks - 1), edges)[0] / np.diff(edges))
+    for count in dict.fromkeys((1, len(patterns))):
+        names.append("all heads" if count == 1 else f"all, {count} layers")
+        rows.append(np.add.reduceat(last_query_sees(patterns[:count], n_blocks), edges[:-1]) / np.diff(edges))
+    return names, np.stack(rows)
+
+
+def last_query_sees(patterns: list[Pattern], n_blocks: int) -> np.ndarray:
+    """bool[n_blocks]: whether the last query block attends a key block in at least one head of one layer."""
+    seen = np.zeros(n_blocks, dtype=bool)
+    for pattern in patterns:
+        for heads in head_groups(pattern):
+            seen[pattern.key_blocks(heads[0], n_blocks - 1)] = True
+    return seen
+
+
+def covering_layers(sparsity: ResolvedSparsity) -> list[Pattern]:
+    """The patterns of the first S2 spec's first layers, as many as their coverage together grows with."""
+    spec = next(layer.spec for layer in sparsity.layers if layer.pattern is not None)
+    patterns = {id(layer.pattern): layer.pattern for layer in sparsity.layers if layer.spec == spec}
+    count, _ = sparsity.spec_coverage()[spec]
+    return list(patterns.values())[:count]
 
 
 def head_names(heads: list[int]) -> str:
@@ -100,11 +118,11 @@ def draw_context(sparsity: ResolvedSparsity, file: Path) -> list[str]:
     from matplotlib.figure import Figure
 
     rows = -(-len(panels) // PANELS_A_ROW)
-    groups = len(head_groups(patterns[0][1]))
-    below = 0.16 * (groups + 1) + 0.75
+    served = covering_layers(sparsity)
+    below = 0.16 * (len(head_groups(served[0])) + 1 + (len(served) > 1)) + 0.75
     page = _Page(Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + below + 0.35)))
     _draw_panels(page, sparsity, panels)
-    _draw_last_query(page, sparsity, *patterns[0], height=below - 0.75)
+    _draw_last_query(page, sparsity, served, height=below - 0.75)
     file.parent.mkdir(parents=True, exist_ok=True)
     page.figure.savefig(file, dpi=120)
     return remarks
@@ -160,18 +178,18 @@ def _draw_panels(page: _Page, sparsity: ResolvedSparsity, panels: list[tuple[str
     bar.ax.minorticks_off()
 
 
-def _draw_last_query(page: _Page, sparsity: ResolvedSparsity, name: str, pattern: Pattern, height: float) -> None:
+def _draw_last_query(page: _Page, sparsity: ResolvedSparsity, patterns: list[Pattern], height: float) -> None:
+    """patterns: of the layers that serve it."""
     n_blocks, tail = sparsity.n_blocks, max(0, sparsity.n_blocks - STRIP)
-    names, cells = last_query_cells(pattern, n_blocks)
-    _, near = last_query_cells(pattern, n_blocks, STRIP, tail)
-    seen = np.unique(np.concatenate([pattern.key_blocks(heads[0], n_blocks - 1) for heads in head_groups(pattern)]))
+    names, cells = last_query_cells(patterns, n_blocks)
+    _, near = last_query_cells(patterns, n_blocks, STRIP, tail)
+    first = next(index for index, layer in enumerate(sparsity.layers) if layer.pattern is patterns[0])
+    text = f"How layer {first} serves the last query: all heads together see "
+    text += f"{last_query_sees(patterns[:1], n_blocks).mean():.0%} of the blocks"
+    if len(patterns) > 1:
+        text += f", {len(patterns)} consecutive such layers {last_query_sees(patterns, n_blocks).mean():.0%}"
     top = page.height - height - 0.3
-    page.text(
-        MARGIN,
-        top - 0.25,
-        f"How the last query is served in {_cut(name, 40)}: all heads together see {len(seen) / n_blocks:.0%} of the "
-        "blocks",
-    )
+    page.text(MARGIN, top - 0.25, text)
     left, zoom = MARGIN + 1.0, 3.0
     width = WIDTH - left - zoom - 0.4
     whole, _ = page.image(cells, left, top, width, height)
