@@ -22,7 +22,7 @@ from pathlib import Path
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_sparsity
-from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, remedy
+from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, find_problem, remedy
 from s2_megatron.megatron.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
 from s2_megatron.printing import is_first_rank, print_once
 
@@ -30,6 +30,7 @@ NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|File too lar
 READ_ONLY = re.compile(r"Read-only file system|Permission denied")
 ALMOST_FULL = 16 * 10**6  # bytes: torch's own message for a full disk may say no more than `unexpected pos`
 COMPLETE = ("metadata.json", ".metadata")  # what Megatron writes last
+WITHOUT_CHECKSUMS = ("LEGACY", "LOCAL")  # of Megatron's CheckpointType
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -42,10 +43,10 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 def free_way(folder: Path) -> None:
     """Lets a new checkpoint be saved to `folder`: what a save that was cut off left there goes; a checkpoint that was
-    complete once is moved aside."""
+    complete once is moved aside, one of the legacy format too."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    if not any((folder / name).exists() for name in COMPLETE):
+    if not any((folder / name).exists() for name in COMPLETE) and find_problem(folder) is not None:
         shutil.rmtree(folder)
         return
     number = 1
@@ -130,7 +131,7 @@ class CheckpointHooks:
         """
         import torch
 
-        if torch.distributed.is_initialized() and kind.name == "GLOBAL":
+        if torch.distributed.is_initialized() and kind.name not in WITHOUT_CHECKSUMS:
             self._verify(Path(name))
 
     def _verify(self, folder: Path) -> None:

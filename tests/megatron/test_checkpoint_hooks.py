@@ -122,9 +122,31 @@ def test_what_a_save_that_did_not_end_left_goes(checkpoint, capsys):
     free_way(checkpoint)  # nothing there
 
 
+def test_a_legacy_checkpoint_in_the_way_is_moved_aside(tmp_path):
+    """A folder that a run with --ckpt-format torch wrote, under a run with torch_dist."""
+    folder = tmp_path / "iter_0000004"
+    (folder / "mp_rank_00").mkdir(parents=True)
+    (folder / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"weights")
+    free_way(folder)
+    assert not folder.exists()
+    assert (tmp_path / "replaced_iter_0000004_1" / "mp_rank_00" / "model_optim_rng.pt").read_bytes() == b"weights"
+
+
 def hooks(tmp_path, **settings) -> CheckpointHooks:
     args = dict(save=str(tmp_path), load=str(tmp_path), s2_checksums=True, use_dist_ckpt=True, s2_loss_log=None)
     return CheckpointHooks(SimpleNamespace(**{**args, **settings}), None)
+
+
+@pytest.mark.parametrize("kind", ["GLOBAL", "FSDP_DTENSOR"])
+def test_a_damaged_checkpoint_is_refused_before_it_is_read(checkpoint, kind, monkeypatch):
+    """GLOBAL is what Megatron calls torch_dist, FSDP_DTENSOR the checkpoints of Megatron-FSDP."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("s2_megatron.megatron.checkpoint_hooks._rank_and_world_size", lambda: (0, 1))
+    write_checksums(checkpoint, 0, 1)
+    (checkpoint / "__1_0.distcp").write_bytes(b"other")
+    with pytest.raises(ValueError, match="iter_0000004 is not what was saved: __1_0.distcp has changed"):
+        hooks(checkpoint.parent).after_load(str(checkpoint), SimpleNamespace(name=kind))
+    hooks(checkpoint.parent).after_load(str(checkpoint), SimpleNamespace(name="LOCAL"))
 
 
 def fails(tmp_path, text: str) -> None:
