@@ -66,8 +66,8 @@ class LaunchLine:
         per_node = self.processes_per_node or devices
         if not per_node:
             raise ValueError(
-                "--nproc-per-node counts the GPUs of the machine, and this one has none; expected a number of "
-                "processes; give --nproc-per-node 8"
+                "--nproc-per-node counts the GPUs of the machine that trains, which are not known here; expected a "
+                "number of processes; give --nproc-per-node 8"
             )
         return self.nodes * per_node
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from s2_megatron.megatron.dense_core import resolve_dense_core
+from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.tools.forecast.flags import FLAGS, REFUSED, UNKNOWN, destination, read_flags
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import rank_parameters
@@ -73,3 +75,14 @@ def test_flops_and_derived_sizes_are_megatrons(megatron, case):
     # Megatron counts L^2 / 2 pairs of a dense head, here L (L + 1) / 2 are.
     assert token_flops(run).model * args.seq_length == pytest.approx(megatron["flops"][case], rel=1e-3)
     assert rank_parameters(run, 0) > 4 * run.layer_weights
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("length, ranks", [(2048, 1), (2048, 2), (4096, 1), (4160, 1), (8192, 1)])
+def test_dense_layers_are_computed_as_in_training(implementation, length, ranks):
+    flags = {"--transformer-impl": implementation, "--seq-length": str(length), "--context-parallel-size": str(ranks)}
+    args = read_flags(arguments(flags))
+    run = training_run(args, dense_sparsity(args))
+    options = dict(transformer_impl=implementation, context_parallel_size=ranks)
+    core, _ = resolve_dense_core(S2Settings(seq_length=length), **options)
+    assert run.s2_dense == (core == "s2")

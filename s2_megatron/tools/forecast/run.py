@@ -12,7 +12,7 @@ from s2_megatron.context_parallel.plan import check_comm_type
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.forecast.flags import vocabulary
 
-STOCK_LOCAL_LENGTH = 8192  # up to here `auto` leaves dense layers to Megatron's local attention
+STOCK_LOCAL_LENGTH = 4096  # as in megatron/dense_core.py: up to here `auto` leaves dense layers to Megatron's local attention
 
 
 @dataclass(frozen=True)

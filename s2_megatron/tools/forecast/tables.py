@@ -184,7 +184,7 @@ def known_gpus() -> dict[str, Path]:
 
 
 def load_tables(gpu: str) -> Tables | None:
-    """The tables of a GPU by its name or a part of it (`H200`), or None: it was not measured. Raises ValueError for a
+    """The tables of a GPU by its name, with or without `NVIDIA`, or None: it was not measured. Raises ValueError for a
     file of another format."""
     words = gpu.lower().removeprefix("nvidia").strip()
     for name, file in known_gpus().items():
