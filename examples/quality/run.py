@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from examples.quality.results import LearningRates, read_json, write_json, write
 from examples.quality.studies import ARMS, BASELINE, STUDIES, Study
 from examples.quality.tasks import prepare_tasks
 from examples.quality.workers import (
+    CUT,
     FAILED,
     FINISHED,
     Budget,
@@ -127,9 +129,10 @@ def choose_rates(
     failed = False
     if jobs and parsed.stage != "train":
 
-        def finished(job: Job, device: str | None) -> None:
+        def finished(job: Job, device: str | None) -> str:
             rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
             remove_checkpoints(job)
+            return FINISHED
 
         on_gpu = found[0][0] is not None
         outcomes = run_jobs(
@@ -154,13 +157,16 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     about = machine(found[0][1])
     on_gpu = found[0][0] is not None
 
-    def finished(job: Job, device: str | None) -> None:
+    def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is not None:
-            measure_recall(place, job, device, tell)
+            outcome = measure_recall(place, job, device, budget, tell)
+            if outcome != FINISHED:
+                return outcome
         write_run(place.result(job.arm, job.seed), job, place.corpus, about)
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
         if not parsed.keep_checkpoints:
             remove_checkpoints(job)
+        return FINISHED
 
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
     outcomes = run_jobs(
@@ -169,23 +175,35 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     return {job.name: outcomes.get(job.name) for job in jobs}
 
 
-def measure_recall(place: Place, job: Job, device: str | None, tell) -> None:
-    """Test a finished run's model in a process of its own, unless that has been done. Raises ValueError when it
-    fails."""
+def measure_recall(place: Place, job: Job, device: str | None, budget: Budget, tell) -> str:
+    """Test a finished run's model in a process of its own, unless that has been done. Returns the outcome; CUT when the
+    budget ends first: the next command tests it."""
     path = place.recall(job.arm, job.seed)
     if path.exists():
-        return
+        return FINISHED
+    seconds = budget.left()
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = [job.study.name, f"--load={job.folder / 'checkpoints'}", f"--json={path}"]
     with job.log.open("a") as output:
         command = [sys.executable, "-m", "examples.quality.recall", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment(device), stdout=output, stderr=subprocess.STDOUT)
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment(device),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=None if math.isinf(seconds) else max(0.0, seconds),
+            )
+        except subprocess.TimeoutExpired:
+            tell(f"{job.name}: the budget ended before its test; repeat the command to test it")
+            return CUT
     if done.returncode != 0:
-        raise ValueError(
-            f"{job.name}: its test ended with status {done.returncode}; the output is at the end of {job.log}"
-        )
+        tell(f"{job.name}: its test ended with status {done.returncode}; the output is at the end of {job.log}")
+        return FAILED
     scores = ", ".join(f"{task} {100 * result['accuracy']:.1f} %" for task, result in read_json(path, {}).items())
     tell(f"tested {job.name}: {scores}")
+    return FINISHED
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:

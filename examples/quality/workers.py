@@ -6,6 +6,7 @@ command goes on from there: a run that was cut is started again before the other
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import signal
@@ -20,6 +21,7 @@ from examples.quality.launch import ROOT, Job, environment
 from examples.quickstart.failures import last_lines, own_output
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
+from s2_megatron.megatron.processes import signal_when_parent_ends
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 30.0
@@ -77,7 +79,13 @@ class _Running:
         self.output_start = job.log.stat().st_size
         with job.log.open("a") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(device), stdout=output, stderr=subprocess.STDOUT
+                command,
+                cwd=ROOT,
+                env=environment(device),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A run saves and ends, too, when this process is killed.
+                preexec_fn=functools.partial(signal_when_parent_ends, signal.SIGTERM),
             )
 
     def save(self) -> None:
@@ -99,20 +107,20 @@ def run_jobs(
     device_ids: Sequence[str | None],
     command: Callable[[Job], list[str]],
     budget: Budget,
-    on_finished: Callable[[Job, str | None], None],
+    on_finished: Callable[[Job, str | None], str],
     tell: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run the jobs that are not finished. Returns {name of a job: FINISHED, CUT or FAILED}; a job that the budget left
     no time to start, or that was not started because another one failed, is missing.
 
     on_finished: called in this process, with the job and a device that is free then, for every job that ends well,
-    those that had ended before included.
+    those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end.
     """
-    outcomes = {job.name: FINISHED for job in jobs if final_evaluation(job) is not None}
-    for job in jobs:
-        if job.name in outcomes:
-            on_finished(job, device_ids[0])
-    waiting = [job for job in jobs if job.name not in outcomes]
+    ended = [job for job in jobs if final_evaluation(job) is not None]
+    waiting = [job for job in jobs if job not in ended]
+    outcomes = {job.name: on_finished(job, device_ids[0]) for job in ended}
+    if FAILED in outcomes.values():
+        return outcomes
     waiting.sort(key=lambda job: -checkpoint_iteration(job.folder))  # a stable sort: cut ones first
     free, running, told = list(device_ids), [], time.monotonic()
     try:
@@ -127,12 +135,13 @@ def run_jobs(
             for each in [each for each in running if each.outcome() is not None]:
                 running.remove(each)
                 free.append(each.device)
-                outcomes[each.job.name] = each.outcome()
-                _tell_outcome(each, tell)
-                if each.outcome() == FINISHED:
-                    on_finished(each.job, each.device)
-                elif each.outcome() == FAILED:
+                outcome = each.outcome()
+                _tell_outcome(each, outcome, tell)
+                if outcome == FINISHED:
+                    outcome = on_finished(each.job, each.device)
+                if outcome == FAILED:
                     waiting.clear()  # what ends one run is likely to end the others
+                outcomes[each.job.name] = outcome
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 for each in running:
@@ -169,8 +178,7 @@ def _progress(job: Job) -> str:
     return f"{job.name}: step {newest} of {job.iterations}{loss}"
 
 
-def _tell_outcome(each: _Running, tell) -> None:
-    outcome = each.outcome()
+def _tell_outcome(each: _Running, outcome: str, tell) -> None:
     if outcome == FAILED:
         tell(last_lines(own_output(each.job.log, each.output_start)))
         tell(f"{each.job.name} ended with status {each.process.returncode}; its output is in {each.job.log}")

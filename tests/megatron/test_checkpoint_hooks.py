@@ -144,7 +144,7 @@ def test_a_damaged_checkpoint_is_refused_before_it_is_read(checkpoint, kind, mon
     monkeypatch.setattr("s2_megatron.megatron.checkpoint_hooks._rank_and_world_size", lambda: (0, 1))
     write_checksums(checkpoint, 0, 1)
     (checkpoint / "__1_0.distcp").write_bytes(b"other")
-    with pytest.raises(ValueError, match="iter_0000004 is not what was saved: __1_0.distcp has changed"):
+    with pytest.raises(ValueError, match=r"iter_0000004 is not what was saved: __1_0\.distcp has changed"):
         hooks(checkpoint.parent).after_load(str(checkpoint), SimpleNamespace(name=kind))
     hooks(checkpoint.parent).after_load(str(checkpoint), SimpleNamespace(name="LOCAL"))
 

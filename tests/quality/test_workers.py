@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from examples.quality.corpus import Corpus
-from examples.quality.launch import Job, command
+from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, training_seconds
 from examples.quality.studies import ARMS, STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, run_jobs
@@ -72,9 +74,18 @@ def quiet(*arguments):
     pass
 
 
+def ends_well(job, device):
+    return FINISHED
+
+
 def into(finished):
     """A callback that collects the jobs."""
-    return lambda job, device: finished.append(job)
+
+    def on_finished(job, device):
+        finished.append(job)
+        return FINISHED
+
+    return on_finished
 
 
 def test_devices_work_at_once_and_every_job_runs_once(tmp_path):
@@ -92,7 +103,7 @@ def test_devices_work_at_once_and_every_job_runs_once(tmp_path):
 def test_a_run_that_the_budget_cuts_goes_on(tmp_path):
     jobs, said = [make_job(tmp_path, seed=1), make_job(tmp_path, seed=2, steps=60)], []
     budget = Budget(10.0, save_seconds=8.5, start_seconds=0.0)
-    assert run_jobs(jobs[1:], [None], trainer(0.05), budget, quiet, said.append) == {jobs[1].name: CUT}
+    assert run_jobs(jobs[1:], [None], trainer(0.05), budget, ends_well, said.append) == {jobs[1].name: CUT}
     assert time.monotonic() - budget.began < 9
     cut = max(read_loss_log(jobs[1].losses)[0])
     assert 0 < cut < 60 and any(f"goes on from step {cut}" in line for line in said)
@@ -103,15 +114,44 @@ def test_a_run_that_the_budget_cuts_goes_on(tmp_path):
 
 
 def test_a_spent_budget_starts_nothing(tmp_path):
-    assert run_jobs([make_job(tmp_path)], [None], trainer(), Budget(50.0), quiet, quiet) == {}
+    assert run_jobs([make_job(tmp_path)], [None], trainer(), Budget(50.0), ends_well, quiet) == {}
     assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_is_shown_and_starts_no_other_run(tmp_path):
     jobs, said = [make_job(tmp_path, seed=seed) for seed in (1, 2)], []
-    outcomes = run_jobs(jobs, [None], trainer(steps=-1), Budget(), quiet, said.append)
+    outcomes = run_jobs(jobs, [None], trainer(steps=-1), Budget(), ends_well, said.append)
     assert outcomes == {jobs[0].name: FAILED}
     assert "error: a refusal" in "\n".join(said) and "status 2" in said[-1]
+
+
+def test_what_follows_a_run_may_fail_or_be_cut(tmp_path):
+    jobs = [make_job(tmp_path, seed=seed) for seed in (1, 2)]
+    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == {jobs[0].name: FAILED}
+    # Of a run that had ended before, too.
+    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == {jobs[0].name: FAILED}
+    outcomes = run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: CUT, quiet)
+    assert outcomes == {job.name: CUT for job in jobs}
+
+
+def test_a_run_saves_when_the_command_is_killed(tmp_path):
+    script = (
+        "from pathlib import Path\nfrom tests.quality.test_workers import *\n"
+        f"job = make_job(Path({str(tmp_path)!r}), steps=2000)\n"
+        "run_jobs([job], [None], trainer(0.05), Budget(), ends_well, quiet)\n"
+    )
+    job, deadline = make_job(tmp_path), time.monotonic() + 60
+    tracker = job.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    running = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    try:
+        while not (job.losses.exists() and read_loss_log(job.losses)[0]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        running.kill()
+        running.wait()
+    while not tracker.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert tracker.exists()
 
 
 def test_seconds_are_those_of_training_steps():
@@ -122,7 +162,7 @@ def test_seconds_are_those_of_training_steps():
 
 def test_a_thinned_log_keeps_means_and_no_paths(tmp_path, monkeypatch):
     job = make_job(tmp_path, steps=31)
-    run_jobs([job], [None], trainer(), Budget(), quiet, quiet)
+    run_jobs([job], [None], trainer(), Budget(), ends_well, quiet)
     monkeypatch.setattr("examples.quality.results.MOST_RECORDS", 8)
     records = thinned(job, CORPUS, {"device": "CPU"})
     arguments = records[0][HEADER]["arguments"]
