@@ -89,6 +89,8 @@ def test_flags():
         "s2_allow_sparsity_change": False,
         "s2_loss_log": None,
         "s2_position_loss": None,
+        "s2_loss_from_token": None,
+        "s2_checksums": True,
     }
 
 

@@ -211,7 +211,10 @@ def step_time(run: TrainingRun, tables: Tables) -> StepTime:
     if run.gpus > HOST_GPUS:
         notes.add(f"{run.gpus} GPUs: more than one host; the interconnect is taken to be as fast as inside of a host")
     if not run.transformer_engine:
-        notes.add("--transformer-impl local: the steps were measured with Transformer Engine; local layers are slower")
+        text = "the steps were measured with Transformer Engine; local layers are slower"
+        stock = any(not run.by_s2(layer) for layer in range(len(run.sparsity.layers)))
+        text += ", and Megatron's local attention keeps its scores, which the memory lacks" * stock
+        notes.add(f"--transformer-impl local: {text}")
     if run.fused_loss == "te":
         notes.add("--cross-entropy-fusion-impl te: not measured; taken as native")
     if run.itemsize != 2:
