@@ -160,7 +160,11 @@ def judged(part: str, backend: str, jobs: list[Job]) -> tuple[list[str], str]:
         return wrong, done
     if part == "repeats":
         lines = [line for text in texts for line in text.splitlines() if " repeats differ " in line]
+        if not lines and not wrong:
+            wrong.append("no call was repeated")
         return wrong, f"{len(lines)} kinds of call, {sum(': 0 of ' not in line for line in lines)} of them differ"
+    if not wrong and not all(re.search(r"\b[1-9]\d* passed", text) for text in texts):
+        wrong.append("no test ran")  # all of them are skipped, for example
     return wrong, "; ".join(text.strip().splitlines()[-1].strip("= ") for text in texts if text.strip())
 
 
@@ -192,6 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     arguments = parser.parse_args(argv)
+    names = [name for backend in arguments.backends for name in case_names(backend)]
+    if not any(re.search(arguments.only, name) for name in names):
+        parser.error(f"--only {arguments.only}: it is in no case's name; expected a part of one, such as {names[0]}")
     deadline = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         jobs = make_jobs(arguments.parts, arguments.backends, arguments, Path(folder))

@@ -143,6 +143,8 @@ def test_a_part_has_its_line(check, capsys):
      "3 cases, 1 of 2 kernels"),
     ("compile", "kernels launched: s2_one\nkernels known: s2_one\ncases done: 3\n", 0, "3 cases, 1 of 1 kernels"),
     ("graphs", "....\n==== 4 passed in 3.2s ====\n", 0, "4 passed in 3.2s"),
+    ("graphs", "ssss\n==== 4 skipped in 3.2s ====\n", 1, "4 skipped in 3.2s"),
+    ("repeats", "", 1, "0 kinds of call, 0 of them differ"),
 ])  # fmt: skip
 def test_what_the_other_parts_say(tmp_path, part, text, wrong, done):
     log = tmp_path / "log"
@@ -152,6 +154,12 @@ def test_what_the_other_parts_say(tmp_path, part, text, wrong, done):
     job = check_kernels.Job(part, "gluon", [], log, process=ended)
     said = check_kernels.judged(part, "gluon", [job])
     assert (len(said[0]), said[1]) == (wrong, done)
+
+
+def test_a_choice_of_no_case_is_refused(check, capsys):
+    with pytest.raises(SystemExit):
+        check("--parts", "memcheck", "--only", "no such case")
+    assert "--only no such case: it is in no case's name" in capsys.readouterr().err
 
 
 def test_what_is_found_and_what_is_late_fail(check, capsys, monkeypatch):
