@@ -3,7 +3,7 @@
     python -m s2_megatron.testing.slurm --nodes 2 -- sbatch --wait --nodes 2 job.sh
 
 starts it, runs the command with SLURM_CONF set, and stops all of it. Every node is a slurmd with process and mount
-namespaces and a host name of its own, so that `Slurm.kill(node)` is what pulling the plug is: the daemon and every
+namespaces and a host name of its own, so that `Slurm.kill(node)` does what a power failure does: the daemon and every
 process of every job there are gone at once. For that it wants root. Debian's packages do: apt-get install slurm-wlm
 munge. Nothing is written outside the folder, and the machine's own SLURM, if there is one, is not touched.
 
@@ -195,7 +195,7 @@ class Slurm:
         self._start(node, node, ["slurmd", "-D", "-N", node, "-f", self.environment["SLURM_CONF"]])
 
     def kill(self, name: str) -> None:
-        """Pull the plug of a node (or of slurmctld, munged): every process of it is killed at once."""
+        """The power failure of a node (or of slurmctld, munged): every process of it is killed at once."""
         daemon = self.daemons.pop(name)
         daemon.kill()
         daemon.wait(timeout=30)

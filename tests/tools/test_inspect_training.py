@@ -92,8 +92,9 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
     facts = inspected(capsys, "--", "-")
     assert facts["model"]["seq_length"] == 32768 and facts["model"]["gpus"] == facts["model"]["dp"] == 8
     assert facts["forecast"]["run"]["step_ms"] > 100
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" ".join(LINE)))
-    assert inspected(capsys, "--", "-")["model"]["gpus"] == 4
+    for text in (" ".join(LINE), " \\\n    ".join(LINE) + "\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert inspected(capsys, "--", "-")["model"]["gpus"] == 4
 
 
 @pytest.mark.parametrize("flags, reason", [
@@ -109,6 +110,8 @@ def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason
         facts = inspected(capsys, str(yaml), *(flags * (not in_line)), "--", *LINE, *(flags * in_line))
         assert facts["no_forecast"] == [reason] and "forecast" not in facts and "memory" not in facts
         assert ("flops_per_token" in facts) == ("--fp8-format" in flags) and facts["pairs"]["density"] == 1
+    if "--mtp-num-layers" in flags:
+        assert inspected(capsys, str(yaml), "--", *LINE, "=".join(flags))["no_forecast"] == [reason]
 
 
 def test_an_unknown_gpu_is_named(capsys):

@@ -90,11 +90,12 @@ def _check_pictures(args: argparse.Namespace) -> None:
 
 
 def _launch_words(words: list[str]) -> list[str]:
-    """The words behind --; of a single - those of the standard input, one a line or as one text."""
+    """The words behind --; of a single - those of the standard input, one a line or as one text, whose lines then end
+    with a backslash."""
     if words != ["-"]:
         return words
-    lines = sys.stdin.read().splitlines()
-    return [line for line in lines if line] if len(lines) > 1 else lines
+    text = sys.stdin.read().strip()
+    return [text] if "\\\n" in text else [line for line in text.splitlines() if line]
 
 
 def _read(args: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...], int | None]:

@@ -182,8 +182,9 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     Raises ValueError for sizes that do not divide each other.
     """
     missing, refused = missing_sizes(args), reasons(words, REFUSED)
-    if args.mtp_num_layers and "--mtp-num-layers" not in words:
-        refused.append(f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}")
+    mtp = f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}"
+    if args.mtp_num_layers and mtp not in refused:  # given before the launch line
+        refused.append(mtp)
     other_shape = any(reason.startswith(OTHER_SHAPES) for reason in refused)
     run = None if missing or other_shape else training_run(args, sparsity, gpus)
     facts = model_facts(sparsity, run)
