@@ -51,12 +51,12 @@ HONOURED: dict[str, str] = {
     "delta_offload_bytes_across_pp_ranks": "see fine_grained_activation_offloading",
     "delay_offload_until_cuda_graph": "see fine_grained_activation_offloading",
     "overlap_moe_expert_parallel_comm": "changes the order in which layers run, not what they compute",
-    "overlap_dispatch_backward_with_experts_wgrad": "inside the MoE layer",
     "ep_overlap_early_attn_memory_release": "see overlap_moe_expert_parallel_comm",
-    "use_megatron_fsdp": "shards weights, and S2's core attention has none",
+    "use_megatron_fsdp": "shards weights, and S2's core attention has none; refused with checkpoints",
     "moe_shared_expert_overlap": "inside the MoE layer",
     "deterministic_mode": "selects the deterministic backward",
-    "cuda_graph_impl": "every kind with Transformer Engine's layers, full_iteration with Megatron's local ones too",
+    "cuda_graph_impl": "every kind with Transformer Engine's layers, full_iteration with Megatron's local ones too; "
+    "for the exceptions see the refusals whose names begin with cuda_graph",
     "cuda_graph_modules": "graphs without the attention are not looked at; with it, see the refusals "
     "whose names begin with cuda_graph",
     "optimizer_cuda_graph": "captures the optimizer's step only",

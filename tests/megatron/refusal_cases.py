@@ -1,4 +1,5 @@
 """Command lines that S2-Attention refuses, and such that are close to a refusal and accepted; for test_refusals.py.
+Those of refusals/unproven.py: unproven_cases.py.
 
 A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version,
 connections (CUDA_DEVICE_MAX_CONNECTIONS).
@@ -8,6 +9,10 @@ from __future__ import annotations
 
 ENGINE = {"--transformer-impl": "transformer_engine"}
 WHOLE_ITERATIONS = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}
+GRAPHS = {**ENGINE, "--cuda-graph-impl": "local"}
+ENGINE_GRAPHS = {**ENGINE, "--cuda-graph-impl": "transformer_engine"}
+ROUTERS = {"--num-experts": "4", "--cuda-graph-modules": ["attn", "moe_router"]}
+CP2 = {"--context-parallel-size": "2"}
 FSDP2 = {"--use-torch-fsdp2": None, "--untie-embeddings-and-output-weights": None}
 MEGATRON_FSDP = {"--use-megatron-fsdp": None, "--ckpt-format": "fsdp_dtensor"}
 SAVED = {"--save": "run", "--save-interval": "5"}
@@ -114,12 +119,12 @@ CASES = {
         "--transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
     "cuda_graph_experts": (
-        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--num-experts": "4"}),
-        "with --cuda-graph-modules attn moe_router",
+        dict(flags={**ENGINE_GRAPHS, "--num-experts": "4"}),
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
     ),
     "cuda_graph_pipeline": (
         dict(flags={**WHOLE_ITERATIONS, "--pipeline-model-parallel-size": "2"}, world_size=2),
-        "add --num-layers-per-virtual-pipeline-stage 1",
+        "which a graph cannot hold; use --cuda-graph-impl none",
     ),
     "cuda_graph_spiky_loss": (
         dict(flags={**WHOLE_ITERATIONS, "--check-for-spiky-loss": None}),
@@ -216,34 +221,8 @@ ACCEPTED = {
     ),
     "cuda_graphs_of_whole_iterations": dict(flags=WHOLE_ITERATIONS),
     "cuda_graphs_context_parallel": dict(flags={**WHOLE_ITERATIONS, "--context-parallel-size": "2"}, world_size=2),
-    "cuda_graphs_experts": dict(
-        flags={
-            **ENGINE,
-            "--cuda-graph-impl": "local",
-            "--num-experts": "4",
-            "--cuda-graph-modules": ["attn", "moe_router"],
-        }
-    ),
-    "cuda_graphs_padded_experts": dict(
-        flags={
-            **WHOLE_ITERATIONS,
-            "--num-experts": "4",
-            "--moe-token-dispatcher-type": "alltoall",
-            "--moe-expert-capacity-factor": "1",
-            "--moe-pad-expert-input-to-capacity": None,
-        }
-    ),
-    "cuda_graphs_pipeline": dict(
-        flags={**ENGINE, "--cuda-graph-impl": "local", "--pipeline-model-parallel-size": "2"}, world_size=2
-    ),
-    "cuda_graphs_of_whole_iterations_pipeline": dict(
-        flags={
-            **WHOLE_ITERATIONS,
-            "--pipeline-model-parallel-size": "2",
-            "--num-layers-per-virtual-pipeline-stage": "1",
-        },
-        world_size=2,
-    ),
+    "cuda_graphs_context_parallel_of_layers": dict(flags={**GRAPHS, **CP2}, world_size=2),
+    "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),
     "cuda_graphs_mtp": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
     "cuda_graphs_recompute": dict(
         flags={**ENGINE, "--cuda-graph-impl": "local", "--recompute-granularity": "selective"}
@@ -280,8 +259,6 @@ ACCEPTED = {
 
 # Other ways to a refusal of CASES: name: (refusal, what to change).
 RECOMPUTED = {"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
-GRAPHS = {**ENGINE, "--cuda-graph-impl": "local"}
-ENGINE_GRAPHS = {**ENGINE, "--cuda-graph-impl": "transformer_engine"}
 ALSO_REFUSED = {
     "recompute_kept_other_modules": (
         "s2_keep_attention_output",
@@ -313,7 +290,7 @@ ALSO_REFUSED = {
     ),
     "megatron_fsdp_saved": (
         "use_distributed_optimizer",
-        dict(flags={**MEGATRON_FSDP, **SAVED}, connections="8"),
+        dict(flags={**MEGATRON_FSDP, **SAVED}, attributes={"use_megatron_fsdp": False}, connections="8"),
     ),
     "engine_graphs_packed": (
         "cuda_graph_packed",

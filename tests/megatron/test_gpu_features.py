@@ -3,7 +3,9 @@ optimizer's state on the host. Each trains as the same run without it does.
 
     python -m pytest -m gpu tests/megatron/test_gpu_features.py -n 8
 
-(-n of pytest-xdist; a test takes two runs at once, 20 to 50 s.) With one GPU the tests of two are skipped.
+(-n of pytest-xdist; a test takes two runs at once, 20 to 50 s.) With one GPU the tests of two are skipped. What
+s2_megatron/megatron/refusals/unproven.py refuses is tried here all the same: a feature whose test passes leaves that
+table, and goes into README.md and docs/validation.md.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from tests.megatron.features import (
     watched,
     with_and_without,
 )
+from tests.megatron.lifted import LIFT_UNPROVEN
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +56,8 @@ CLOSE = dict(losses=5e-4, norms=1e-2)
 # Gradients added in bf16 instead of fp32, or experts, whose choice turns on the last bit.
 NEAR = dict(losses=1e-2, norms=5e-2)
 
-CP2, CP2_A2A = "--context-parallel-size 2", "--context-parallel-size 2 --s2-cp-comm-type a2a"
+CP2 = "--context-parallel-size 2"
+CP2_A2A, CP2_ALL_GATHER = f"{CP2} --s2-cp-comm-type a2a", f"{CP2} --s2-cp-comm-type all_gather"
 PP2 = "--pipeline-model-parallel-size 2"
 PP2_VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
@@ -83,6 +87,11 @@ def has_engine() -> bool:
     return not subprocess.run(
         [sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True
     ).returncode
+
+
+@pytest.fixture(autouse=True)
+def unproven_is_tried(monkeypatch):
+    monkeypatch.setenv(LIFT_UNPROVEN, "1")
 
 
 @pytest.fixture
@@ -165,7 +174,7 @@ def test_graphs_with_offloaded_activations(compare, implementation, monkeypatch)
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("layout", [CP2, CP2_A2A, PP2], ids=["cp2", "cp2_a2a", "pp2"])
+@pytest.mark.parametrize("layout", [CP2, CP2_A2A, CP2_ALL_GATHER, PP2], ids=["cp2", "cp2_a2a", "cp2_all_gather", "pp2"])
 def test_graphs_on_two_gpus(compare, implementation, layout):
     if layout == PP2 and implementation == "full_iteration":
         layout = PP2_VPP2  # without virtual stages it is refused

@@ -13,7 +13,12 @@ from s2_megatron.megatron.core_attention import HONOURED_CONFIG
 from s2_megatron.megatron.refusals import REFUSALS, refuse_yaml_command_line
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
-from tests.megatron.refusal_cases import ACCEPTED, ALSO_REFUSED, CASES, LAYERS
+from tests.megatron.refusal_cases import ACCEPTED, LAYERS
+from tests.megatron.refusal_cases import ALSO_REFUSED as ALSO_PROVEN
+from tests.megatron.refusal_cases import CASES as PROVEN
+from tests.megatron.unproven_cases import ALSO_UNPROVEN, UNPROVEN
+
+CASES, ALSO_REFUSED = PROVEN | UNPROVEN, ALSO_PROVEN | ALSO_UNPROVEN
 
 
 @cache

@@ -2,9 +2,9 @@
 
 A new refusal goes into the tuple of its topic: model.py (which Megatron, which model, which layer spec), attention.py
 (what attention computes), parallel.py (how the model is spread over ranks), execution.py (CUDA graphs, recomputation,
-inference, checkpoints). What depends on the sparsity of the layers goes into sparsity.py. A test compares REFUSALS and
-the settings that are honoured (tests/megatron/decided.py) with Megatron's own parser: every attention flag of a new
-Megatron has to be decided.
+inference, checkpoints), unproven.py (what failed on a GPU, or has not been run there). What depends on the sparsity of
+the layers goes into sparsity.py. A test compares REFUSALS and the settings that are honoured
+(tests/megatron/decided.py) with Megatron's own parser: every attention flag of a new Megatron has to be decided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from s2_megatron.megatron.refusals import attention, execution, model, parallel
+from s2_megatron.megatron.refusals import attention, execution, model, parallel, unproven
 from s2_megatron.megatron.refusals.refusal import Refusal, listed
 from s2_megatron.megatron.refusals.sparsity import refuse_layers, refuse_softmax_scale
 
@@ -31,6 +31,7 @@ REFUSALS: tuple[Refusal, ...] = (
     *model.REFUSALS,
     *parallel.REFUSALS,
     *execution.REFUSALS,
+    *unproven.REFUSALS,
 )
 
 

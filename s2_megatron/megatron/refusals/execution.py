@@ -10,24 +10,34 @@ from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Ref
 from s2_megatron.megatron.settings import is_packed
 
 
-def _graphs_with_attention(args: Namespace) -> bool:
+def module_names(args: Namespace) -> set[str]:
+    """Which parts of a layer --cuda-graph-modules names; empty for whole layers."""
+    return {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+
+
+def graphs_with_attention(args: Namespace) -> bool:
     """Whether CUDA graphs hold the attention: always with Megatron's own graphs, with Transformer Engine's unless the
     modules leave it out."""
-    names = {getattr(module, "name", module) for module in args.cuda_graph_modules or ()}
+    names = module_names(args)
     return args.cuda_graph_impl == "local" or (
         args.cuda_graph_impl == "transformer_engine" and (not names or "attn" in names)
     )
 
 
-def _whole_iterations(args: Namespace) -> bool:
+def whole_iterations(args: Namespace) -> bool:
     return args.cuda_graph_impl == "full_iteration"
 
 
+def is_padded(args: Namespace) -> bool:
+    """Whether every expert gets the same number of rows, whatever the router chooses."""
+    return bool(args.moe_pad_expert_input_to_capacity or args.moe_expert_rank_capacity_factor)
+
+
 def _graphs_of_dropless_experts(args: Namespace) -> bool:
-    """Whether graphs hold the dispatch of tokens to experts, with as many rows as the router happens to choose."""
-    whole_layers = args.cuda_graph_impl in ("local", "transformer_engine") and not args.cuda_graph_modules
-    padded = args.moe_pad_expert_input_to_capacity or args.moe_expert_rank_capacity_factor
-    return bool(args.num_experts and not padded and (whole_layers or _whole_iterations(args)))
+    """Whether graphs hold the dispatch of tokens to experts, with as many rows as the router happens to choose. Those
+    of the kind local are refused with any experts."""
+    whole_layers = args.cuda_graph_impl == "transformer_engine" and not args.cuda_graph_modules
+    return bool(args.num_experts and not is_padded(args) and (whole_layers or whole_iterations(args)))
 
 
 def _attention_is_recomputed(args: Namespace) -> bool:
@@ -73,7 +83,7 @@ REFUSALS = (
     ),
     Refusal(
         "cuda_graph_local_layers",
-        lambda args: _graphs_with_attention(args) and args.transformer_impl == "local",
+        lambda args: graphs_with_attention(args) and args.transformer_impl == "local",
         "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: Megatron keeps a layer's input until "
         "the backward only where Python saves it (core/transformer/cuda_graphs.py:502), and the norms of its local "
         "layers save it in C++; such graphs computed other gradients than the same run without graphs",
@@ -85,27 +95,26 @@ REFUSALS = (
         "--cuda-graph-impl {args.cuda_graph_impl} with --num-experts: the graph would hold the dispatch of tokens, "
         "whose sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py:950) and which change with "
         "every batch",
-        "use --cuda-graph-impl local, or transformer_engine, with --cuda-graph-modules attn moe_router; or "
-        "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
     ),
     Refusal(
         "cuda_graph_packed",
-        lambda args: (_graphs_with_attention(args) or _whole_iterations(args)) and is_packed(args),
+        lambda args: (graphs_with_attention(args) or whole_iterations(args)) and is_packed(args),
         "--cuda-graph-impl {args.cuda_graph_impl} with packed documents (--sft, --dataloader-inter-document-masking): "
         "a graph repeats the number of documents that it was captured with, and every batch has another one",
         "use --cuda-graph-impl none",
     ),
     Refusal(
         "cuda_graph_pipeline",
-        lambda args: _whole_iterations(args) and args.pipeline_model_parallel_size > 1 and not args.overlap_p2p_comm,
+        lambda args: whole_iterations(args) and args.pipeline_model_parallel_size > 1 and not args.overlap_p2p_comm,
         "--cuda-graph-impl full_iteration with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: "
         "Megatron waits for the device after every transfer between stages "
         "(core/pipeline_parallel/p2p_communication.py:419), which a graph cannot hold",
-        "add --num-layers-per-virtual-pipeline-stage 1, whose transfers overlap; or use --cuda-graph-impl local",
+        "use --cuda-graph-impl none, or --pipeline-model-parallel-size 1",
     ),
     Refusal(
         "cuda_graph_spiky_loss",
-        lambda args: _whole_iterations(args) and args.check_for_spiky_loss,
+        lambda args: whole_iterations(args) and args.check_for_spiky_loss,
         "--cuda-graph-impl full_iteration with --check-for-spiky-loss: the check reads the loss on the host, inside of "
         "the graph",
         "remove --check-for-spiky-loss",
@@ -114,7 +123,7 @@ REFUSALS = (
         "cuda_graph_attention_mask",
         lambda args: (
             args.cuda_graph_impl == "transformer_engine"
-            and _graphs_with_attention(args)
+            and graphs_with_attention(args)
             and args.seq_length > ATTENTION_MASK_SEQ_LENGTH
         ),
         "--cuda-graph-impl transformer_engine: its graphs hold a [{args.micro_batch_size}, 1, {args.seq_length}, "
@@ -153,7 +162,7 @@ REFUSALS = (
         _fsdp2_cannot_resume,
         "--use-torch-fsdp2 with an optimizer that is saved or loaded: Megatron loads such checkpoints without giving "
         "the optimizer its step count (training/checkpointing.py:2569), so Adam would start again at step 1",
-        "add --no-save-optim and --no-load-optim, or use --use-megatron-fsdp or --use-distributed-optimizer",
+        "add --no-save-optim and --no-load-optim, or use --use-distributed-optimizer",
     ),
     Refusal(
         "async_strategy",

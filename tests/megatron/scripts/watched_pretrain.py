@@ -1,8 +1,9 @@
 """pretrain_gpt_s2.py that says at its end, as one line of JSON after "watched: ", what this rank did: CUDA graphs
 replayed, S2 core attentions called from Python (a replayed graph calls none), schedule plans made, and which class
-shards the model."""
+shards the model. With LIFT_UNPROVEN_REFUSALS=1 in the environment it tries what refusals/unproven.py refuses."""
 
 import json
+import os
 
 
 def main():
@@ -15,7 +16,10 @@ def main():
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from s2_megatron.megatron.core_attention import S2CoreAttention
+    from tests.megatron.lifted import LIFT_UNPROVEN, lift_unproven_refusals
 
+    if os.environ.get(LIFT_UNPROVEN) == "1":
+        lift_unproven_refusals()
     counted = {"graph_replays": 0, "s2_calls": 0, "schedule_plans": 0, "wrapper": None}
 
     def count(owner, method, name):

@@ -1,0 +1,14 @@
+"""The refusals of what has not passed on a GPU, taken away for the tests that are to try it there."""
+
+from __future__ import annotations
+
+# A variable of the environment that asks scripts/watched_pretrain.py for it.
+LIFT_UNPROVEN = "LIFT_UNPROVEN_REFUSALS"
+
+
+def lift_unproven_refusals() -> None:
+    """Take what refusals/unproven.py refuses out of the table of this process."""
+    from s2_megatron.megatron import refusals
+    from s2_megatron.megatron.refusals import unproven
+
+    refusals.REFUSALS = tuple(refusal for refusal in refusals.REFUSALS if refusal not in unproven.REFUSALS)
