@@ -60,8 +60,8 @@ REFUSALS = (
         "cuda_graph_local_experts",
         lambda args: args.cuda_graph_impl == "local" and bool(args.num_experts),
         "--cuda-graph-impl local with --num-experts failed on a GPU, most likely because Megatron captures the whole "
-        "layer of a GPT even with --cuda-graph-modules attn moe_router (core/transformer/transformer_layer.py:560), and "
-        "in it the dispatch of tokens, which waits for the device",
+        "layer of a GPT even with --cuda-graph-modules attn moe_router (core/transformer/transformer_layer.py:560), "
+        "and in it the dispatch of tokens, which waits for the device",
         "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
     ),
     Refusal(
