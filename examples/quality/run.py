@@ -28,7 +28,7 @@ from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.launch import ROOT, Job, command, environment
 from examples.quality.results import LearningRates, read_json, write_json, write_run
 from examples.quality.studies import ARMS, BASELINE, STUDIES, Study
-from examples.quality.tasks import prepare_tasks
+from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
     CUT,
     FAILED,
@@ -222,6 +222,17 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
 
 
+def require_new_sequences(study: Study, corpus: Corpus, tokens: int) -> None:
+    """Raises ValueError when a run would see a synthetic sequence twice: it learns them by heart then, and nothing
+    that helps with others."""
+    new = int(corpus.description["tokens"] * TRAINING_SHARE)
+    if study.tasks is not None and tokens > new:
+        raise ValueError(
+            f"--tokens {tokens:g}: the study has {new} tokens of training sequences; expected no sequence twice; use "
+            f"{new} or fewer"
+        )
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -237,6 +248,7 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     else:
         corpus = prepare_tasks(parsed.runs, study.model.seq_length, study.tasks, tell=tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
+    require_new_sequences(study, corpus, max(tokens, int(parsed.rate_tokens or study.rate_tokens)))
     if parsed.stage == "corpus":
         return COMPLETE
     place = Place(study, corpus, tokens, parsed.runs.resolve(), parsed.results.resolve())

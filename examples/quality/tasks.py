@@ -31,7 +31,7 @@ TASKS = ("recall", "needle", "tracking")
 START = 0
 NOISE, KEYS, VALUES, ANSWERS = (16, 256), (272, 1024), (1296, 256), (1792, 256)  # first id, number
 VOCABULARY = 2048
-SPLIT = "98,2,0"
+SPLIT, TRAINING_SHARE = "98,2,0", 0.98
 TRAINING_SEED, EVALUATION_SEED = 1, 2
 
 

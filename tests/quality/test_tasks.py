@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from examples.quality import recall_page
+from examples.quality.corpus import Corpus
 from examples.quality.page import table
 from examples.quality.recall import DEPTHS, held_out_sequences, score
-from examples.quality.run import COMPLETE, parse_arguments, run
+from examples.quality.run import COMPLETE, parse_arguments, require_new_sequences, run
 from examples.quality.studies import STUDIES
 from examples.quality.tasks import ANSWERS, KEYS, NOISE, TASKS, VALUES, VOCABULARY, prepare_tasks, training_sequence
 from s2_megatron.megatron.loss_log import read_loss_log
@@ -109,6 +110,14 @@ def test_the_flag_takes_an_id(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--s2-loss-from-token=-1"])
     assert "expected the id of a token, 0 or more" in capsys.readouterr().err
+
+
+def test_no_sequence_is_trained_on_twice():
+    for study in (each for each in STUDIES.values() if each.tasks is not None):
+        corpus = Corpus(None, {"tokens": study.tasks.sequences * study.model.seq_length})
+        require_new_sequences(study, corpus, max(study.tokens, study.rate_tokens))  # the sizes that a study has
+        with pytest.raises(ValueError, match=r"tokens of training sequences; expected no sequence twice; use \d+"):
+            require_new_sequences(study, corpus, corpus.description["tokens"])
 
 
 @pytest.mark.long
