@@ -165,9 +165,13 @@ class Trial:
         found = re.search(rf"; do: ((?:echo [0-9]+ > |rm ){self.checkpoints / TRACKER})", self.last_output())
         return found and subprocess.run(found[1], shell=True, check=True) and found[1]
 
-    def newest_folder(self) -> int:
-        names = (re.fullmatch(r"iter_(\d+)", path.name) for path in self.checkpoints.glob("iter_*"))
-        return max((int(name[1]) for name in names if name), default=0)
+    def saving(self, since: float) -> bool:
+        """Whether a checkpoint's folder was written to since then; a save that was cut off before has left one, too."""
+        for path in self.checkpoints.glob("iter_*"):
+            with suppress(OSError):  # the new save removes what is left of it
+                if path.stat().st_mtime > since:
+                    return True
+        return False
 
     def wait_for(self, condition, process: subprocess.Popen) -> bool:
         """Whether the condition came true before the process ended. Raises AssertionError after LONGEST_SECONDS."""
@@ -181,7 +185,7 @@ class Trial:
 
     def kill_once(self, target: str, moment: str, choice: random.Random, *extra: str) -> str | None:
         """Starts the run and kills it; what happened, None when it has come to its end before."""
-        start = self.saved()
+        start, since = self.saved(), time.time()
         run = self.start(*extra)
         try:
             if moment == "start-up":
@@ -193,7 +197,7 @@ class Trial:
                 self.wait_for(lambda: self.log.exists() and self.trained() >= until, run.popen)
                 when = f"after iteration {until}"
             else:
-                self.wait_for(lambda: self.newest_folder() > start, run.popen)
+                self.wait_for(lambda: self.saving(since), run.popen)
                 delay = choice.uniform(0, 0.4)
                 time.sleep(delay)
                 when = f"{1000 * delay:.0f} ms after a save began"
