@@ -47,20 +47,24 @@ def main() -> None:
     from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
     from s2_megatron.megatron.layer_specs import apply_s2
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+    from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
+    from s2_megatron.megatron.preflight.start_up import start_up
     from s2_megatron.megatron.run_status import recorded_run
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     use_prebuilt_dataset_helpers()
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
 
-    args = parse_and_validate_args(
-        extra_args_provider=add_s2_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-    )
-    if on_cpu:
-        require_cpu_settings(args)
-    run = prepare_s2(args)
-    model_config = gpt_config_from_args(args)
-    apply_s2(model_config, run)
+    # Until here nothing can go wrong by a flag; in here, what does is one line.
+    with start_up(add_s2_arguments) as provider:
+        args = parse_and_validate_args(
+            extra_args_provider=provider, args_defaults={"tokenizer_type": DEFAULT_TOKENIZER}
+        )
+        if on_cpu:
+            require_cpu_settings(args)
+        run = prepare_s2(args)
+        model_config = gpt_config_from_args(args)
+        apply_s2(model_config, run)
     with recorded_run(args):
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),

@@ -34,6 +34,7 @@ setup(
         "s2_megatron.context_parallel",
         "s2_megatron.megatron",
         "s2_megatron.megatron.refusals",
+        "s2_megatron.megatron.preflight",
         "s2_megatron.huggingface",
         "s2_megatron.tools",
         "s2_megatron.tools.compare",

@@ -144,6 +144,11 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "evaluation. Works without --s2-config too.",
     )
     group.add_argument(
+        "--s2-traceback",
+        action="store_true",
+        help="When the start of pretrain_gpt_s2.py fails, show Python's traceback instead of one error line.",
+    )
+    group.add_argument(
         "--s2-position-loss",
         type=int,
         metavar="N",
@@ -192,6 +197,30 @@ def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> Resolve
     return sparsity
 
 
+def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
+    """Everything that `prepare_s2` refuses, without what it installs and reports.
+
+    args: as there; args.softmax_scale is set. elsewhere: the run is for another machine than this one, so that nothing
+    is said of the GPU and the packages here. Raises ValueError as prepare_s2 does.
+    """
+    if args.s2_position_loss is not None and args.logits_load_dir is not None:
+        raise ValueError(
+            "--s2-position-loss with --logits-load-dir: the loss is a teacher's; expected the language model's; leave "
+            "one out"
+        )
+    measure_position_loss(args.s2_position_loss, args.seq_length)
+    if args.s2_config is None:
+        compare_with_checkpoint(args, None)
+        return None
+    refuse_unsupported(args, elsewhere=elsewhere)
+    run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
+    refuse_layers(args, run)
+    if not elsewhere:
+        resolve_backend(run.settings.backend, compute_device().type)
+    compare_with_checkpoint(args, run.sparsity)
+    return run
+
+
 def prepare_s2(args: Namespace) -> S2Run | None:
     """Reads --s2-config, checks that this run can honour it, and tells Megatron's accounting of it.
 
@@ -211,30 +240,19 @@ def prepare_s2(args: Namespace) -> S2Run | None:
         raise ValueError(
             "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
         )
-    if args.s2_position_loss is not None and args.logits_load_dir is not None:
-        raise ValueError(
-            "--s2-position-loss with --logits-load-dir: the loss is a teacher's; expected the language model's; leave "
-            "one out"
-        )
-    measure_position_loss(args.s2_position_loss, args.seq_length)
+    run = check_run(args)
     install_loss_log(args.s2_loss_log)
     guard_processes()
     report_missing_flags(args)
-    if args.s2_config is None:
+    if run is None:
         report_ignored_flags(args)
-        compare_with_checkpoint(args, None)
         install_checkpoint_hooks(args, None)
         dense = dense_sparsity(args)
         if args.log_throughput:  # so that a dense run logs what an S2 run does
             install_flop_accounting(args, dense)
         report_run(args, dense)
         return None
-    refuse_unsupported(args)
-    run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
-    refuse_layers(args, run)
     report_flags_without_effect(args)
-    resolve_backend(run.settings.backend, compute_device().type)
-    compare_with_checkpoint(args, run.sparsity)
     install_checkpoint_hooks(args, run.sparsity)
     args.s2_sparsity = run.sparsity.canonical_json()
     args.s2_density = run.sparsity.density()

@@ -8,12 +8,29 @@ only resuming is at stake.
 
 from __future__ import annotations
 
+import os
 import warnings
 from argparse import Namespace
+from pathlib import Path
 from typing import NamedTuple
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
+from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load, remedy
 from s2_megatron.printing import print_once
+
+# What a checkpoint's weights have to agree on with the model: the arguments' names.
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_experts",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+)
 
 
 class StoredCheckpoint(NamedTuple):
@@ -29,23 +46,34 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     """The checkpoint that Megatron will load under these arguments, read by Megatron's own functions; None when there
     is none.
 
-    Reads the small common part of a torch_dist checkpoint; the file of rank 0 in the legacy `torch` format.
+    Raises CheckpointError (a ValueError) for one that is not complete or cannot be read; of a node's ranks, the first
+    one looks. Reads the small common part of a torch_dist checkpoint; the file of rank 0 in the legacy `torch` format.
     """
     from megatron.training import checkpointing
 
-    folder, weights_only = args.load, bool(args.finetune or args.no_load_optim)
+    folder, weights_only, setting = args.load, bool(args.finetune or args.no_load_optim), "--load"
     if args.pretrained_checkpoint is not None and not checkpointing.checkpoint_exists(folder):
         # Megatron then loads this one as with --finetune.
-        folder, weights_only = args.pretrained_checkpoint, True
+        folder, weights_only, setting = args.pretrained_checkpoint, True, "--pretrained-checkpoint"
     if folder is None:
         return None
+    local = "://" not in str(folder)
+    if local and int(os.environ.get("LOCAL_RANK", "0")) == 0:  # Megatron would end the process with status 0
+        checkpoint_to_load(Path(folder), setting=setting, step=args.ckpt_step)
     with warnings.catch_warnings():
         # One process reads for itself, which is what torch.distributed.checkpoint wants to point out.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Without local checkpoints, which only all ranks together can find.
-        local = args.non_persistent_ckpt_type == "local"
-        reading = Namespace(**{**vars(args), "non_persistent_ckpt_type": None}) if local else args
-        state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
+        only_local = args.non_persistent_ckpt_type == "local"
+        reading = Namespace(**{**vars(args), "non_persistent_ckpt_type": None}) if only_local else args
+        try:
+            state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
+        except (Exception, SystemExit) as error:  # damaged files raise almost anything
+            known = remedy(Path(folder)) if local else "load another one"
+            raise CheckpointError(
+                f"{setting}={folder}: the arguments in the checkpoint cannot be read ({type(error).__name__}: "
+                f"{printable(' '.join(str(error).split()), 200)}); expected a checkpoint of Megatron; {known}"
+            ) from error
     if not state or state.get("args") is None:
         return None
     stored = state["args"]
@@ -67,6 +95,33 @@ def dense_sparsity(args: Namespace) -> ResolvedSparsity:
     )
 
 
+def _padding(args: Namespace) -> int:
+    return args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+
+
+def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
+    """Raises ValueError when the checkpoint is of a model with other shapes than this run's.
+
+    Vocabularies may differ in their padding, which depends on the tensor-parallel ranks.
+    """
+    stored, found = checkpoint.args, []
+    for name in SHAPE:
+        flag, theirs, ours = f"--{name.replace('_', '-')}", getattr(stored, name, None), getattr(args, name, None)
+        if name == "num_query_groups":
+            theirs = theirs if getattr(stored, "group_query_attention", False) else stored.num_attention_heads
+            ours = ours if args.group_query_attention else args.num_attention_heads
+        if theirs is not None and theirs != ours:
+            found.append(f"{flag} {printable(theirs)}, not {printable(ours)}")
+    theirs, ours = getattr(stored, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
+    if theirs and ours and abs(theirs - ours) >= max(_padding(args), _padding(stored)):
+        found.append(f"a vocabulary of {theirs} (padded), not {ours}")
+    if found:
+        raise ValueError(
+            f"--load {checkpoint.folder}: iteration {checkpoint.iteration} is of another model, with "
+            f"{'; '.join(found)}; expected equal shapes; give these flags, or load another checkpoint"
+        )
+
+
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
     """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to
     load.
@@ -76,6 +131,7 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     """
     checkpoint = find_checkpoint(args)
     if checkpoint is not None:
+        compare_shapes(args, checkpoint)
         compare_sparsity(args, sparsity, checkpoint)
 
 

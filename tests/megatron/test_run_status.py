@@ -59,12 +59,22 @@ def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
             assert re.fullmatch(r"iteration \d+ of 100000, by SIGTERM", found["line"])
 
 
-def test_the_first_error_is_kept(lab, tmp_path):
-    """Both ranks fail, as their data cannot be read."""
-    flags = f"--train-iters 2 --save {tmp_path} --save-interval 2 --data-path {tmp_path / 'none'}"
+def test_an_error_is_kept(lab, tmp_path):
+    """Both ranks fail in the first step, at tokens that the embedding does not have."""
+    vocabulary = "--vocab-size 20 --make-vocab-size-divisible-by 4"
+    flags = f"--train-iters 2 --save {tmp_path} --save-interval 2 {vocabulary}"
     lab.run("status_failed", flags, processes=2, fails=True)
     state, line, iteration, status = words(tmp_path)
-    assert (state, iteration, status) == ("failed", 0, 1) and "none" in line and "\n" not in line
+    assert (state, iteration, status) == ("failed", 1, 1) and "IndexError" in line and "\n" not in line
+
+
+def test_what_the_start_refuses_is_recorded(lab, tmp_path):
+    flags = f"--train-iters 2 --save {tmp_path} --save-interval 2 --data-path {tmp_path / 'none'}"
+    run = lab.run("status_refused", flags, fails=True)
+    state, line, iteration, status = words(tmp_path)
+    assert (state, iteration, status) == ("refused", None, 2)
+    assert line.startswith(f"--data-path={tmp_path / 'none'}: .idx is missing; expected")
+    assert run.output.splitlines()[-1] == f"error: {line}" and "arguments ---" not in run.output
 
 
 def arguments(save, **changes):

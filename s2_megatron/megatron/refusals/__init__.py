@@ -35,11 +35,12 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def refuse_unsupported(args: Namespace) -> None:
+def refuse_unsupported(args: Namespace, *, elsewhere: bool = False) -> None:
     """Raises ValueError that lists every setting in `args` that S2-Attention cannot honour, each with the flag to
-    change."""
+    change. elsewhere: another machine than this one trains, so that its packages are not known."""
     refusals = (model.VERSION,) if model.VERSION.refused(args) else REFUSALS
-    found = [refusal.message(args) for refusal in refusals if refusal.refused(args)]
+    looked_at = [refusal for refusal in refusals if not (elsewhere and refusal.of_machine)]
+    found = [refusal.message(args) for refusal in looked_at if refusal.refused(args)]
     if found:
         raise ValueError(listed(found))
 

@@ -118,5 +118,6 @@ REFUSALS = (
         "--transformer-impl local in 16 bits: Megatron's dense layers want the fused softmax of NVIDIA Apex, which is "
         "not installed",
         "add --no-masked-softmax-fusion, or use --s2-dense-core s2",
+        of_machine=True,
     ),
 )

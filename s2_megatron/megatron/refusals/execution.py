@@ -177,5 +177,6 @@ REFUSALS = (
         "this optimizer's checkpoints when neither Transformer Engine nor NVIDIA Apex is installed",
         "install Transformer Engine or Apex, or remove --use-distributed-optimizer, or add --no-save-optim and "
         "--no-load-optim",
+        of_machine=True,
     ),
 )

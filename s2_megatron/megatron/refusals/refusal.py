@@ -17,7 +17,8 @@ class Refusal:
 
     name: the argument's name in Megatron's namespace, or a made-up one. refused: whether these arguments ask for it.
     reason: what came and why it cannot be. fix: the flag to change. Both may refer to arguments as {args.name}, and to
-    what `values` returns for these arguments by its keys.
+    what `values` returns for these arguments by its keys. of_machine: whether it depends on what is installed on the
+    machine that trains.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Refusal:
     reason: str
     fix: str
     values: Callable[[Namespace], dict] = lambda args: {}
+    of_machine: bool = False
 
     def message(self, args: Namespace) -> str:
         known = dict(args=args, **self.values(args))

@@ -1,0 +1,11 @@
+"""The preflight: what a run will need later is checked before its model is built, and what is wrong is one line.
+
+| module | what it does |
+|---|---|
+| flags | values and combinations of flags, as the parser left them |
+| files | folders that can be written, space for a checkpoint, data, tokenizer |
+| start_up | around the start of pretrain_gpt_s2.py, and in `s2-megatron check`: errors become one line and status 2 |
+
+A checkpoint is looked at where it is compared, in prepare_s2 (checkpoint.py). A new check is a function of flags.py or
+files.py that raises ValueError: `SETTING=VALUE: what is wrong; expected ...; do ...`.
+"""

@@ -1,0 +1,180 @@
+"""Flags that Megatron takes and then fails on with a traceback, or trains nothing with.
+
+Each function takes Megatron's arguments as its parser leaves them, before they are validated, and raises ValueError for
+the first thing that is wrong.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from importlib.util import find_spec
+from pathlib import Path
+
+from s2_megatron.config.errors import printable
+from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
+from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+
+LARGE = 2**31 - 1
+# Integer flags -> (least, most). What most is for: a number above it is a slip, and no model or job has it.
+RANGES = {
+    "num_layers": (1, MOST_LAYERS),
+    "hidden_size": (1, 2**20),
+    "ffn_hidden_size": (1, 2**24),
+    "num_attention_heads": (1, MOST_HEADS),
+    "num_query_groups": (1, MOST_HEADS),
+    "kv_channels": (1, 2**16),
+    "seq_length": (1, MOST_SEQ_LENGTH),
+    "max_position_embeddings": (1, MOST_SEQ_LENGTH),
+    "mtp_num_layers": (0, MOST_LAYERS),
+    "vocab_size": (1, LARGE),
+    "make_vocab_size_divisible_by": (1, 2**20),
+    "tensor_model_parallel_size": (1, 2**16),
+    "pipeline_model_parallel_size": (1, 2**16),
+    "context_parallel_size": (1, 2**16),
+    "expert_model_parallel_size": (1, 2**16),
+    "micro_batch_size": (1, 2**20),
+    "global_batch_size": (1, LARGE),
+    "train_iters": (1, 10**12),
+    "train_samples": (1, 10**15),
+    "lr_warmup_iters": (0, 10**12),
+    "lr_decay_iters": (1, 10**12),
+    "eval_iters": (0, 10**12),
+    "eval_interval": (1, 10**12),
+    "save_interval": (1, 10**12),
+    "log_interval": (1, 10**12),
+    "tensorboard_log_interval": (1, 10**12),
+    "exit_interval": (1, 10**12),
+    "exit_duration_in_mins": (1, LARGE),
+    "distributed_timeout_minutes": (1, LARGE),
+    "num_workers": (0, 2**16),
+    "ckpt_step": (1, 10**12),
+    "seed": (1, LARGE),
+    "s2_position_loss": (1, MOST_SEQ_LENGTH),
+}
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args: Namespace) -> None:
+    """Raises ValueError for an integer outside of RANGES."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(args, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
+            near = min(max(value, least), most)
+            shown = value if abs(value) < 10**18 else printable(str(value)[:30] + "...")
+            raise ValueError(
+                f"{flag_of(name)}={shown}: expected {least} to {most}; use {flag_of(name)} {near}, or leave it out"
+            )
+
+
+# Flags without which Megatron fails, some of them only when the model is built -> an example.
+REQUIRED = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "micro_batch_size": 1,
+    "lr": 3e-4,
+    "eval_interval": 1000,
+}
+
+
+def check_required(args: Namespace) -> None:
+    """Raises ValueError for a flag that is missing; a checkpoint may bring those of the model
+    (--use-checkpoint-args)."""
+    if args.train_iters is None and args.train_samples is None:
+        raise ValueError("--train-iters is not given; expected how long to train; add --train-iters 1000")
+    if args.save is not None and args.save_interval is None:
+        raise ValueError("--save without --save-interval; expected both; add --save-interval 1000")
+    if args.use_checkpoint_args:
+        return
+    for name, example in REQUIRED.items():
+        if getattr(args, name) is None:
+            raise ValueError(f"{flag_of(name)} is not given; expected a value; add {flag_of(name)} {example}")
+
+
+def check_settings(args: Namespace) -> None:
+    """Raises ValueError for single settings and pairs that cannot work."""
+    if args.attention_backend.name == "local":
+        raise ValueError(
+            "--attention-backend=local: Megatron takes it only with --spec local, which brings its own layers; "
+            "expected another backend; for Megatron's local layers use --transformer-impl local"
+        )
+    if args.wandb_project and not args.wandb_exp_name:
+        raise ValueError(
+            f"--wandb-project={printable(args.wandb_project)} without a name of the run; expected both; add "
+            "--wandb-exp-name NAME"
+        )
+    if args.wandb_project and find_spec("wandb") is None:
+        raise ValueError(
+            f"--wandb-project={printable(args.wandb_project)}: wandb is not installed; expected it; pip install wandb, "
+            "or leave the flag out"
+        )
+    shares = _split(args.split)
+    if shares is not None and not (len(shares) <= 3 and shares[0] > 0 and min(shares) >= 0 and sum(shares) < 1e12):
+        raise ValueError(
+            f"--split={printable(args.split)}: expected up to three numbers, 0 or more, the first above 0; use --split "
+            "99,1,0"
+        )
+
+
+def _split(text: str | None) -> list[float] | None:
+    """The parts of --split, as Megatron reads them: [-1.0] for what is no list of numbers."""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.replace("/", ",").split(",")]
+    except ValueError:
+        return [-1.0]
+
+
+def check_world(args: Namespace) -> None:
+    """Raises ValueError when the model-parallel sizes do not divide the number of processes."""
+    sizes = {name: getattr(args, name) for name in list(RANGES) if name.endswith("_model_parallel_size")}
+    sizes.pop("expert_model_parallel_size")  # lies inside of the data-parallel ranks
+    sizes["context_parallel_size"] = args.context_parallel_size
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if args.world_size % product:
+        used = " x ".join(f"{flag_of(name)}={size}" for name, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"{used}: a model on {product} processes, and the job has {args.world_size}; expected a number of "
+            f"processes that {product} divides; start {-(-args.world_size // product) * product}, or lower one of these"
+        )
+
+
+def check_checkpoint_flags(args: Namespace) -> None:
+    """Raises ValueError where a run is told to load, and there is nothing to load."""
+    source = args.pretrained_checkpoint
+    if source is not None and checkpoint_to_load(Path(source), setting="--pretrained-checkpoint") is None:
+        raise ValueError(
+            f"--pretrained-checkpoint={printable(source, 200)}: no checkpoint there; expected a folder with one; name "
+            "the folder that has latest_checkpointed_iteration.txt"
+        )
+    needing = [
+        flag for flag in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args") if getattr(args, flag)
+    ]
+    if not needing or source is not None:
+        return
+    flag = flag_of(needing[0])
+    if args.load is None:
+        raise ValueError(f"{flag} without --load: there is nothing to load; expected a checkpoint; add --load FOLDER")
+    found = checkpoint_to_load(Path(args.load), step=args.ckpt_step)
+    if found is None and args.non_persistent_ckpt_type is None:
+        raise ValueError(
+            f"{flag} with --load={printable(args.load, 200)}: no checkpoint there; expected one; name the folder that "
+            f"has latest_checkpointed_iteration.txt, or leave {flag} out"
+        )
+
+
+def check_flags(args: Namespace) -> None:
+    """Everything of this module. Raises ValueError."""
+    check_ranges(args)
+    check_required(args)
+    check_settings(args)
+    check_world(args)
+    check_checkpoint_flags(args)

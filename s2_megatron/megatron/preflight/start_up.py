@@ -1,0 +1,170 @@
+"""Errors of a start become one line `error: ...` and status 2: of pretrain_gpt_s2.py, and of `s2-megatron check`.
+
+`start_up()` goes around everything that pretrain_gpt_s2.py does before it trains. The first rank of each node (its
+folders may be local) checks flags and files first. What Megatron prints meanwhile, its list of arguments above all, is
+held back until the start is through, so that an error is the last line and nearly the only one.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import sys
+import time
+import traceback
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import NoReturn
+
+from s2_megatron.config.errors import nearest_name, printable
+from s2_megatron.megatron.preflight.files import check_files
+from s2_megatron.megatron.preflight.flags import check_flags
+from s2_megatron.megatron.run_status import write_status
+from s2_megatron.printing import print_once
+
+PACKAGE = str(Path(__file__).resolve().parents[2])
+LONGEST = 900  # characters of Megatron's messages
+# A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
+# one as well, so that the error is printed once.
+GRACE_SECONDS = 3.0
+TRACEBACK = "--s2-traceback"
+
+
+class _Held(io.StringIO):
+    """Output that is held back, as wide and as colourful as the real one."""
+
+    def __init__(self, real):
+        super().__init__()
+        self.isatty, self.real = real.isatty, real
+
+
+def with_error_lines(
+    provider: Callable[[ArgumentParser], ArgumentParser],
+) -> Callable[[ArgumentParser], ArgumentParser]:
+    """An extra_args_provider whose parser raises ValueError instead of printing its usage and ending the process."""
+
+    def extra_args_provider(parser: ArgumentParser) -> ArgumentParser:
+        parser = provider(parser)
+
+        def error(message: str) -> NoReturn:
+            raise ValueError(_flag_error(message, parser))
+
+        parser.error = error
+        return parser
+
+    return extra_args_provider
+
+
+def _flag_error(message: str, parser: ArgumentParser) -> str:
+    """What argparse found, with the flag that resembles an unknown one."""
+    flag, found = message, ""
+    if message.startswith("unrecognized arguments: "):
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        flag = f"unknown flag: {printable(' '.join(unknown[:3]), 200)}"
+        near = nearest_name(unknown[0].partition("=")[0], parser._option_string_actions) if unknown else None
+        found = f"; did you mean {near}?" if near else ""
+    elif message.startswith("argument "):
+        flag = message.removeprefix("argument ")
+    return f"{printable(flag, 400)}{found or '; expected what pretrain_gpt_s2.py --help says'}"
+
+
+def _failing_line(error: BaseException) -> str:
+    """The line of source that raised: the message of an `assert` without one."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{linecache.getline(frame.filename, frame.lineno or 0).strip()} ({Path(frame.filename).name})"
+
+
+def error_text(error: BaseException, printed: str = "") -> str:
+    """The text of an error's line. printed: what Megatron has printed so far, which says why it exits."""
+    text = str(error)
+    if isinstance(error, SystemExit):
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "it does not say why")
+        return (
+            f"Megatron ended the start with sys.exit({error.code!r}): {printable(last.strip(), LONGEST)}; expected "
+            f"flags that it takes; correct them ({TRACEBACK} shows where)"
+        )
+    raised_by = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
+    if isinstance(error, ValueError) and raised_by.startswith(PACKAGE):
+        return text
+    if isinstance(error, OSError) and error.filename is not None:
+        name = printable(error.filename, 300)
+        return f"{name}: {error.strerror}; expected a file that can be used; correct the flag that names it"
+    said = printable(" ".join(text.split()) or _failing_line(error), LONGEST)
+    return (
+        f"Megatron refuses these flags: {said} ({type(error).__name__}); expected flags that it takes; correct them "
+        f"({TRACEBACK} shows where)"
+    )
+
+
+def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
+    """Megatron's arguments from sys.argv, not validated. Raises ValueError for flags that cannot be parsed, and for
+    --yaml-cfg, with which Megatron drops every flag."""
+    given = {word.partition("=")[0] for word in sys.argv[1:]}
+    if "--yaml-cfg" in given:
+        raise ValueError(
+            "--yaml-cfg makes Megatron drop every other flag, those of S2-Attention among them; expected flags; remove "
+            "--yaml-cfg and give its settings as flags"
+        )
+    from megatron.training.arguments import parse_args
+
+    return parse_args(with_error_lines(provider), ignore_unknown)
+
+
+def check_before(args: Namespace) -> list[str]:
+    """Flags and files of a run, before Megatron validates its arguments. Returns warnings. Raises ValueError."""
+    check_flags(args)
+    return check_files(args)
+
+
+def asks_help(arguments: list[str]) -> bool:
+    return any(word in ("-h", "--help") for word in arguments)
+
+
+def save_folder(arguments: list[str]) -> str | None:
+    """The folder of --save, the last one as argparse takes it; read without a parser, which may be what fails."""
+    found = None
+    for at, word in enumerate(arguments):
+        if word == "--save" and at + 1 < len(arguments):
+            found = arguments[at + 1]
+        elif word.startswith("--save="):
+            found = word.removeprefix("--save=")
+    return found
+
+
+@contextmanager
+def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[Callable]:
+    """Around the start of a training script, up to where it trains. Yields the extra_args_provider for Megatron.
+
+    provider: add_s2_arguments. Any error ends the process with status 2, after one line on stderr and an entry in the
+    run's status file; with --s2-traceback it is raised.
+    """
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    held = _Held(sys.stdout)
+    try:
+        with redirect_stdout(held):
+            if first and not asks_help(sys.argv[1:]):
+                for warning in check_before(parse(provider)):
+                    print_once(f"S2: {warning}")
+            yield with_error_lines(provider)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or TRACEBACK in sys.argv or asks_help(sys.argv[1:]):
+            print(held.getvalue(), end="", flush=True)
+            raise
+        text = error_text(error, held.getvalue())
+        if first:
+            refuse(text)
+        else:
+            time.sleep(GRACE_SECONDS)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    print(held.getvalue(), end="", flush=True)
+
+
+def refuse(text: str) -> None:
+    """Writes into the run's status file that it was not started."""
+    save = save_folder(sys.argv[1:])
+    if save is not None and "\0" not in save:
+        write_status(save, "refused", " ".join(text.split()), status=2)

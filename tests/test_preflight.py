@@ -1,0 +1,78 @@
+"""The preflight where people meet it: the launchers, the SLURM script, and a bare torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from s2_megatron.megatron.run_status import read_status
+from tests.megatron.arguments import arguments
+from tests.test_slurm import cluster, submit
+
+__all__ = ["cluster"]  # a fixture
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4")
+
+
+def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHON": sys.executable,
+        "MOCK_DATA": "1",
+        "TRANSFORMER_IMPL": "local",
+        "OUTPUT": str(tmp_path / "a run"),
+        "OMP_NUM_THREADS": "1",
+        **settings,
+    }
+    script = ["bash", str(ROOT / "examples" / "pretrain_1p3b.sh"), *flags]
+    return subprocess.run(script, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+
+def test_a_dry_run_checks_and_prints(tmp_path):
+    done = launcher(tmp_path, DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    assert "Attention of 24 layers" in done.stderr and "nothing wrong found: 8 processes" in done.stderr
+    command = done.stdout.splitlines()
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"] and "--s2-config" in command
+    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
+    done = launcher(tmp_path, "--seq-length", "0")
+    assert done.returncode == 2 and not done.stdout
+    expected = "--seq-length=0: expected 1 to "
+    assert done.stderr.splitlines()[-1].startswith(f"error: {expected}") and done.stderr.count("error:") == 1
+    found = read_status(tmp_path / "a run" / "checkpoints")
+    assert found["state"] == "refused" and found["line"].startswith(expected)
+    assert [path.name for path in (tmp_path / "a run").iterdir()] == ["checkpoints"]
+
+
+def test_a_dry_run_of_a_job_checks_once(cluster):
+    done = submit(cluster, "examples/pretrain_1p3b.sh", "--lr", "x", DRY_RUN="1", PREFLIGHT="1")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: --lr: invalid float value: 'x'") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("traceback", [False, True])
+def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
+    """In front of torchrun's own report, without Megatron's list of arguments; other ranks say nothing."""
+    flags = arguments({"--eval-interval": "10", "--num-workers": "0", "--save": str(tmp_path), "--save-interval": "0"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(ROOT / "pretrain_gpt_s2.py"), *flags, *["--s2-traceback"] * traceback]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 1 and "--- arguments ---" not in output
+    own = output.partition("torch/distributed/elastic")[0]
+    if traceback:
+        assert "Traceback (most recent call last)" in own and "ValueError: --save-interval=0: expected 1" in own
+        return
+    line = "error: --save-interval=0: expected 1 to 1000000000000; use --save-interval 1, or leave it out\n"
+    assert own.count(line) == 1 and output.count("error: --save") == 1 and "Traceback" not in own
+    assert read_status(tmp_path)["state"] == "refused"
