@@ -12,7 +12,8 @@
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     as torchrun has them
 #   TRANSFORMER_IMPL transformer_engine or local; looked up when not set
 #   WANDB_PROJECT    also log to Weights & Biases
-#   DRY_RUN=1        print the command, one argument a line, and start nothing
+#   DRY_RUN=1        check the run (s2-megatron check) and print the command, one argument a line; start nothing
+#   PREFLIGHT=0      leave the check out; it takes seconds and also comes before every start
 #
 # Arguments of the launcher are added to the command line, where they win over its own.
 
@@ -106,13 +107,22 @@ launch() {
         --flight-recorder-dump-path "$output/flight_recorder"
         "${EXTRA_FLAGS[@]}")
 
+    # Megatron overlaps tensor-parallel communication with compute by the order in which kernels are queued.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    # A mistake is one line and status 2 before any process is started; run_status.json says so, too.
+    if [[ ${PREFLIGHT:-1} == 1 ]]; then
+        local check=(env "PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$PYTHON" -m s2_megatron check)
+        if [[ ${DRY_RUN:-0} == 1 ]]; then
+            "${check[@]}" -- "${command[@]}" >&2 || exit
+        else
+            "${check[@]}" --record -- "${command[@]}" > /dev/null || exit
+        fi
+    fi
     if [[ ${DRY_RUN:-0} == 1 ]]; then
         printf '%s\n' "${command[@]}"
         return
     fi
     # Of torch: which rank did not come, when a collective times out (docs/context_parallel.md).
     mkdir -p "$output/flight_recorder"
-    # Megatron overlaps tensor-parallel communication with compute by the order in which kernels are queued.
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     exec "${command[@]}"
 }

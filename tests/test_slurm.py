@@ -89,6 +89,7 @@ def cluster(tmp_path):
         "MOCK_VOCAB_SIZE": "512",
         "CONFIG": "configs/s2_7b_hybrid.yaml",
         "OUTPUT": str(tmp_path / "a run"),
+        "PREFLIGHT": "0",
     }
 
 

@@ -68,17 +68,18 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
         reading = Namespace(**{**vars(args), "non_persistent_ckpt_type": None}) if only_local else args
         try:
             state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
+            stored = state.get("args") if state else None
+            iteration = state.get("iteration", 0) if state else 0
         except (Exception, SystemExit) as error:  # damaged files raise almost anything
             known = remedy(Path(folder)) if local else "load another one"
             raise CheckpointError(
                 f"{setting}={folder}: the arguments in the checkpoint cannot be read ({type(error).__name__}: "
                 f"{printable(' '.join(str(error).split()), 200)}); expected a checkpoint of Megatron; {known}"
             ) from error
-    if not state or state.get("args") is None:
+    if stored is None:
         return None
-    stored = state["args"]
     weights_only = weights_only or release or bool(getattr(stored, "no_save_optim", False))
-    return StoredCheckpoint(folder, stored, state.get("iteration", 0), weights_only)
+    return StoredCheckpoint(folder, stored, iteration, weights_only)
 
 
 def dense_sparsity(args: Namespace) -> ResolvedSparsity:

@@ -46,7 +46,9 @@ def _on_this_machine(line: LaunchLine) -> tuple[int, bool]:
     """(processes of the job, whether the run is for another machine: it wants GPUs and there is none here)."""
     import torch
 
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    from s2_megatron.megatron.cuda_on_cpu import is_installed
+
+    devices = 0 if is_installed() or not torch.cuda.is_available() else torch.cuda.device_count()
     backend = [behind for flag, behind in zip(line.flags, line.flags[1:]) if flag == "--distributed-backend"]
     on_cpu = "--distributed-backend=gloo" in line.flags or backend[-1:] == ["gloo"]
     return line.world_size(devices or (os.cpu_count() if on_cpu else 0)), not devices and not on_cpu
@@ -87,7 +89,8 @@ def check_line(line: LaunchLine) -> Checked:
         require_cpu_settings(args)
     build_tokenizer(args)
     run = check_run(args, elsewhere=elsewhere)
-    gpt_config_from_args(args)
+    model = argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}) if elsewhere else args
+    gpt_config_from_args(model)
     return Checked(args, run, notes)
 
 

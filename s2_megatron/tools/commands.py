@@ -27,14 +27,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-<<<<<<< HEAD
+    "check": Command("s2_megatron.tools.check", "a launch line, before it is started", takes_launch_line=True),
     "inspect": Command(
         "s2_megatron.tools.inspect.command", "what a sparsity YAML means, and a training's time and memory", True
     ),
-=======
-    "check": Command("s2_megatron.tools.check", "a launch line, before it is started", takes_launch_line=True),
-    "inspect": Command("s2_megatron.tools.inspect", "what a sparsity YAML means: a table of its layers, pictures"),
->>>>>>> bd2230d (wip: preflight)
     "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
     "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
     "import-hf": Command("s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a checkpoint"),

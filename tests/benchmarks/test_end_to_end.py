@@ -198,7 +198,14 @@ def test_rows_of_the_groups():
 
 @pytest.mark.parametrize("size", ["1p3b", "7b"])
 def test_models_are_those_of_the_launchers(size):
-    environment = {**os.environ, "MOCK_DATA": "1", "DRY_RUN": "1", "TRANSFORMER_IMPL": "local", "SEQ_LENGTH": "131072"}
+    environment = {
+        **os.environ,
+        "MOCK_DATA": "1",
+        "DRY_RUN": "1",
+        "PREFLIGHT": "0",
+        "TRANSFORMER_IMPL": "local",
+        "SEQ_LENGTH": "131072",
+    }
     done = subprocess.run(
         ["bash", f"examples/pretrain_{size}.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )

@@ -99,6 +99,7 @@ def launched(script, *arguments, **environment):
     settings = {
         "PATH": path,
         "DRY_RUN": "1",
+        "PREFLIGHT": "0",
         "MOCK_DATA": "1",
         "PYTHON": "python3",
         "TRANSFORMER_IMPL": "local",
@@ -163,7 +164,13 @@ def test_launcher_says_what_is_missing():
         ({"MOCK_DATA": "1", "TRANSFORMER_IMPL": "te"}, "expected transformer_engine or local"),
     ]
     for environment, word in cases:
-        settings = {"PATH": "/usr/bin:/bin", "TRANSFORMER_IMPL": "local", "DRY_RUN": "1", **environment}
+        settings = {
+            "PATH": "/usr/bin:/bin",
+            "TRANSFORMER_IMPL": "local",
+            "DRY_RUN": "1",
+            "PREFLIGHT": "0",
+            **environment,
+        }
         done = subprocess.run(["bash", str(script)], env=settings, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and word in done.stderr and done.stderr.count("\n") == 1
     data = launched(script, MOCK_DATA="0", DATA_PATH="0.3 /a 0.7 /b", TOKENIZER="/t")
@@ -177,6 +184,7 @@ def test_launcher_looks_for_the_fused_gradients_of_apex(tmp_path):
     settings = {
         "PATH": "/usr/bin:/bin",
         "DRY_RUN": "1",
+        "PREFLIGHT": "0",
         "MOCK_DATA": "1",
         "PYTHON": sys.executable,
         "TRANSFORMER_IMPL": "transformer_engine",

@@ -88,6 +88,7 @@ def test_flags():
         "s2_allow_python_patterns": False,
         "s2_allow_sparsity_change": False,
         "s2_loss_log": None,
+        "s2_traceback": False,
         "s2_position_loss": None,
         "s2_loss_from_token": None,
         "s2_checksums": True,

@@ -214,8 +214,8 @@ def check_tokenizer(args: Namespace) -> None:
         known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
         if not any((Path(model) / name).is_file() for name in known):
             raise ValueError(
-                f"--tokenizer-model={printable(model, 200)}: no tokenizer in this folder; expected tokenizer.json; name "
-                "the folder that save_pretrained wrote"
+                f"--tokenizer-model={printable(model, 200)}: no tokenizer in this folder; expected tokenizer.json; "
+                "name the folder that save_pretrained wrote"
             )
 
 

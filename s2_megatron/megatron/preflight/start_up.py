@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import linecache
 import os
+import re
 import sys
 import time
 import traceback
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -26,6 +27,7 @@ from s2_megatron.megatron.run_status import write_status
 from s2_megatron.printing import print_once
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
+MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
 LONGEST = 900  # characters of Megatron's messages
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
 # one as well, so that the error is printed once.
@@ -48,6 +50,8 @@ def with_error_lines(
 
     def extra_args_provider(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser)
+        for action in parser._actions:
+            _mend_help(action)
 
         def error(message: str) -> NoReturn:
             raise ValueError(_flag_error(message, parser))
@@ -56,6 +60,14 @@ def with_error_lines(
         return parser
 
     return extra_args_provider
+
+
+def _mend_help(action: Action) -> None:
+    """Megatron 0.19.2 has help texts with a single %, at which argparse fails when it prints them."""
+    try:
+        _ = (action.help or "") % {"default": "", "prog": "", "type": "", "dest": "", "choices": "", "metavar": ""}
+    except (ValueError, TypeError, KeyError):
+        action.help = action.help.replace("%", "%%")
 
 
 def _flag_error(message: str, parser: ArgumentParser) -> str:
@@ -99,6 +111,20 @@ def error_text(error: BaseException, printed: str = "") -> str:
     )
 
 
+def check_repeats(arguments: list[str]) -> None:
+    """Raises ValueError for a pattern such as `[1]*999999999` or `(t|)*999999999`, which Megatron writes out."""
+    for word in arguments:
+        product = 1
+        for count in re.findall(r"\*\s*([0-9_]+)", word):
+            digits = count.replace("_", "").lstrip("0")
+            product *= int(digits[:10] or 0)
+        if product > MOST_REPEATS:
+            raise ValueError(
+                f"{printable(word)}: a pattern that is repeated {product} times; expected {MOST_REPEATS} at most; "
+                "repeat it as often as the model has layers"
+            )
+
+
 def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
     """Megatron's arguments from sys.argv, not validated. Raises ValueError for flags that cannot be parsed, and for
     --yaml-cfg, with which Megatron drops every flag."""
@@ -108,6 +134,7 @@ def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
             "--yaml-cfg makes Megatron drop every other flag, those of S2-Attention among them; expected flags; remove "
             "--yaml-cfg and give its settings as flags"
         )
+    check_repeats(sys.argv[1:])
     from megatron.training.arguments import parse_args
 
     return parse_args(with_error_lines(provider), ignore_unknown)

@@ -1,0 +1,159 @@
+"""What a launch line can have wrong, and the line that is expected: data for test_check.py.
+
+A bad launch is the good one (GOOD) with changes: {flag: value, None for a flag without one} and flags left out. The
+folder `{tmp}` of the expectations has what `make_files` puts there. What follows from a table of the source is
+generated from it, so that a new entry has its bad example; a flag of S2-Attention without one fails the test.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from s2_megatron.megatron.preflight.files import WRITTEN_FILES, WRITTEN_FOLDERS
+from s2_megatron.megatron.preflight.flags import RANGES, REQUIRED, flag_of
+from tests.checkpoints import write_checkpoint
+from tests.megatron.arguments import BASE, CONFIG
+
+GOOD = {**BASE, "--eval-interval": "10", "--num-workers": "0", "--s2-config": "{tmp}/config.yaml"}
+
+
+class Bad(NamedTuple):
+    """words: of the error line, in this order, `{tmp}` standing for the folder. runner: in front of the flags."""
+
+    changes: dict[str, str | list[str] | None]
+    words: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    runner: str = "torchrun pretrain_gpt_s2.py"
+
+
+def make_files(tmp: Path) -> None:
+    """The files and folders that the bad launches name."""
+    (tmp / "config.yaml").write_text(CONFIG)
+    (tmp / "wrong.yaml").write_text(CONFIG.replace("stride: 4", "stride: 0"))
+    (tmp / "function.yaml").write_text("layers: P\nblock_size: 64\nspecs: {P: {function: 'a:b'}}\n")
+    (tmp / "file").write_text("a file")
+    (tmp / "empty").mkdir()
+    lengths = struct.pack("<2i2q3q", 5, 5, 0, 10, 0, 1, 2)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
+    for name, index, data in (
+        ("good", header + lengths, bytes(20)),
+        ("no_index", None, bytes(20)),
+        ("no_data", header + lengths, None),
+        ("other_index", b"something else entirely, and long enough", bytes(20)),
+        ("cut_index", (header + lengths)[:40], bytes(20)),
+        ("cut_data", header + lengths, bytes(19)),
+    ):
+        for suffix, content in ((".idx", index), (".bin", data)):
+            if content is not None:
+                (tmp / f"{name}{suffix}").write_bytes(content)
+    for name in ("cut", "no_tracker", "bad_tracker", "no_arguments"):
+        write_checkpoint(tmp / name, 75)
+        write_checkpoint(tmp / name, 150, tracker=name != "no_tracker")
+    (tmp / "cut" / "iter_0000150" / "__0_0.distcp").write_bytes(b"")
+    (tmp / "bad_tracker" / "latest_checkpointed_iteration.txt").write_text("")
+
+
+DATA = {"--data-path": "{tmp}/good", "--split": "99,1,0"}
+MOCK = ("--mock-data",)
+
+
+def data(name: str, words: str) -> Bad:
+    return Bad(DATA | {"--data-path": f"{{tmp}}/{name}"}, (f"--data-path={{tmp}}/{name}: {words}", "; expected "), MOCK)
+
+
+# Of every flag of S2-Attention that takes a value: one that it does not take.
+S2_FLAGS = {
+    "--s2-config": Bad(
+        {"--s2-config": "{tmp}/none.yaml"}, ("{tmp}/none.yaml: the file: got no such file", "nearest valid: ")
+    ),
+    "--s2-backend": Bad({"--s2-backend": "cudnn"}, ("--s2-backend: invalid choice: 'cudnn'", "--help")),
+    "--s2-dense-core": Bad({"--s2-dense-core": "x"}, ("--s2-dense-core: invalid choice: 'x'",)),
+    "--s2-cp-comm-type": Bad({"--s2-cp-comm-type": ["a2a", "a2a"]}, ("--s2-cp-comm-type a2a a2a: expected", "sparse")),
+    "--s2-cp-transport": Bad({"--s2-cp-transport": "nccl"}, ("--s2-cp-transport: removed in version 0.1",)),
+    "--s2-loss-log": Bad({"--s2-loss-log": "{tmp}"}, ("--s2-loss-log={tmp}: a folder or a device; expected a file",)),
+    "--s2-position-loss": Bad({"--s2-position-loss": "2000"}, ("--s2-position-loss 2000 with --seq-length",)),
+}
+
+BAD = {
+    # The command line
+    "no such flag": Bad({"--num-layer": "4"}, ("unknown flag: --num-layer 4; did you mean --num-layers?",)),
+    "no number": Bad({"--num-layers": "four"}, ("--num-layers: invalid int value: 'four'",)),
+    "no value": Bad({"--seq-length": None}, ("--seq-length: expected one argument",)),
+    "yaml_cfg": Bad({"--yaml-cfg": "x.yaml"},
+        ("--yaml-cfg makes Megatron drop every other flag", "remove --yaml-cfg")),
+    "a config twice": Bad({"--s2-config": ["{tmp}/config.yaml", "--s2-config", "x"]}, ("given twice",)),
+    "a wrong config": Bad({"--s2-config": "{tmp}/wrong.yaml"}, ("specs.S.stride", "got 0; expected")),
+    "a function": Bad({"--s2-config": "{tmp}/function.yaml"}, ("no Python pattern without permission",)),
+    "local attention": Bad({"--attention-backend": "local"},
+        ("--attention-backend=local: ", "--transformer-impl local")),
+    "a bomb": Bad({"--moe-layer-freq": "[1]*999999999"},
+        ("[1]*999999999: a pattern that is repeated 999999999 times",)),
+    "Megatron's own word": Bad({"--num-query-groups": "3"}, ("error: ", "3")),
+    "dropout": Bad({"--attention-dropout": "0.1"}, ("attention_dropout=0.1", "add --attention-dropout 0")),
+    "a worker without a GPU": Bad({"--num-workers": "2"}, ("--num-workers 2 on a machine without a GPU; expected 0",)),
+    "too many ranks": Bad({"--tensor-model-parallel-size": "4"},
+        ("--tensor-model-parallel-size=4: a model on 4 processes, and the job has 2", "start 4"),
+        runner="torchrun --nproc-per-node 2 pretrain_gpt_s2.py"),
+    "no iterations": Bad({}, ("--train-iters is not given",), ("--train-iters",)),
+    "no interval": Bad({"--save": "{tmp}/save"}, ("--save without --save-interval; expected both",)),
+    "wandb without a name": Bad({"--wandb-project": "p"}, ("--wandb-project=p without a name", "add --wandb-exp-name")),
+    # Data
+    "no data": Bad({}, ("no data: --data-path is not given",), MOCK),
+    "a data file": data("none", ".idx is missing"),
+    "no index": data("no_index", ".idx is missing"),
+    "no binary": data("no_data", ".bin is missing"),
+    "a suffix": data("good.bin", ".idx is missing; the prefix has no suffix"),
+    "another index": data("other_index", ".idx is no index of a Megatron dataset"),
+    "a cut index": data("cut_index", ".idx was cut: it has 40 of 82 bytes"),
+    "cut data": data("cut_data", ".bin was cut: it has 19 of 20 bytes"),
+    "one of two": Bad(DATA | {"--data-path": ["0.5", "{tmp}/good", "0.5", "{tmp}/none"]},
+        ("--data-path={tmp}/none: ",), MOCK),
+    "all of two": Bad(DATA | {"--data-path": ["{tmp}/no_index", "{tmp}/none"]}, ("(and 1 more of its 2)",), MOCK),
+    "a list of data": Bad({"--data-args-path": "{tmp}/none"}, ("--data-args-path={tmp}/none: No such file",), MOCK),
+    "parts of data": Bad({"--per-split-data-args-path": "{tmp}/file"}, ("not in Megatron's form; expected",), MOCK),
+    "a split": Bad(DATA | {"--split": "99:1"}, ("--split=99:1: expected up to three numbers",), MOCK),
+    "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
+    # Tokenizer
+    "no vocabulary": Bad({}, ("--tokenizer-type=NullTokenizer without --vocab-size",), ("--vocab-size",)),
+    "no tokenizer": Bad({}, ("--vocab-file is not given, and --tokenizer-type GPT2BPETokenizer needs it",),
+        ("--tokenizer-type",)),
+    "a tokenizer's folder": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/none"},
+        ("--tokenizer-model={tmp}/none: no such file or folder",)),
+    "a folder without one": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/empty"},
+        ("--tokenizer-model={tmp}/empty: no tokenizer in this folder; expected tokenizer.json",)),
+    "a tokenizer's name": Bad({"--tokenizer-type": "WordTokenizer"}, ("WordTokenizer",)),
+    # Checkpoints
+    "an empty tracker": Bad({"--load": "{tmp}/bad_tracker"}, ("is empty; the newest complete checkpoint is of "
+        "iteration 150; do: echo 150 > {tmp}/bad_tracker/latest_checkpointed_iteration.txt",)),
+    "no tracker": Bad({"--load": "{tmp}/no_tracker"}, ("is missing; expected the number of an iteration", "echo 150")),
+    "a cut shard": Bad({"--load": "{tmp}/cut"}, ("iter_0000150 __0_0.distcp has 0 of ", "do: echo 75 > ")),
+    "a step": Bad({"--load": "{tmp}/cut", "--ckpt-step": "300"},
+        ("--ckpt-step=300: iter_0000300 in {tmp}/cut does not",)),
+    "no arguments": Bad({"--load": "{tmp}/no_arguments"}, ("the arguments in the checkpoint cannot be read",)),
+    "a file to load": Bad({"--load": "{tmp}/file"}, ("--load={tmp}/file: a file; expected a folder",)),
+    "finetune": Bad({"--finetune": None}, ("--finetune without --load: there is nothing to load",)),
+    "finetune from nothing": Bad({"--finetune": None, "--load": "{tmp}/empty"},
+        ("--finetune with --load={tmp}/empty: no",)),
+    "pretrained": Bad({"--pretrained-checkpoint": "{tmp}/empty"},
+        ("--pretrained-checkpoint={tmp}/empty: no checkpoint",)),
+    "its arguments": Bad({"--use-checkpoint-args": None}, ("--use-checkpoint-args without --load",)),
+    "missing on purpose": Bad({"--exit-on-missing-checkpoint": None, "--load": "{tmp}/empty"},
+        ("--exit-on-missing-checkpoint with --load={tmp}/empty",)),
+    # The line itself
+    "no line": Bad({}, ("launch line: 'ls -l",), runner="ls -l"),
+    "no processes": Bad({}, ("--nproc-per-node='0'; expected a number of processes",),
+        runner="torchrun --nproc-per-node 0 pretrain_gpt_s2.py"),
+    **S2_FLAGS,
+    **{f"without {name}": Bad({}, (f"{flag_of(name)} is not given; expected a value",), (flag_of(name),))
+        for name in REQUIRED},
+    **{f"{name} too small": Bad({flag_of(name): str(least - 1)},
+        (f"{flag_of(name)}={least - 1}: expected {least} to {most}; use {flag_of(name)} {least}",))
+        for name, (least, most) in RANGES.items()},
+    **{f"{name} too large": Bad({flag_of(name): "9" * 25}, (f"{flag_of(name)}=99999", f"expected {least} to {most}"))
+        for name, (least, most) in RANGES.items()},
+    **{f"{name} in a file": Bad({flag_of(name): "{tmp}/file/x", "--save-interval": "10"},
+        (f"{flag_of(name)}={{tmp}}/file/x: ", "is a file; expected a folder"))
+        for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES)},
+}  # fmt: skip

@@ -1,0 +1,171 @@
+"""`s2-megatron check`: every bad launch of bad_launches.py ends in its line, good ones pass, nothing is written;
+whatever the flags are, the outcome is success or one error line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from s2_megatron.megatron.arguments import add_s2_arguments
+from tests.checkpoints import SHAPES, write_checkpoint
+from tests.tools.bad_launches import BAD, DATA, GOOD, S2_FLAGS, Bad, make_files
+from tests.tools.scripts.check_cases import violates
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests" / "tools" / "scripts" / "check_cases.py"
+WRITTEN = {"--save": "{tmp}/new/save", "--save-interval": "10", "--tensorboard-dir": "{tmp}/new/tensorboard",
+    "--s2-loss-log": "{tmp}/new/losses.jsonl", "--load": "{tmp}/new/save"}  # fmt: skip
+# What passes: (launch, words of the output)
+FINE = {
+    "the good one": (Bad({}, ()),
+        ("Attention of 4 layers", "nothing wrong found: 1 processes (one copy of the model)")),
+    "without S2": (Bad({}, (), ("--s2-config",)), ("nothing wrong found",)),
+    "data": (Bad(DATA, (), ("--mock-data",)), ("nothing wrong found",)),
+    "weights": (Bad(DATA | {"--data-path": ["1", "{tmp}/good"]}, (), ("--mock-data",)), ("nothing wrong found",)),
+    "folders to make": (Bad(WRITTEN, ()), ("nothing wrong found",)),
+    "several ranks": (Bad({"--tensor-model-parallel-size": "2"}, (), (),
+        "torchrun --nproc-per-node 4 pretrain_gpt_s2.py"),
+        ("4 processes (tensor 2, data 2)",)),
+    "for GPUs": (Bad({"--bf16": None, "--no-masked-softmax-fusion": None}, (), ("--distributed-backend",)),
+        ("note: no GPU here", "nothing wrong found")),
+    "a script of one's own": (Bad({"--my-flag": "3"}, (), (), "torchrun mine.py"),
+        ("note: mine.py is not pretrain_gpt_s2.py", "nothing wrong found")),
+    "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
+    "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),
+        ("note: WARNING: --save={tmp}/save has ", " GB free, and one checkpoint takes about 3,0")),
+}  # fmt: skip
+
+
+def line(bad: Bad, tmp: Path) -> list[str]:
+    flags = {flag: value for flag, value in {**GOOD, **bad.changes}.items() if flag not in bad.without}
+    words = bad.runner.split()
+    for flag, value in flags.items():
+        words += [flag, *([] if value is None else value if isinstance(value, list) else [value])]
+    return [word.replace("{tmp}", str(tmp)) for word in words]
+
+
+@cache
+def results(tmp: Path) -> dict[str, dict]:
+    make_files(tmp)
+    launches = BAD | {name: launch for name, (launch, _) in FINE.items()}
+    (tmp / "cases.json").write_text(json.dumps([line(launch, tmp) for launch in launches.values()]))
+    before = sorted(tmp.rglob("*"))
+    target = tmp.parent / f"{tmp.name}.json"
+    run_script(tmp, "cases", tmp / "cases.json", target)
+    assert sorted(tmp.rglob("*")) == before, "a check wrote something"
+    return dict(zip(launches, json.loads(target.read_text()), strict=True))
+
+
+def run_script(folder: Path, *arguments) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def checked(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("check")
+    return tmp, results(tmp)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_launch_is_one_line(checked, name):
+    tmp, found = checked
+    result = found[name]
+    assert violates(result) is None and result["status"] == 2, result
+    text, at = result["err"], 0
+    assert not result["out"]
+    for words in BAD[name].words:
+        at = text.find(words.replace("{tmp}", str(tmp)), at)
+        assert at >= 0, f"{words!r} is not in {text}"
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_a_good_launch_passes(checked, name):
+    tmp, found = checked
+    assert violates(found[name]) is None and found[name]["status"] == 0, found[name]
+    assert all(words.replace("{tmp}", str(tmp)) in found[name]["out"] for words in FINE[name][1]), found[name]["out"]
+
+
+def test_every_flag_has_a_bad_value():
+    parser = argparse.ArgumentParser(add_help=False)
+    add_s2_arguments(parser)
+    flags = {action.option_strings[0]: action for action in parser._actions}
+    assert {flag for flag, action in flags.items() if action.nargs != 0} == set(S2_FLAGS)
+
+
+def test_nothing_else_than_success_or_one_error_line(tmp_path):
+    """Flags of Megatron's own parser with any values, and any sparsity YAML."""
+    seen = json.loads(run_script(tmp_path, "fuzz", 60).splitlines()[-1])
+    assert sum(seen.values()) >= 60
+
+
+@pytest.mark.long
+def test_nothing_else_than_success_or_one_error_line_at_length(tmp_path):
+    run_script(tmp_path, "fuzz", 1500)
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "s2_megatron", "check", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_refusal_is_recorded_when_asked_for(tmp_path):
+    (tmp_path / "config.yaml").write_text("layers: X\n")
+    bad = Bad({"--save": str(tmp_path / "save"), "--save-interval": "3"}, ())
+    done = command("--record", "--", *line(bad, tmp_path))
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    from s2_megatron.megatron.run_status import read_status
+
+    found = read_status(tmp_path / "save")
+    assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, done.stderr)
+
+
+def test_without_a_line():
+    done = command()
+    assert done.returncode == 2 and done.stderr.startswith("error: there is no launch line; expected one behind --")
+
+
+def test_the_shape_of_a_checkpoint_is_compared():
+    from types import SimpleNamespace
+
+    from s2_megatron.megatron.checkpoint import SHAPE, StoredCheckpoint, compare_shapes
+
+    shape = dict(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
+        kv_channels=16, num_experts=None, swiglu=True, untie_embeddings_and_output_weights=True)  # fmt: skip
+    other = dict(num_layers=5, hidden_size=65, ffn_hidden_size=129, num_attention_heads=8, num_query_groups=4,
+        kv_channels=32, num_experts=8, swiglu=False, untie_embeddings_and_output_weights=False)  # fmt: skip
+    assert set(shape) == set(other) == set(SHAPE)
+    rest = dict(group_query_attention=True, make_vocab_size_divisible_by=128, tensor_model_parallel_size=1)
+    ours = SimpleNamespace(**shape, **rest, padded_vocab_size=1024)
+    stored = SimpleNamespace(**shape, **rest, padded_vocab_size=1024)
+    compare_shapes(ours, StoredCheckpoint("folder", stored, 7, False))
+    for name, value in other.items():
+        wrong = SimpleNamespace(**{**vars(stored), name: value})
+        with pytest.raises(
+            ValueError, match=rf"iteration 7 is of another model, with --{name.replace('_', '-')} {value}"
+        ):
+            compare_shapes(ours, StoredCheckpoint("folder", wrong, 7, False))
+    # The padding depends on the tensor-parallel ranks; more than that is another vocabulary.
+    stored.tensor_model_parallel_size, stored.padded_vocab_size = 4, 1024 + 384
+    compare_shapes(ours, StoredCheckpoint("folder", stored, 7, False))
+    stored.padded_vocab_size = 1024 + 512
+    with pytest.raises(ValueError, match=r"a vocabulary of 1536 \(padded\), not 1024"):
+        compare_shapes(ours, StoredCheckpoint("folder", stored, 7, False))
+
+
+def test_the_files_of_these_tests_are_checkpoints(tmp_path):
+    """A checkpoint of write_checkpoint is complete; only its arguments are missing, which a case above names."""
+    from s2_megatron.megatron.checkpoint_folder import find_problem
+
+    assert find_problem(write_checkpoint(tmp_path, 5, SHAPES)) is None
