@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.run_status import read_status
 from tests.megatron.arguments import arguments
 from tests.test_slurm import cluster, submit
@@ -17,6 +19,22 @@ __all__ = ["cluster"]  # a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ("--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EIO, "Input/output error", "data.idx")])
+def test_an_error_of_the_machine_is_no_refusal(tmp_path, monkeypatch, error):
+    """The same start may succeed later, so that a job is queued again."""
+
+    def check(args):
+        raise error
+
+    monkeypatch.setattr(start_up, "parse", lambda provider: None)
+    monkeypatch.setattr(start_up, "check_before", check)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_s2.py", f"--save={tmp_path}"])
+    with pytest.raises(type(error)), start_up.start_up(lambda parser: parser):
+        pass
+    found = read_status(tmp_path)
+    assert found["state"] == "failed" and found["exit_status"] == 1 and type(error).__name__ in found["line"]
 
 
 def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:

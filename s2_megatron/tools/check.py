@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             checked = check_line(line)
     except (Exception, SystemExit) as error:
-        from s2_megatron.megatron.preflight.start_up import asks_help, error_text, refuse
+        from s2_megatron.megatron.preflight.start_up import asks_help, error_text, record
 
         if args.s2_traceback:
             raise
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         text = error_text(error, printed.getvalue())
         if args.record:
-            refuse(text)
+            record("refused", text, 2)
         print(f"error: {text}", file=sys.stderr)
         return 2
     report(checked)
@@ -130,7 +130,7 @@ def report(checked: Checked) -> None:
     if checked.run is not None:
         Console(width=None if sys.stdout.isatty() else 140).print(checked.run.sparsity.table())
     for note in checked.notes:
-        print(f"note: {note}")
+        print(f"note: {note}", file=sys.stderr)  # launchers show it, and not the table
     sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
     sizes |= {"context": args.context_parallel_size, "data": args.data_parallel_size}
     parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "one copy of the model"

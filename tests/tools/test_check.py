@@ -93,7 +93,8 @@ def test_a_bad_launch_is_one_line(checked, name):
 def test_a_good_launch_passes(checked, name):
     tmp, found = checked
     assert violates(found[name]) is None and found[name]["status"] == 0, found[name]
-    assert all(words.replace("{tmp}", str(tmp)) in found[name]["out"] for words in FINE[name][1]), found[name]["out"]
+    said = found[name]["err"] + found[name]["out"]  # notes are on stderr
+    assert all(words.replace("{tmp}", str(tmp)) in said for words in FINE[name][1]), said
 
 
 def test_every_flag_has_a_bad_value():

@@ -7,6 +7,7 @@ held back until the start is through, so that an error is the last line and near
 
 from __future__ import annotations
 
+import errno
 import io
 import linecache
 import os
@@ -30,8 +31,18 @@ PACKAGE = str(Path(__file__).resolve().parents[2])
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
 LONGEST = 900  # characters of Megatron's messages
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
-# one as well, so that the error is printed once.
-GRACE_SECONDS = 3.0
+# one as well, so that the first one's checks are done and the error is printed once.
+GRACE_SECONDS = 10.0
+# The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
+OF_THE_MACHINE = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ECONNREFUSED,
+)
 TRACEBACK = "--s2-traceback"
 
 
@@ -165,8 +176,8 @@ def save_folder(arguments: list[str]) -> str | None:
 def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[Callable]:
     """Around the start of a training script, up to where it trains. Yields the extra_args_provider for Megatron.
 
-    provider: add_s2_arguments. Any error ends the process with status 2, after one line on stderr and an entry in the
-    run's status file; with --s2-traceback it is raised.
+    provider: add_s2_arguments. An error ends the process with status 2, after one line on stderr and an entry in the
+    run's status file; with --s2-traceback, and when it is the machine's, it is raised.
     """
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     held = _Held(sys.stdout)
@@ -177,21 +188,31 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
                     print_once(f"S2: {warning}")
             yield with_error_lines(provider)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or TRACEBACK in sys.argv or asks_help(sys.argv[1:]):
+        if isinstance(error, KeyboardInterrupt) or asks_help(sys.argv[1:]):
             print(held.getvalue(), end="", flush=True)
+            raise
+        if not first:
+            time.sleep(GRACE_SECONDS)
+        if TRACEBACK in sys.argv or is_of_the_machine(error):
+            print(held.getvalue(), end="", flush=True)
+            if first:
+                record("failed", f"{type(error).__name__}: {error}", 1)
             raise
         text = error_text(error, held.getvalue())
         if first:
-            refuse(text)
-        else:
-            time.sleep(GRACE_SECONDS)
+            record("refused", text, 2)
         print(f"error: {text}", file=sys.stderr, flush=True)
         sys.exit(2)
     print(held.getvalue(), end="", flush=True)
 
 
-def refuse(text: str) -> None:
+def is_of_the_machine(error: BaseException) -> bool:
+    """Whether an error is none of the settings: memory, a file system or a network that fails."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)
+
+
+def record(state: str, text: str, status: int) -> None:
     """Writes into the run's status file that it was not started."""
     save = save_folder(sys.argv[1:])
     if save is not None and "\0" not in save:
-        write_status(save, "refused", " ".join(text.split()), status=2)
+        write_status(save, state, " ".join(text.split()), status=status)
