@@ -57,6 +57,11 @@ def check_written(args: Namespace) -> None:
                     f"{flag}: {printable(folder, 200)} is a file; expected a folder; name another one, or move the "
                     "file away"
                 )
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                raise ValueError(
+                    f"{flag}: {printable(folder, 200)} cannot be written (Read-only file system); expected a writable "
+                    "folder; mount it for writing, or name another one"
+                )
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise ValueError(
                     f"{flag}: {printable(folder, 200)} cannot be written by this user; expected a writable folder; "
