@@ -111,7 +111,7 @@ def submit(slurm, tmp_path):
             "SAVE_MINUTES": "1",
         }
         allocation = ["--nodes=2", "--gpus-per-node=1", "--time=20", f"--output={tmp_path / 'job.out'}"]
-        cpu = ["--distributed-backend=gloo", "--num-workers=1", "--eval-iters=1", f"--save-interval={SAVE_INTERVAL}"]
+        cpu = ["--distributed-backend=gloo", "--num-workers=0", "--eval-iters=1", f"--save-interval={SAVE_INTERVAL}"]
         log = ["--s2-loss-log", str(tmp_path / "losses")]
         number = slurm.submit(
             *(*allocation, *options, str(SCRIPT), str(tmp_path / "small.sh"), *cpu, *log, *flags),
