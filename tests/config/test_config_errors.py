@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from s2_megatron.config.errors import ConfigError
 from s2_megatron.config.load import load_config
-from s2_megatron.config.schema import SpecConfig
+from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
 from tests.config_files import MODEL
 
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"
@@ -46,6 +46,10 @@ BAD_FILES = {
         "multiple of block_size=64", "64"),
     "range tokens": ("layers: S\nspecs: {S: {ranges: [{end_tokens: 100, stride: 1}]}}\n",
         "specs.S.ranges[0].end_tokens", 2, "100", "multiple of block_size=64", "64 or 128"),
+    "range of no blocks": ("layers: S\nspecs: {S: {ranges: [{end_blocks: 0, stride: 1}]}}\n",
+        "specs.S.ranges[0].end_blocks", 2, "0", "1 or more", "1"),
+    "offset": ("layers: S\nspecs: {S: {local_blocks: 2, stride: 4, base_offset: x}}\n", "specs.S.base_offset", 2, "'x'",
+        "an integer", "0"),
     "first stride": ("layers: S\nspecs: {S: {ranges: [{end_blocks: 4, stride: 2}, {stride: 4}]}}\n",
         "specs.S.ranges[0].stride", 2, "2", "1 in the first range", "1"),
     "ends do not grow": (
@@ -215,3 +219,11 @@ def test_whatever_stands_there_is_one_error(write, data):
     if caught is not None:
         assert str(caught).startswith(str(path)) and caught.problems
         assert all(problem.got and problem.expected and problem.fix for problem in caught.problems)
+
+
+def test_every_key_has_a_bad_example():
+    """A new setting comes with what is said when it is wrong."""
+    named = {case[1] for case in BAD_FILES.values()} | {case[2] for case in BAD_MODELS.values()}
+    named = {key.split(".")[-1].partition("[")[0] for key in named}
+    for model in (S2Config, SpecConfig, RangeConfig):
+        assert set(model.model_fields) <= named, f"{model.__name__}: {set(model.model_fields) - named}"

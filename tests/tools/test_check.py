@@ -110,6 +110,12 @@ def test_nothing_else_than_success_or_one_error_line(tmp_path):
     assert sum(seen.values()) >= 60
 
 
+def test_inspect_ends_as_well_as_check(tmp_path):
+    """Any sparsity YAML and model, as flags and as a launch line."""
+    seen = json.loads(run_script(tmp_path, "fuzz-inspect", 100).splitlines()[-1])
+    assert sum(seen.values()) >= 100
+
+
 @pytest.mark.long
 def test_nothing_else_than_success_or_one_error_line_at_length(tmp_path):
     run_script(tmp_path, "fuzz", 1500)

@@ -22,7 +22,12 @@ SECONDS = 10.0
 
 
 def check(words: list[str], *options: str) -> dict:
-    """Status, output and seconds of computing of the command with this launch line."""
+    """What `s2-megatron check` does with this launch line."""
+    return run(["check", *options, "--", *words])
+
+
+def run(command: list[str]) -> dict:
+    """Status, output and seconds of computing of a command of s2-megatron."""
     out, err, began = io.StringIO(), io.StringIO(), time.process_time()
     with (
         patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"),
@@ -31,7 +36,7 @@ def check(words: list[str], *options: str) -> dict:
         contextlib.redirect_stderr(err),
     ):
         try:
-            status = commands.main(["check", *options, "--", *words])
+            status = commands.main(command)
         except SystemExit as end:  # argparse's, for the options
             status = end.code
     return {"status": status, "out": out.getvalue(), "err": err.getvalue(), "seconds": time.process_time() - began}
@@ -57,6 +62,53 @@ def cases(source: Path, target: Path) -> None:
     target.write_text(json.dumps([check(words) for words in json.loads(source.read_text())]))
 
 
+def sparsities():
+    """Strategy: a sparsity YAML's content, right and wrong."""
+    from hypothesis import strategies as st
+
+    from s2_megatron.config.schema import SpecConfig
+    from tests.config.test_config_errors import VALUES
+
+    spec = st.dictionaries(st.sampled_from([*SpecConfig.model_fields, "other"]), VALUES, max_size=4)
+    return st.fixed_dictionaries(
+        {"layers": st.just("S") | VALUES, "specs": VALUES | st.dictionaries(st.just("S"), spec, max_size=1)},
+        optional=dict.fromkeys(("block_size", "mtp_layers", "softmax_scale", "other"), VALUES),
+    )
+
+
+def fuzz_inspect(examples: int) -> None:
+    import yaml
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+
+    from tests.megatron.arguments import CONFIG
+
+    number = st.integers(-1, 70) | st.sampled_from([128, 8192, 10**6, 2**31, 10**30, "x", "1.5", "", "nan"])
+    flags = ["--num-layers", "--num-attention-heads", "--num-query-groups", "--seq-length", "--context-parallel-size",
+        "--tensor-model-parallel-size", "--hidden-size", "--kv-channels", "--other"]  # fmt: skip
+    changed = st.dictionaries(st.sampled_from(flags), number, max_size=3)
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(changed, st.none() | sparsities(), st.booleans())
+    def a_call(extra, sparsity, as_line):
+        Path("fuzz.yaml").write_text(CONFIG if sparsity is None else yaml.safe_dump(sparsity))
+        model = {"--num-layers": 4, "--num-attention-heads": 4, "--seq-length": 256, "--hidden-size": 64} | extra
+        words = [f"{flag}={value}" for flag, value in model.items()]
+        if as_line:
+            command = ["inspect", "--", "pretrain_gpt_s2.py", "--s2-config=fuzz.yaml", *words]
+        else:
+            command = ["inspect", "fuzz.yaml", *words]
+        result = run(command)
+        wrong = violates(result)
+        assert wrong is None, f"{wrong}: {command}\n{result['err'][-3000:]}"
+        seen[result["status"]] = seen.get(result["status"], 0) + 1
+
+    seen: dict[int, int] = {}
+    a_call()
+    print(json.dumps(seen))
+    assert seen.get(0) and seen.get(2), f"one kind of outcome only: {seen}"
+
+
 def fuzz(examples: int) -> None:
     import argparse
 
@@ -65,9 +117,7 @@ def fuzz(examples: int) -> None:
     from hypothesis import strategies as st
     from megatron.training.arguments import add_megatron_arguments
 
-    from s2_megatron.config.schema import SpecConfig
     from s2_megatron.megatron.arguments import add_s2_arguments
-    from tests.config.test_config_errors import VALUES
     from tests.megatron.arguments import BASE, CONFIG, arguments
 
     parser = add_s2_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
@@ -90,11 +140,7 @@ def fuzz(examples: int) -> None:
         return value.map(lambda text: [name, text])
 
     changed = st.lists(st.sampled_from(sorted(set(flags) - {"-h", "--help"})).flatmap(given_flag), max_size=4)
-    spec = st.dictionaries(st.sampled_from([*SpecConfig.model_fields, "other"]), VALUES, max_size=4)
-    data = st.fixed_dictionaries(
-        {"layers": st.just("S") | VALUES, "specs": VALUES | st.dictionaries(st.just("S"), spec, max_size=1)},
-        optional=dict.fromkeys(("block_size", "mtp_layers", "softmax_scale", "other"), VALUES),
-    )
+    data = sparsities()
     runners = st.sampled_from([[], ["torchrun", "--nproc-per-node", "2"], ["python"], ["srun", "-n", "4", "python"]])
 
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -125,4 +171,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "cases":
         cases(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
-        fuzz(int(sys.argv[2]))
+        {"fuzz": fuzz, "fuzz-inspect": fuzz_inspect}[sys.argv[1]](int(sys.argv[2]))
