@@ -347,7 +347,10 @@ def test_what_the_run_says_decides(cluster, requeue, state, line, code, expected
 def test_told_to_stop(cluster, state, pre_empted):
     """Its trainer then ends with 1. Without a pre-emption it was scancel --signal=TERM."""
     write_status(cluster[0], state, "iteration 7 of 9, by SIGTERM")
-    action = f'ended "$(cat {cluster[0]}/run_status.json)"; trap "exit 1" TERM; kill -TERM $PPID; sleep 3; exit 9'
+    told = cluster[0] / "told"  # by rank 0 alone, as in a run, and before any node ends
+    action = f"""if [[ $NODE_RANK == 0 ]]; then ended "$(cat {cluster[0]}/run_status.json)"; touch {told}; fi
+        until [[ -e {told} ]]; do sleep 0.05; done
+        trap "exit 1" TERM; kill -TERM $PPID; sleep 3; exit 9"""
     done = submit(cluster, probe(cluster, action), STUB_PREEMPTED=pre_empted)
     again = state == "stopped" and pre_empted != "None"
     assert (done.returncode == 0) == (state == "stopped") and (cluster[0] / "scontrol").exists() == again, done.stderr
