@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0
     --hidden-dropout 0.0 ...
 
-Every flag of Megatron's pretrain_gpt.py keeps its meaning; the README has the complete list of a run. Without
+Every flag of Megatron's pretrain_gpt.py keeps its meaning; docs/launch.md has a whole command. Without
 --s2-config the script builds Megatron's stock model. Before the first step it prints which attention runs in which
 layer (here a toy of 4 layers):
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -62,6 +63,8 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
+    """Name to version. Triton's is that of the module: another release may lie in front of the installed package, by
+    PYTHONPATH."""
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -74,6 +77,8 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    if importlib.util.find_spec("triton") is not None:
+        found["triton"] = importlib.import_module("triton").__version__
     return found
 
 

@@ -26,7 +26,7 @@ NNODES=${NNODES:-1}
 require() {
     local name=$1 hint=$2
     if [[ -z ${!name:-} ]]; then
-        echo "$(basename "$0"): $name is not set; $hint" >&2
+        echo "error: $(basename "$0"): $name is not set; $hint" >&2
         exit 2
     fi
 }
@@ -75,7 +75,7 @@ launch() {
             layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion
                      --no-masked-softmax-fusion) ;;
         *)
-            echo "$(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
+            echo "error: $(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
             exit 2 ;;
     esac
 

@@ -15,6 +15,8 @@ import sys
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from s2_megatron import __version__
+
 
 class Command(NamedTuple):
     """One subcommand. module: what has its add_arguments and run. summary: its line in --help. takes_launch_line:
@@ -50,6 +52,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser of the command line, with the arguments of the chosen subcommand only."""
     parser = _Parser(prog="s2-megatron", description="Tools of S2-Attention in Megatron.")
+    parser.add_argument("--version", action="version", version=f"s2-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
@@ -65,7 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen in COMMANDS and COMMANDS[chosen].takes_launch_line and "--" in arguments:
         at = arguments.index("--")
         arguments, launch_line = arguments[:at], arguments[at + 1 :]
-    args = _parser(chosen).parse_args(arguments, argparse.Namespace(launch_line=launch_line))
+    args, unknown = _parser(chosen).parse_known_args(arguments, argparse.Namespace(launch_line=launch_line))
+    if unknown:
+        behind = "; a training's launch line stands behind --" if COMMANDS[args.command].takes_launch_line else ""
+        print(
+            f"error: unrecognized arguments: {' '.join(unknown)}{behind}; see s2-megatron {args.command} --help",
+            file=sys.stderr,
+        )
+        return 2
     try:
         return import_module(COMMANDS[args.command].module).run(args) or 0
     except (ValueError, OSError) as error:

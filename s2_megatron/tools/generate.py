@@ -13,8 +13,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from s2_megatron.tools.hf.torch_dist import iteration_folder
-
 PROMPT_END = 8  # tokens
 
 
@@ -37,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     ):
         if not value >= least:
             raise ValueError(f"{name} {value}: expected a number of {least} or more")
+    from s2_megatron.tools.hf.torch_dist import iteration_folder
+
     folder = iteration_folder(args.load)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +98,12 @@ def test_provenance(monkeypatch):
     assert found["command"] == "torchrun --nproc-per-node 4 benchmarks/x.py --entries 'S2,FA-2 dense'"
     assert {"python", "torch", "cudnn", "triton", "megatron-core"} <= found["versions"].keys()
     assert found["environment"]["NCCL_NVLS_ENABLE"] == "0" and "TRITON_CACHE_DIR" not in found["environment"]
+
+
+def test_the_version_of_triton_is_that_of_the_module(monkeypatch):
+    """Not of the installed package, in front of which another release may lie."""
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="9.9.9", __spec__=object()))
+    assert report.versions()["triton"] == "9.9.9"
 
 
 def run_of(group: str, length: int, **milliseconds) -> list[dict]:

@@ -253,7 +253,7 @@ def test_agrees_with_the_portable_kernels_at_length(dim):
 
 
 def test_a_broadcast_gradient_is_taken():
-    """The gradient of a sum has strides of 0, which the copy engine cannot read."""
+    """The gradient of a sum has strides of 0, which TMA cannot read."""
     pattern = pattern_of(PAPER, 64, 2, 2)
     query, key, value = (torch.randn(300, 1, 2, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
     found = []

@@ -195,8 +195,8 @@ CALLS = {
     "two tensors": lambda case: case.two_tensors(*tensors(256)),
     "two tensors, the first KV head": lambda case: case.two_tensors(*tensors(256), kv_heads=(0, 1)),
     "two tensors, the second KV head": lambda case: case.two_tensors(*tensors(256), kv_heads=(1, 2)),
-    "two tensors of a wide head": lambda case: case.two_tensors(*tensors(256, dim=192), kv_heads=(1, 2)),
-    "own keys of a wide head, some return": lambda case: case.own_keys(*tensors(256, dim=192), BF16, 3),
+    "two tensors, D > 128": lambda case: case.two_tensors(*tensors(256, dim=192), kv_heads=(1, 2)),
+    "own keys, D > 128, some return": lambda case: case.own_keys(*tensors(256, dim=192), BF16, 3),
 }
 
 

@@ -79,7 +79,7 @@ def test_a_damaged_file_is_named(checkpoint, name, damage):
     assert [found for share in shares for found in share] == [line]
 
 
-def test_damaged_checksums_are_no_silence(checkpoint):
+def test_damaged_checksums_are_named(checkpoint):
     write_checksums(checkpoint, 0, 1)
     (checkpoint / "rank_0.sha256").write_bytes(b"\xff\xfe rubbish\n")
     assert damaged_files(checkpoint, read_checksums(checkpoint)) == ["rank_0.sha256 has changed"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import s2_megatron
 from s2_megatron.tools import commands
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,12 @@ def test_every_command_has_its_own_help(name, capsys):
         ([], "the following arguments are required: COMMAND; see s2-megatron --help"),
         (["inspekt"], "invalid choice: 'inspekt' (choose from"),
         (["inspect"], "--num-layers, --num-attention-heads, --seq-length: not given; expected the sizes"),
-        (["env-report", "--all"], "unrecognized arguments: --all"),
+        (["env-report", "--all"], "unrecognized arguments: --all; see s2-megatron env-report --help"),
+        (
+            ["check", "torchrun", "x.py", "--num-layers", "8"],
+            "unrecognized arguments: torchrun x.py --num-layers 8; a training's launch line stands behind --; "
+            "see s2-megatron check --help",
+        ),
     ],
 )
 def test_bad_input_is_one_error_line(arguments, words, capsys):
@@ -79,4 +85,10 @@ def test_the_package_is_the_command():
     done = subprocess.run(
         [sys.executable, "-m", "s2_megatron", "schema", "--wrong"], capture_output=True, text=True, cwd=ROOT
     )
-    assert done.returncode == 2 and done.stderr == "error: unrecognized arguments: --wrong; see s2-megatron --help\n"
+    assert done.returncode == 2
+    assert done.stderr == "error: unrecognized arguments: --wrong; see s2-megatron schema --help\n"
+
+
+def test_version(capsys):
+    assert status("--version") == 0
+    assert capsys.readouterr().out == f"s2-megatron {s2_megatron.__version__}\n"

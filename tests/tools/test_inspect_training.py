@@ -114,6 +114,17 @@ def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason
         assert inspected(capsys, str(yaml), "--", *LINE, "=".join(flags))["no_forecast"] == [reason]
 
 
+def test_a_launch_line_whose_tokenizer_is_not_here(capsys, tmp_path):
+    """The vocabulary is missing: the reason names the tokenizer's folder and where the flag goes."""
+    line = " ".join(LINE).replace("--vocab-size 32000", f"--tokenizer-model {tmp_path}").split()
+    assert inspected(capsys, "--", *line)["no_forecast"] == [
+        f"no --vocab-size, and no tokenizer.json in --tokenizer-model={tmp_path}; add --vocab-size before the --"
+    ]
+    assert inspected(capsys, "--vocab-size", "32000", "--", *line)["no_forecast"] == []
+    line = " ".join(LINE).replace("--vocab-size 32000", "").split()
+    assert inspected(capsys, "--", *line)["no_forecast"] == ["--vocab-size not given; add --vocab-size before the --"]
+
+
 def test_an_unknown_gpu_is_named(capsys):
     facts = inspected(capsys, "--gpu", "NVIDIA A100", "--", *LINE)
     assert "forecast" not in facts and facts["memory"]["run"]["total_gib"] > 10

@@ -165,8 +165,8 @@ def model_sizes(args: Namespace) -> dict[str, int]:
     ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)}: not given; expected the sizes of the model; give them as flags, or a training's "
-            "launch line behind --"
+            f"{', '.join(missing)}: not given; expected the sizes of the model; give them as flags (s2-megatron inspect "
+            "CONFIG --num-layers 32 --num-attention-heads 32 --seq-length 32768), or a training's launch line behind --"
         )
     return dict(
         num_layers=args.num_layers,

@@ -176,6 +176,14 @@ def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
     return facts
 
 
+def _missing(flags: list[str], tokenizer: str | None, launch_line: bool) -> str:
+    """Why there is no forecast without these flags, and what to give."""
+    if flags == ["--vocab-size"] and tokenizer is not None:
+        return f"no --vocab-size, and no tokenizer.json in --tokenizer-model={tokenizer}; add --vocab-size before the --"
+    names = " and ".join(flags)
+    return f"{names} not given; {f'add {names} before the --' if launch_line else 'give them, or a launch line behind --'}"
+
+
 def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, gpu: str, words: Sequence[str]) -> dict:
     """args: of flags.read_flags. gpus: of the run, None: one model. gpu: its kind. words: the launch line's flags.
 
@@ -192,5 +200,5 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     if refused:
         return facts | dict(no_forecast=refused)
     if run is None:
-        return facts | dict(no_forecast=[f"no {' and no '.join(missing)}; give them, or a launch line behind --"])
+        return facts | dict(no_forecast=[_missing(missing, args.tokenizer_model, bool(words))])
     return facts | forecast_facts(run, gpu, words)
