@@ -9,7 +9,7 @@
 #
 #   CONFIG=configs/quickstart_dense.yaml   another sparsity; its run is in runs/<name of the file>
 #   ITERATIONS=600                         train that far (a finished run is continued)
-#   PROMPT='import '                       what it continues
+#   PROMPT='def main('                     what it continues
 #   RUNS=/big/disk/runs                    where corpus, logs and checkpoints go
 #   PYTHON=/path/to/python3.12             the Python to make .venv with (else the first one >= 3.12 that is found)
 #   VENV=                                  empty: use the packages of the present environment, make no .venv
@@ -21,7 +21,7 @@ PYTHON ?=
 CONFIG ?= configs/quickstart.yaml
 ITERATIONS ?=
 RUNS ?= runs
-PROMPT ?= import
+PROMPT ?= def main(
 TESTS ?= tests
 JOBS ?= $(shell n=$$(nproc); [ $$n -gt 8 ] && n=8; echo $$n)
 
@@ -58,10 +58,12 @@ compare: $(INSTALLED)
 	done
 	@$(RUN) -m s2_megatron compare "$(RUNS)/quickstart_dense" "$(RUNS)/quickstart" --html "$(RUNS)/compare.html"
 
-# The prompt goes through the environment, so that quotes in it stay as they are.
+# The prompt goes through the environment, so that quotes in it stay as they are. Sampled, because the likeliest words of
+# a model as small as this one run in circles.
 generate: export PROMPT := $(PROMPT)
 generate: $(INSTALLED)
-	@$(RUN) -m s2_megatron generate --load "$(RUNS)/$(basename $(notdir $(CONFIG)))/checkpoints" --prompt "$$PROMPT"
+	@$(RUN) -m s2_megatron generate --load "$(RUNS)/$(basename $(notdir $(CONFIG)))/checkpoints" --prompt "$$PROMPT" \
+	    --temperature 0.8 --top-k 40
 
 # One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
 # stays in one process, for the costly fixtures that its tests share.

@@ -3,7 +3,8 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. `run` returns the exit
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. Its docstring, with an
+example, is what --help shows. `run` returns the exit
 status (None: 0) and raises ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that
 is asked for is imported.
 """
@@ -55,9 +56,13 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"s2-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        subparser = subparsers.add_parser(
+            name, help=command.summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if name == chosen:
-            import_module(command.module).add_arguments(subparser)
+            module = import_module(command.module)
+            subparser.description = module.__doc__
+            module.add_arguments(subparser)
     return parser
 
 

@@ -38,7 +38,9 @@ def test_help_names_every_command_and_imports_none():
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_has_its_own_help(name, capsys):
     assert status(name, "--help") == 0
-    assert capsys.readouterr().out.startswith(f"usage: s2-megatron {name} ")
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: s2-megatron {name} ")
+    assert f"s2-megatron {name} " in shown.partition("\n\n")[2] or name in ("env-report", "schema")  # an example
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_launch_line_whose_tokenizer_is_not_here(capsys, tmp_path):
     """The vocabulary is missing: the reason names the tokenizer's folder and where the flag goes."""
     line = " ".join(LINE).replace("--vocab-size 32000", f"--tokenizer-model {tmp_path}").split()
     assert inspected(capsys, "--", *line)["no_forecast"] == [
-        f"no --vocab-size, and no tokenizer.json in --tokenizer-model={tmp_path}; add --vocab-size before the --"
+        f"--vocab-size not given, and no tokenizer.json in {tmp_path}; add --vocab-size before the --"
     ]
     assert inspected(capsys, "--vocab-size", "32000", "--", *line)["no_forecast"] == []
     line = " ".join(LINE).replace("--vocab-size 32000", "").split()

@@ -1,4 +1,4 @@
-"""The command `s2-megatron compare`.
+"""Lays training runs side by side, and says whether they differ beyond noise.
 
     s2-megatron compare runs/quickstart_dense runs/quickstart --html compare.html
     s2-megatron compare dense=a/tensorboard s2=b/tensorboard --x hours --at-most 0.005

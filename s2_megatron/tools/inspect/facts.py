@@ -179,9 +179,10 @@ def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
 def _missing(flags: list[str], tokenizer: str | None, launch_line: bool) -> str:
     """Why there is no forecast without these flags, and what to give."""
     if flags == ["--vocab-size"] and tokenizer is not None:
-        return f"no --vocab-size, and no tokenizer.json in --tokenizer-model={tokenizer}; add --vocab-size before the --"
+        return f"--vocab-size not given, and no tokenizer.json in {tokenizer}; add --vocab-size before the --"
     names = " and ".join(flags)
-    return f"{names} not given; {f'add {names} before the --' if launch_line else 'give them, or a launch line behind --'}"
+    remedy = f"add {names} before the --" if launch_line else "give them, or a launch line behind --"
+    return f"{names} not given; {remedy}"
 
 
 def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, gpu: str, words: Sequence[str]) -> dict:
