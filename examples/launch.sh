@@ -11,6 +11,7 @@
 #   OUTPUT           where checkpoints, TensorBoard files and the data cache go (runs/<name of CONFIG>)
 #   GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     as torchrun has them
 #   TRANSFORMER_IMPL transformer_engine or local; looked up when not set
+#   PYTHON           the Python to run with (that of PATH if it has torch and Megatron, else .venv's)
 #   WANDB_PROJECT    also log to Weights & Biases
 #   DRY_RUN=1        check the run (s2-megatron check) and print the command, one argument a line; start nothing
 #   PREFLIGHT=0      leave the check out; it takes seconds and also comes before every start
@@ -18,7 +19,7 @@
 # Arguments of the launcher are added to the command line, where they win over its own.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-PYTHON=${PYTHON:-python}
+source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-1}
 
@@ -50,6 +51,7 @@ launch() {
               --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
     fi
 
+    [[ ${PREFLIGHT:-1} != 1 ]] || require_megatron
     local implementation=${TRANSFORMER_IMPL:-}
     if [[ -z $implementation ]]; then
         if "$PYTHON" -c 'import transformer_engine.pytorch' 2>/dev/null; then

@@ -2,19 +2,15 @@
 # `--s2-config` and whatever an example is about stand in the example itself.
 #
 #   RUNS=/big/disk      where logs and checkpoints go (runs/examples)
-#   PYTHON=python3.12   the Python with s2-megatron (.venv's where there is one)
+#   PYTHON=python3.12   the Python to run with (that of PATH if it has torch and Megatron, else .venv's)
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RUNS=${RUNS:-runs/examples}
-PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+source examples/python.sh
+require_megatron
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1
-
-if ! "$PYTHON" -c 'import sys, importlib.util as u; sys.exit(None in map(u.find_spec, ("torch", "megatron")))'; then
-    echo "error: PYTHON=$PYTHON has no torch or no megatron; expected both; run \`make install\`, or set PYTHON" >&2
-    exit 2
-fi
 
 SMALL=(
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4

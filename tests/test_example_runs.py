@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,14 +112,32 @@ def test_patterns_of_ones_own(run, runs):
     assert (runs / "own_pattern.png").stat().st_size > 1000
 
 
-def test_a_python_without_torch_is_one_line(runs):
-    python = runs / "python"
+@pytest.mark.parametrize("script", ["dense_beside_s2.sh", "pretrain_7b.sh"])
+def test_a_python_without_torch_is_one_line(tmp_path, script):
+    python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
-    command = ["bash", str(EXAMPLES / "dense_beside_s2.sh")]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+    settings = {"PYTHON": str(python), "MOCK_DATA": "1", "OUTPUT": str(tmp_path / "output")}
+    command = ["bash", str(EXAMPLES / script)]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: PYTHON={python} has no torch") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("on_path, in_venv, taken", [(0, 0, "python"), (1, 0, ".venv/bin/python"), (1, None, "python")])
+def test_which_python_is_taken(tmp_path, on_path, in_venv, taken):
+    """That of PATH where it has torch and Megatron (status 0), else .venv's where there is one."""
+    for place, status in (("bin/python", on_path), ("checkout/.venv/bin/python", in_venv)):
+        (tmp_path / place).parent.mkdir(parents=True)
+        if status is not None:
+            (tmp_path / place).write_text(f"#!/bin/sh\nexit {status}\n")
+            (tmp_path / place).chmod(0o755)
+    (tmp_path / "checkout/examples").mkdir()
+    shutil.copy(EXAMPLES / "python.sh", tmp_path / "checkout/examples")
+    environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    command = ["bash", "-c", f"source {tmp_path}/checkout/examples/python.sh; echo $PYTHON"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().removeprefix(f"{tmp_path}/checkout/") == taken
 
 
 def test_a_run_that_fails_shows_why(tmp_path):

@@ -284,6 +284,11 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     assert len(read_loss_log(runs / "quickstart" / "losses.jsonl")[0]) == ITERATIONS
 
 
+def test_a_path_is_shown_as_one_would_type_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run._below_here(tmp_path / "runs" / "x") == "runs/x" and run._below_here(Path("/else/x")) == "/else/x"
+
+
 @pytest.mark.slow
 def test_make_generate_continues_a_prompt(uninterrupted):
     """The same words each time, and the prompt as it was given."""

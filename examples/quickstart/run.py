@@ -161,6 +161,12 @@ def backend_in(output: str) -> str | None:
     return found[-1] if found else None
 
 
+def _below_here(path: Path) -> str:
+    """The path as one would type it: relative where it lies below the working directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def show_summary(content: dict, path: Path, console: Console) -> None:
     table = Table(title="Summary", show_header=False, title_justify="left")
     corpus = content["corpus"]
@@ -176,8 +182,8 @@ def show_summary(content: dict, path: Path, console: Console) -> None:
         "iterations": str(content["iterations"]),
         "corpus": f"{corpus['documents']} documents, {corpus['tokens']:,} tokens, Python {corpus['python']}, "
         f"seed {content['seed']}, SHA-256 {corpus['sha256'][:12]}",
-        "checkpoint": content["checkpoint"],
-        "summary": str(path),
+        "checkpoint": _below_here(Path(content["checkpoint"])),
+        "summary": _below_here(path),
     }
     for name, value in rows.items():
         table.add_row(name, value)
