@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools.compare.statistics import RUN_OFFSET, block_steps, bootstrap_error, difference_of_pairs
+from s2_megatron.tools.compare.table import amount_text
 
 PAIRS = 200
 # The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %.
@@ -98,3 +99,8 @@ def test_the_bootstrap_of_independent_steps_is_the_standard_error():
     values = np.random.default_rng(7).normal(0, 1, 2000)
     assert bootstrap_error(values, 1) == pytest.approx(1.96 / np.sqrt(2000), rel=0.05)
     assert bootstrap_error(values, 20) == pytest.approx(1.96 / np.sqrt(2000), rel=0.15)
+
+
+def test_times_of_a_row_have_one_unit():
+    assert amount_text("hours", 0.11) == "0.11 h" and amount_text("hours", 0.05) == "180 s"
+    assert amount_text("hours", 0.11, least=0.05) == "396 s"

@@ -23,10 +23,11 @@ _AMOUNT_NAMES = {
 }
 
 
-def amount_text(axis: str, amount: float) -> str:
-    """1.23e+09 FLOPs, 12.3 M tokens, 4.56 h or, below 0.1 h, seconds."""
+def amount_text(axis: str, amount: float, least: float | None = None) -> str:
+    """1.23e+09 FLOPs, 12.3 M tokens, 4.56 h or, where the amount (or `least`, the row's smallest) is below 0.1 h,
+    seconds."""
     if axis == "hours":
-        return f"{amount:,.2f} h" if amount >= 0.1 else f"{3600 * amount:,.0f} s"
+        return f"{amount:,.2f} h" if min(amount, least or amount) >= 0.1 else f"{3600 * amount:,.0f} s"
     if axis == "tokens":
         for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
             if amount >= size:
@@ -87,7 +88,9 @@ def table_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         add(name, (r.at_equal.get(axis) for r in results), loss)
     for axis in comparison.limits:
         name = f"{_AMOUNT_NAMES[axis]} to loss {comparison.target:.4f}"
-        add(name, (r.to_target.get(axis) for r in results), lambda value, axis=axis: amount_text(axis, value))
+        amounts = [r.to_target.get(axis) for r in results]
+        least = min((amount for amount in amounts if amount is not None), default=None)
+        add(name, amounts, lambda value, axis=axis, least=least: amount_text(axis, value, least))
     add("effective speed-up (time to that loss)", (r.speed_up for r in results), lambda value: f"{value:.3f}x")
     add("tokens/s", (r.tokens_per_second for r in results), lambda value: f"{value:,.0f}")
     for key, name in THROUGHPUTS.items():
@@ -106,7 +109,8 @@ def footnote() -> str:
     return (
         f"Losses are means of the last {SMOOTHED_SHARE:.0%} of the logged steps up to the point ({MIN_SMOOTHED} steps "
         "at least). "
-        "Hours are of the clock between logged steps, start-ups left out. Attended FLOPs are those that S2 computes; "
+        "Times are of the clock between logged steps, start-ups left out; only runs on equal machines that did nothing "
+        "else compare by them. Attended FLOPs are those that S2 computes; "
         "dense-equivalent FLOPs are those of the same model with dense attention."
     )
 
