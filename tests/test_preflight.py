@@ -13,7 +13,7 @@ import pytest
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.run_status import read_status
 from tests.megatron.arguments import arguments
-from tests.test_slurm import cluster, submit
+from tests.slurm_stand_ins import cluster, submit
 
 __all__ = ["cluster"]  # a fixture
 

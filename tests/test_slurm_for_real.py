@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,34 @@ def test_pre_empted_with_notice(slurm, submit, curve):
     assert job.steps == EVERY_STEP, "it saved when it was told, so no step was done twice"
 
 
+def kill_ranks(job: Job) -> int:
+    """SIGKILL to the job's trainers, on all of its nodes; how many there were."""
+    killed = 0
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environment = path.read_bytes().split(b"\0")
+            if f"SLURM_JOB_ID={job.number}".encode() in environment and b"LOCAL_RANK=0" in environment:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                killed += 1
+        except OSError:  # it has ended
+            continue
+    return killed
+
+
+def test_pre_empted_once_and_then_failed(slurm, submit):
+    """SLURM notes a pre-emption with notice in the job's PreemptTime; it counts for that attempt alone."""
+    job = submit("--partition=graceful", REQUEUE="1", PACE="0.5")
+    job.wait_for_step(5)
+    other = urgent(slurm)
+    slurm.wait_for_job(other, "COMPLETED", seconds=180)
+    assert "stopped for a pre-emption" in job.printed, job.report()
+    job.wait_for_step(max(job.steps) + 5)
+    assert kill_ranks(job) == 2
+    ended = job.wait("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
+    assert ended["JobState"] == "FAILED" and ended["Restarts"] == "1", job.report()
+    assert "failed first, with exit code 1" in job.printed and job.printed.count("is queued again") == 1
+
+
 def test_requeued_by_hand(slurm, submit, curve):
     job = submit()
     job.wait_for_step(SAVE_INTERVAL + 10)
@@ -232,4 +261,4 @@ def test_a_job_with_a_mistake_is_not_queued_again(submit, flag, value):
     job = submit("--requeue", flags=(flag, value), REQUEUE="1")
     ended = job.wait("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
     assert ended["JobState"] == "FAILED" and ended["ExitCode"] != "0:0" and ended["Restarts"] == "0", job.report()
-    assert "pretrain.sbatch: refused: " in job.printed or "failed first" in job.printed
+    assert "pretrain.sbatch: refused: " in job.printed, job.report()
