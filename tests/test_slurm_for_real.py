@@ -203,7 +203,7 @@ def test_pre_empted_once_and_then_failed(slurm, submit):
     slurm.wait_for_job(other, "COMPLETED", seconds=180)
     assert "stopped for a pre-emption" in job.printed, job.report()
     job.wait_for_step(max(job.steps) + 5)
-    assert kill_ranks(job) == 2
+    assert kill_ranks(job) >= 2
     ended = job.wait("COMPLETED", "FAILED", "CANCELLED", "PREEMPTED")
     assert ended["JobState"] == "FAILED" and ended["Restarts"] == "1", job.report()
     assert "failed first, with exit code 1" in job.printed and job.printed.count("is queued again") == 1

@@ -3,7 +3,8 @@
 Saving: TensorBoard's events are on disk before the checkpoint that counts them; a checkpoint that stands in the way of
 a new one of the same iteration is moved aside, not overwritten; checksums are made in the background; a full disk is
 one line. Loading: the checksums are verified before anything is read; the sparsity of a local checkpoint is compared,
-which is not known before; TensorBoard is told which steps are trained again.
+which is not known before; TensorBoard is told which steps are trained again, and a run that starts at the first
+iteration moves the events of an earlier one aside.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|File too lar
 READ_ONLY = re.compile(r"Read-only file system|Permission denied")
 ALMOST_FULL = 16 * 10**6  # bytes: torch's own message for a full disk may say no more than `unexpected pos`
 COMPLETE = ("metadata.json", ".metadata")  # what Megatron writes last
+NON_PERSISTENT = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
 WITHOUT_CHECKSUMS = ("LEGACY", "LOCAL")  # of Megatron's CheckpointType
 
 
@@ -64,7 +66,8 @@ class CheckpointHooks:
         self.checksums = BackgroundChecksums() if args.s2_checksums else None
         self.loaded = f"the checkpoints in {args.load}"
         self.verified: set[Path] = set()
-        self.saving: Path | None = None  # the folder of the save that has begun last
+        self.saving: Path | None = None  # the folder of the save that has begun last, of a persistent one
+        self.written = "save"  # the argument that names the folder which the last save goes to
 
     # Saving
 
@@ -76,6 +79,7 @@ class CheckpointHooks:
         if writer is not None:
             writer.flush()
         self.saving = None
+        self.written = self._written_by(non_persistent)
         if non_persistent or not self.args.use_dist_ckpt:
             return
         self.saving = Path(checkpointing.get_checkpoint_name(self.args.save, iteration, return_base_dir=True))
@@ -86,6 +90,22 @@ class CheckpointHooks:
             import torch
 
             torch.distributed.barrier()
+
+    def _written_by(self, non_persistent: bool) -> str:
+        """The argument that names the folder of a save."""
+        if not non_persistent:
+            return "save"
+        name = f"non_persistent_{self.args.non_persistent_ckpt_type}_ckpt_dir"
+        return name if getattr(self.args, name, None) else "save"  # a global one goes below --save by default
+
+    def _folder_of_error(self, text: str) -> tuple[str, Path]:
+        """(flag, folder) that an error of a save is about: the one that it names, or that of the last save."""
+        names = [
+            name for name in dict.fromkeys((self.written, "save", *NON_PERSISTENT)) if getattr(self.args, name, None)
+        ]
+        named = [name for name in names if str(getattr(self.args, name)) in text]
+        name = max(named, key=lambda each: len(str(getattr(self.args, each))), default=self.written)
+        return f"--{name.replace('_', '-')}", Path(getattr(self.args, name))
 
     def when_saved(self) -> Callable[[], None]:
         """What every rank has to call when the checkpoint that it has begun to save is complete."""
@@ -107,17 +127,18 @@ class CheckpointHooks:
             while cause is not None:
                 texts.append(str(cause))
                 cause = cause.__cause__ or cause.__context__
-            folder, text = Path(self.args.save), " ".join(texts)
+            text = " ".join(texts)
+            flag, folder = self._folder_of_error(text)
             again = "the same command goes on from the last complete checkpoint"
             if READ_ONLY.search(text):
                 raise ValueError(
-                    f"--save={folder} cannot be written ({READ_ONLY.search(text)[0]}); expected a folder for a "
+                    f"{flag}={folder} cannot be written ({READ_ONLY.search(text)[0]}); expected a folder for a "
                     f"checkpoint; make it writable; {again}"
                 ) from error
             free = shutil.disk_usage(folder).free
             if NO_SPACE.search(text) or free < ALMOST_FULL:
                 raise ValueError(
-                    f"--save={folder}: the disk is full ({free / 1e6:.0f} MB free); expected room for a checkpoint; "
+                    f"{flag}={folder}: the disk is full ({free / 1e6:.0f} MB free); expected room for a checkpoint; "
                     f"free some, or move the folder to a larger disk; {again}"
                 ) from error
             raise
@@ -190,8 +211,10 @@ class CheckpointHooks:
             remove_unfinished(Path(self.args.non_persistent_local_ckpt_dir) / str(_rank_and_world_size()[0]))
         iteration = self.args.iteration
         writer = get_tensorboard_writer()
-        if writer is not None:
+        if writer is not None and iteration:
             purge_later_steps(writer, iteration)
+        elif writer is not None:
+            set_events_aside(Path(writer.log_dir), Path(writer.file_writer.event_writer._file_name).name)
         last = last_logged_iteration(self.args.s2_loss_log)
         if is_first_rank() and last > iteration and not self.args.finetune:
             print(
@@ -215,6 +238,26 @@ def purge_later_steps(writer, iteration: int) -> None:
 
     start = Event(session_log=SessionLog(status=SessionLog.START))
     writer.file_writer.add_event(start, step=iteration + 1)
+
+
+def set_events_aside(folder: Path, own: str) -> None:
+    """Moves TensorBoard's event files of an earlier start (all but the one named `own`) into a folder of their own,
+    which TensorBoard shows as another run. For a run that begins at the first iteration: another one in a used folder,
+    or the same one killed before its first checkpoint."""
+    earlier = [path for path in folder.glob("events.out.tfevents.*") if path.name != own]
+    if not earlier:
+        return
+    number = 1
+    while (aside := folder / f"replaced_events_{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in earlier:
+        path.rename(aside / path.name)
+    print(
+        f"S2: the training starts at iteration 1; TensorBoard's events of an earlier start in {folder} are now in "
+        f"{aside}; remove it when it is not needed",
+        flush=True,
+    )
 
 
 def last_logged_iteration(path: str | None, tail: int = 1 << 16) -> int:

@@ -8,12 +8,18 @@ PyTorch nor Megatron is imported.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from s2_megatron.printing import is_first_rank
+
 MOST_BYTES = 2**31
+BYTES_PER_SECOND = 4e6  # of the unpickler below, on a slow core
+SLOW_BYTES = 20 * 10**6  # what is larger is announced: nothing else is printed meanwhile
 
 
 class MetadataError(ValueError):
@@ -158,8 +164,20 @@ def _contents(loaded: _Metadata) -> CheckpointMetadata:
 
 
 def read_metadata(file: Path) -> CheckpointMetadata:
-    """A `.metadata` file. Raises MetadataError for one that PyTorch would not have written, and OSError."""
-    size = file.stat().st_size
-    if size > MOST_BYTES:
-        raise MetadataError(f"has {size} bytes, {MOST_BYTES} at most are read")
+    """A `.metadata` file; a large one is announced on stderr. Raises MetadataError for one that PyTorch would not have
+    written, and OSError."""
+    status = file.stat()
+    if status.st_size > MOST_BYTES:
+        raise MetadataError(f"has {status.st_size} bytes, {MOST_BYTES} at most are read")
+    if status.st_size <= SLOW_BYTES:
+        return parse_metadata(file.read_bytes())
+    return _read_large(file.absolute(), status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)  # a start looks at the same checkpoint more than once
+def _read_large(file: Path, size: int, changed: int) -> CheckpointMetadata:
+    """`read_metadata` of a file with this size and this time of its last change, in ns."""
+    if is_first_rank():
+        seconds = size / BYTES_PER_SECOND
+        print(f"S2: checks {file} ({size / 1e6:.0f} MB), about {seconds:.0f} s", file=sys.stderr, flush=True)
     return parse_metadata(file.read_bytes())

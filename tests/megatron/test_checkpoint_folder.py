@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s2_megatron.megatron import checkpoint_folder
+from s2_megatron.megatron import checkpoint_folder, checkpoint_metadata
 from s2_megatron.megatron.checkpoint_folder import (
     TRACKER,
     Checkpoint,
@@ -82,6 +82,20 @@ def test_a_complete_checkpoint_is_found(folder):
     metadata = read_metadata(newest(folder) / ".metadata")
     assert metadata.shapes == SHAPES and metadata.objects == {"common_state/shard_0_1"}
     assert metadata.sizes == {"__0_0.distcp": shard(folder).stat().st_size}
+
+
+def test_a_large_metadata_is_announced_and_read_once(folder, monkeypatch, capsys):
+    file = newest(folder) / ".metadata"
+    expected = read_metadata(file)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint_metadata, "SLOW_BYTES", 0)
+    assert read_metadata(file) == read_metadata(file) == expected
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"S2: checks {file} (0 MB), about 0 s")
+    content = file.read_bytes()
+    cut(file, len(content) - 1)  # what has changed is read again
+    with pytest.raises(MetadataError, match="cut or changed"):
+        read_metadata(file)
 
 
 @pytest.mark.parametrize("name", BREAKAGES)

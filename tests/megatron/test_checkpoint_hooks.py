@@ -20,6 +20,7 @@ from s2_megatron.megatron.checkpoint_hooks import (
     free_way,
     last_logged_iteration,
     purge_later_steps,
+    set_events_aside,
 )
 from s2_megatron.megatron.checksums import (
     BackgroundChecksums,
@@ -170,6 +171,36 @@ def test_a_disk_that_takes_nothing_is_one_line(tmp_path, text, line):
     assert "the same command goes on from the last complete checkpoint" in message
 
 
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_the_disk_of_a_non_persistent_save_is_named(tmp_path, monkeypatch, kind):
+    """Its folder may lie in that of --save, as here. What the last save was is known; an asynchronous one before it may
+    be what fails, and then its error names the file."""
+    folder, flag = tmp_path / "memory", f"--non-persistent-{kind}-ckpt-dir={tmp_path / 'memory'}"
+    folder.mkdir()
+    settings = {"non_persistent_ckpt_type": kind, f"non_persistent_{kind}_ckpt_dir": str(folder)}
+    saving = hooks(tmp_path, **settings)
+    monkeypatch.setattr("megatron.training.global_vars.get_tensorboard_writer", lambda: None)
+    for non_persistent, text, start in (
+        (True, "[Errno 28] No space left on device", flag),
+        (True, "[Errno 30] Read-only file system", flag),
+        (True, f"[Errno 28] No space left on device: '{tmp_path / 'iter_0000004'}'", f"--save={tmp_path}"),
+        (False, "[Errno 28] No space left on device", f"--save={tmp_path}"),
+        (False, f"[Errno 28] No space left on device: '{folder / '0'}'", flag),
+    ):
+        saving.before_save(4, non_persistent)
+        with pytest.raises(ValueError) as caught, saving.one_line_for_the_disk():
+            raise OSError(text)
+        assert re.match(rf"{re.escape(start)}(:| cannot)", str(caught.value)), str(caught.value)
+
+
+def test_a_global_save_below_save_is_named_by_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.training.global_vars.get_tensorboard_writer", lambda: None)
+    saving = hooks(tmp_path, non_persistent_ckpt_type="global", non_persistent_global_ckpt_dir=None)
+    saving.before_save(4, True)
+    with pytest.raises(ValueError, match=f"--save={tmp_path}: the disk is full"), saving.one_line_for_the_disk():
+        raise OSError("[Errno 28] No space left on device")
+
+
 def test_other_errors_of_a_save_stay(tmp_path):
     with pytest.raises(RuntimeError, match="Worker failure"):
         fails(tmp_path, "another")
@@ -188,6 +219,39 @@ def test_tensorboard_forgets_what_is_trained_again(tmp_path):
         writer.close()
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("lm loss")
     assert [(event.step, event.value) for event in events] == [(1, 0), (2, 0), (3, 2), (4, 2), (5, 2)]
+
+
+def test_a_new_run_in_a_used_tensorboard_folder_loses_nothing(tmp_path, monkeypatch, capsys):
+    """Nor does --finetune, or a run that is killed before its first checkpoint: all begin at iteration 1."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    def losses(folder: Path) -> list[tuple[int, float]]:
+        return [(event.step, event.value) for event in EventAccumulator(str(folder)).Reload().Scalars("lm loss")]
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    for number in range(3):
+        writer = SummaryWriter(tmp_path, filename_suffix=f".{number}")
+        monkeypatch.setattr("megatron.training.global_vars.get_tensorboard_writer", lambda writer=writer: writer)
+        hooks(tmp_path, iteration=0, finetune=True, non_persistent_ckpt_type=None).model_ready()
+        for step in (1, 2, 3):
+            writer.add_scalar("lm loss", number, step)
+        writer.close()
+        printed = capsys.readouterr().out
+        aside = tmp_path / f"replaced_events_{number}"
+        assert (printed.count("\n"), f"are now in {aside};" in printed) == ((1, True) if number else (0, False)), (
+            printed
+        )
+    for folder, number in ((tmp_path, 2), (tmp_path / "replaced_events_1", 0), (tmp_path / "replaced_events_2", 1)):
+        assert losses(folder) == [(step, number) for step in (1, 2, 3)]
+
+
+def test_no_events_no_folder(tmp_path, capsys):
+    (tmp_path / "events.out.tfevents.1.own").write_text("x")
+    (tmp_path / "other").write_text("x")
+    set_events_aside(tmp_path, "events.out.tfevents.1.own")
+    set_events_aside(tmp_path / "none", "own")
+    assert len(list(tmp_path.iterdir())) == 2 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("lines, expected", [
