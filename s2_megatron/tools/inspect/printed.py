@@ -16,6 +16,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def tokens(count: float) -> str:
+    """A number of tokens, rounded, with commas."""
     return f"{count:,.0f}"
 
 
@@ -33,6 +34,7 @@ def size(count: float) -> str:
 
 
 def milliseconds(count: float) -> str:
+    """A number of ms without its unit; one decimal below 100."""
     return f"{count:,.0f}" if count >= 100 else f"{count:,.1f}"
 
 
@@ -60,6 +62,7 @@ def seen_table(facts: dict) -> Table:
 
 
 def flops_table(facts: dict) -> Table:
+    """What a token costs on average, forward and backward: the pairs that are attended beside those of dense layers."""
     found = facts["flops_per_token"]
     table = _table("FLOPs a token, forward and backward", "", "attended", "dense", "attended of dense")
     for name, mine, dense in (
@@ -92,6 +95,7 @@ def exchange_table(facts: dict) -> Table:
 
 
 def time_table(facts: dict) -> Table:
+    """The parts of a step in ms, of this run and of the same one with dense layers, and the speed-up."""
     forecast = facts["forecast"]
     mine, dense = forecast["run"], forecast["dense"]
     model = facts["model"]
@@ -112,6 +116,7 @@ def time_table(facts: dict) -> Table:
 
 
 def memory_table(facts: dict) -> Table:
+    """The parts of the peak memory in GiB, of this run and of the same one with dense layers."""
     found = facts["memory"]
     mine, dense = found["run"], found["dense"]
     table = _table("Memory of the fullest GPU, GiB allocated", "", "this run", "dense")
@@ -124,6 +129,7 @@ def memory_table(facts: dict) -> Table:
 
 
 def recompute_table(facts: dict) -> Table:
+    """Peak memory, and step time where it is forecast, by --recompute-granularity."""
     steps = facts.get("forecast", {}).get("step_ms_by_recompute", {})
     table = _table("The same run by recomputation", "recompute", "peak GiB", *(["step, ms"] if steps else []))
     for name, gib in facts["memory"]["by_recompute"].items():
