@@ -2,10 +2,17 @@
 is imported."""
 
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# The same examples every time, however slow the machine; `--hypothesis-profile default` looks for others.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -17,6 +24,14 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; run `make test-gpu` on such a machine"))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers():
+    """What a test draws without a seed of its own is the same in every run."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global one, for code that draws from it
+    torch.manual_seed(0)
 
 
 @pytest.fixture

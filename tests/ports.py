@@ -1,5 +1,6 @@
 """A port for the processes of a test to meet at."""
 
+import os
 import random
 import socket
 
@@ -7,10 +8,11 @@ BELOW_EPHEMERAL = range(15000, 32000)  # Linux takes the ports of outgoing conne
 
 
 def free_port() -> int:
-    """Free at this moment, and hardly chosen by another test that starts at the same one."""
+    """Free at this moment, and no choice of the other workers of pytest-xdist, each of which has its own eighth."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     choice = random.SystemRandom()
     while True:
-        port = choice.choice(BELOW_EPHEMERAL)
+        port = choice.choice(BELOW_EPHEMERAL[worker % 8 :: 8])
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

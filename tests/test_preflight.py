@@ -48,7 +48,7 @@ def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:
         **settings,
     }
     script = ["bash", str(ROOT / "examples" / "pretrain_1p3b.sh"), *flags]
-    return subprocess.run(script, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    return subprocess.run(script, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
 
 
 def test_a_dry_run_checks_and_prints(tmp_path):
@@ -83,7 +83,7 @@ def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "pretrain_gpt_s2.py"), *flags, *["--s2-traceback"] * traceback]
     done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=600
     )
     output = done.stdout + done.stderr
     assert done.returncode == 1 and "--- arguments ---" not in output

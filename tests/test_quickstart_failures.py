@@ -110,7 +110,7 @@ def main(tmp_path, *extra: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "examples.quickstart.run", "--iterations=4", *extra]
     if not any(word.startswith("--runs") for word in extra):
         command.append(f"--runs={tmp_path}")
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
 
 
 def call_main(monkeypatch, capsys, *arguments: str) -> tuple[int, str]:

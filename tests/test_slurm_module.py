@@ -22,7 +22,7 @@ def test_without_slurm_it_says_how_to_install_it(tmp_path, monkeypatch):
     assert refusal() == "munged is not installed; as root: apt-get install slurm-wlm munge"
     with pytest.raises(RuntimeError, match="apt-get install"):
         Slurm(tmp_path / "cluster")
-    done = subprocess.run([*COMMAND, "sinfo"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([*COMMAND, "sinfo"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 2 and "error: munged is not installed" in done.stderr and not done.stdout
 
 

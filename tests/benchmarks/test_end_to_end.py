@@ -288,11 +288,11 @@ def is_alive(process: int) -> bool:
 def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
     """A launcher that is deaf to SIGTERM, with a rank in a session of its own."""
     monkeypatch.setattr(end_to_end.stop, "__defaults__", (0.2,))
-    script = "trap '' TERM; setsid sleep 100 & echo $!; wait"
+    script = "trap '' TERM; setsid sleep 5000 & echo $!; wait"
     log = tmp_path / "logs" / "row.log"
-    assert run_logged(["bash", "-c", script], log, 1, dict(os.environ)) is None
+    assert run_logged(["bash", "-c", script], log, 5, dict(os.environ)) is None
     rank = int(log.read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while is_alive(rank) and time.monotonic() < deadline:
         time.sleep(0.05)
     alive = is_alive(rank)

@@ -21,7 +21,7 @@ def run(*arguments, interpret=False) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     command = [sys.executable, "benchmarks/host_time.py", "--bursts", "2", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.parametrize("kernels, chosen, launch", [

@@ -81,10 +81,10 @@ def test_bad_file_is_one_short_error(write, case):
     content, words = BAD_FILES[case]
     path = write("")
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(ConfigError) as caught:
         resolve(path)
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert all(line.replace("\n", "").isprintable() for line in message.splitlines())
@@ -117,9 +117,9 @@ def test_sizes_of_the_model_have_a_range(write, model, word):
 @pytest.mark.parametrize("stride", [4096, 20000])
 def test_long_strides_resolve_soon(write, stride):
     path = write(SPEC.format(f"stride: {stride}"))
-    begin = time.perf_counter()
+    begin = time.process_time()
     resolve(path, seq_length=10 * 2**20)
-    assert time.perf_counter() - begin < 3
+    assert time.process_time() - begin < 3
 
 
 def npy(array) -> bytes:
@@ -198,7 +198,7 @@ def test_broken_mask_is_one_line_and_allocates_little(write, tmp_path, kind):
     assert str(caught.value).isprintable() and len(str(caught.value)) < 900
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), min_size=1, max_size=6), cut=st.booleans())
 def test_flipped_bytes_are_a_valid_mask_or_one_error(tmp_path, changes, cut):
     np.savez_compressed(tmp_path / "mask.npz", indptr=np.arange(17), indices=np.arange(16))
@@ -249,16 +249,18 @@ FLAGS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=200, deadline=10_000,
+    max_examples=200, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(config=CONFIGS, flags=FLAGS)
 def test_inspect_ends_well_or_in_one_error(write, capsys, config, flags):
     path = write(yaml.safe_dump(config))
     arguments = [text for flag, value in flags.items() for text in (flag, str(value))]
+    begin = time.process_time()
     try:
         status = commands.main(["inspect", str(path), *arguments])
     except SystemExit as stop:
         status = stop.code
+    assert time.process_time() - begin < 10
     error = capsys.readouterr().err
     if status == 0:
         assert not error

@@ -208,7 +208,7 @@ FILES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=FILES)
 def test_whatever_stands_there_is_one_error(write, data):
     path, caught = write(yaml.safe_dump(data)), None

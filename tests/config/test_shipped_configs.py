@@ -242,7 +242,7 @@ def test_megatron_accepts_the_launchers(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for (name, implementation), result in zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True):

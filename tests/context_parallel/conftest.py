@@ -35,7 +35,7 @@ def found(tmp_path_factory):
                 "CUDA_VISIBLE_DEVICES": "",
             }
             command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(ranks), str(file), *parts]
-            process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+            process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
             assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
             done[ranks] = json.loads(file.read_text())
         return done[ranks]

@@ -25,7 +25,7 @@ def checked():
     def run(flags):
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command = [*launch, "-m", "s2_megatron.testing.context_parallel_check", *flags.split()]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
         return done.returncode, done.stdout + done.stderr[-3000:]
 
     return run

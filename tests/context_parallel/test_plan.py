@@ -161,9 +161,9 @@ def test_a_plan_for_a_million_tokens_takes_moments():
     pattern = make_range_pattern(
         block_size=64, num_heads=32, num_kv_heads=32, ranges=((16, 1), (None, 16)), layer_index=7, layer_step=1
     )
-    start = time.perf_counter()
+    start = time.process_time()
     plan = make_plan(pattern, 3, 8, 2**20 // 64)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert make_plan(pattern, 3, 8, 2**20 // 64) is plan, "layers with equal patterns share a plan"
 
 

@@ -57,7 +57,7 @@ def tools():
     tools = Tools()
     yield tools
     tools.process.stdin.close()
-    tools.process.wait(60)
+    tools.process.wait(600)
 
 
 def layers_of(*patterns, heads=HEADS, kv_heads=KV_HEADS):

@@ -126,6 +126,7 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON_NAME", Path(sys.executable).name)
     monkeypatch.setenv("FAKE_REPORT", "")
     fixed = ["--sanitizer", str(tool), "--device", "cpu", "--backends", "reference", "--shares", "2", "--jobs", "2"]
+    fixed += ["--seconds", "900"]
     return lambda *arguments: check_kernels.main([*fixed, *arguments])
 
 

@@ -49,7 +49,7 @@ def counted(request):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return request.param, json.loads(done.stdout.splitlines()[-1])

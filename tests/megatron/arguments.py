@@ -67,7 +67,7 @@ def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -
             **environment,
         }
         done = subprocess.run(
-            [sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=300
+            [sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return json.loads((Path(folder) / "results.json").read_text())

@@ -136,7 +136,7 @@ class Lab:
 
     folder: Path
     device_flags: str
-    timeout: float = 180
+    timeout: float = 900
     forked: bool = False
 
     @property

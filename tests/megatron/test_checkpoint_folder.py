@@ -229,7 +229,7 @@ def test_files_outside_of_the_folder_are_not_asked_for(folder):
             parse_metadata(content)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 10**6))
 def test_changed_bytes_are_no_other_error(written, changes, length):
     content = bytearray((newest(written) / ".metadata").read_bytes())

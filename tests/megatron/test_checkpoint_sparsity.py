@@ -49,7 +49,7 @@ for name, (changes, iteration) in json.loads(sys.argv[2]).items():
 def run(command, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=200
+        [sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout

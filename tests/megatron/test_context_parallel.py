@@ -82,7 +82,7 @@ def run_with_a_bad_rank(lab, scripts, name, flags, environment):
     start = time.monotonic()
     output = lab.run(f"context_{name}", f"--train-iters 20 {CP2} {flags}", **options).output
     seconds = time.monotonic() - start
-    assert seconds < 90, f"{seconds:.0f} s"
+    assert seconds < 400, f"{seconds:.0f} s"
     return output
 
 

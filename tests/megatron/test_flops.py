@@ -94,7 +94,7 @@ def megatron(requests: list[dict], ranks: int = 1) -> list:
                 text=True,
             )
         )
-    outputs = [process.communicate(timeout=250) for process in processes]
+    outputs = [process.communicate(timeout=600) for process in processes]
     assert all(process.returncode == 0 for process in processes), "\n".join(
         f"{out[-2000:]}\n{err[-3000:]}" for out, err in outputs
     )

@@ -65,7 +65,7 @@ def run(request, tmp_path_factory):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return request.param, json.loads(done.stdout.split("result:")[1].splitlines()[0]), folder

@@ -244,7 +244,7 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=600, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from(["sbhd", "thd"]), st.data())
 def test_any_call_works_like_the_reference_or_is_a_value_error(form, data):
     """One or two arguments are replaced by anything; kernels and reference then agree on whether that is a call."""

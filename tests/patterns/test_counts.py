@@ -62,7 +62,7 @@ def test_integers_of_any_size():
 
 @pytest.mark.parametrize("stride", [16, 4096, 20000])
 def test_ten_million_tokens_take_no_time(stride):
-    begin = time.perf_counter()
+    begin = time.process_time()
     pattern = make_range_pattern(block_size=64, num_heads=32, num_kv_heads=8, ranges=((16, 1), (None, stride)))
     assert 0 < pattern.density(10 * 2**20) < pattern.coverage(10 * 2**14) < 1
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2

@@ -123,7 +123,7 @@ def test_nothing_else_than_success_or_one_error_line_at_length(tmp_path):
 
 def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "s2_megatron", "check", *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "s2_megatron", "check", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
 
 

@@ -159,7 +159,7 @@ def test_the_page_in_a_browser(dense, s2, tmp_path, capsys):
     looked_at.write_text(text.replace("</body>", SEEN))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run([browser, *flags, looked_at.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([browser, *flags, looked_at.as_uri()], capture_output=True, text=True, timeout=600)
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     found = json.loads(title[1].replace("&amp;", "&"))

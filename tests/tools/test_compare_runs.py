@@ -136,7 +136,7 @@ def test_an_offline_wandb_folder(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     for first, last in ((1, 30), (21, 60)):
         command = [sys.executable, "-c", WANDB_RUN, str(tmp_path), json.dumps(ARGUMENTS), str(first), str(last)]
-        subprocess.run(command, check=True, timeout=100, capture_output=True)
+        subprocess.run(command, check=True, timeout=600, capture_output=True)
     run, _ = read_run(str(tmp_path / "wandb"))
     assert run.series["lm loss"].values.tolist() == pytest.approx([5 - step / 100 for step in range(1, 61)])
     assert "iterations 21-30 were repeated" in run.remarks[0]
