@@ -14,12 +14,36 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
 
+TESTS = Path(__file__).resolve().parent
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# Minutes each: a worker of pytest-xdist that began with one of them at the end would leave the others idle.
+LONGEST_FILES = (
+    "test_example_runs.py",
+    "megatron/test_context_parallel.py",
+    "megatron/test_parallel.py",
+    "context_parallel/test_gradients.py",
+    "test_quickstart.py",
+    "megatron/test_survival.py",
+    "tools/test_check.py",
+    "megatron/test_run_status.py",
+    "gluon_emulator/test_hopper.py",
+    "ops/test_attention.py",
+)
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist's order: the file with the most tests first
+
+
 def pytest_collection_modifyitems(items):
+    rank = {TESTS / name: number for number, name in enumerate(LONGEST_FILES)}
+    assert all(path.exists() for path in rank), "a file of LONGEST_FILES is gone"
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):

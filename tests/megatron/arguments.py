@@ -12,11 +12,12 @@ import importlib.util
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
+
+from tests.megatron import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,8 +55,8 @@ def arguments(changes: dict[str, str | list[str] | None] | None = None, without:
     return result
 
 
-def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -> list[dict]:
-    """Runs `script` once over all cases and returns its results, in order. For the keys see `run_case`."""
+def parse_cases(cases: list[dict], **environment: str) -> list[dict]:
+    """The results of all cases, in order, from one process. For the keys see `run_case`."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cases.json").write_text(json.dumps(cases))
         variables = {
@@ -66,10 +67,7 @@ def parse_cases(cases: list[dict], script: str = __file__, **environment: str) -
             "TRITON_INTERPRET": "0",
             **environment,
         }
-        done = subprocess.run(
-            [sys.executable, script, folder], env=variables, cwd=folder, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        forks.run(Path(__file__), [folder], variables, Path(folder))
         return json.loads((Path(folder) / "results.json").read_text())
 
 

@@ -109,11 +109,12 @@ def run_processes(
 
 
 def _wait_for_all(jobs: list[subprocess.Popen | forks.Forked], deadline: float) -> None:
-    """Wait until every job has ended. Once one has failed the others only wait for it: they get 5 more seconds."""
+    """Wait until every job has ended. Once one has failed the others only wait for it: they get another minute, for
+    what they write about it."""
     failed = False
     while any(job.poll() is None for job in jobs) and time.monotonic() < deadline:
         if not failed and any(job.poll() not in (None, 0) for job in jobs):
-            failed, deadline = True, min(deadline, time.monotonic() + 5)
+            failed, deadline = True, min(deadline, time.monotonic() + 60)
         time.sleep(0.05)
 
 

@@ -11,19 +11,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
+ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = "tests.megatron.preloaded"
 
 
 def start(script: Path, arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> Forked:
-    """`python script *arguments` with this environment, in the project's folder; what it prints goes to a file."""
+    """`python script *arguments` with this environment, in this folder; what it prints goes to the file `output`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     process = context.Process(target=_run, args=(script, arguments, environment, folder, output))
-    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Of the process that imports, when this is the first start.
     with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths)):
         process.start()
@@ -41,8 +46,30 @@ class Forked:
 
     returncode = property(poll)
 
-    def wait(self) -> None:
-        self._process.join()
+    def wait(self, seconds: float | None = None) -> None:
+        self._process.join(seconds)
+
+
+def run(script: Path, arguments: list[str], environment: dict[str, str], folder: Path, seconds: float = 900) -> str:
+    """What a Python script printed, which must end well: forked, or, where there is a GPU, in a process of its own, for
+    the imports ask for it."""
+    with tempfile.TemporaryDirectory() as place:
+        output = Path(place) / "output"
+        if shutil.which("nvidia-smi") is None:
+            job = start(script, arguments, environment, folder, output)
+            job.wait(seconds)
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        else:
+            command = [sys.executable, str(script), *arguments]
+            with output.open("w") as file:
+                job = subprocess.run(
+                    command, env=environment, cwd=folder, stdout=file, stderr=file, timeout=seconds, check=False
+                )
+        printed = output.read_text(errors="replace")
+    assert job.returncode == 0, f"{script.name}: exit code {job.returncode}\n{printed[-6000:]}"
+    return printed
 
 
 def _run(script: Path, arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:

@@ -1,6 +1,8 @@
 """What runs of tests/megatron import, before they are forked (forks.py)."""
 
+import functools
 import importlib
+import inspect
 
 from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
@@ -11,3 +13,6 @@ for name in (
     "megatron.core.tokenizers.text.text_tokenizer",
 ):
     importlib.import_module(name)
+
+# Megatron reads the sources of its settings for the help of every parser it makes: half the time of a command line.
+inspect.getsource = functools.cache(inspect.getsource)
