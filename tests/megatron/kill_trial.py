@@ -42,7 +42,7 @@ TARGETS = ("rank", "trainer", "launcher", "tree")
 MOMENTS = ("start-up", "training", "save")
 SAVES = ("", "--async-save --use-persistent-ckpt-worker --async-strategy mcore")
 LONGEST_SECONDS = 900  # of one attempt, on a busy machine
-ENDING_SECONDS = 45  # torchrun gives ranks that do not heed SIGTERM 30
+ENDING_SECONDS = 300  # on a busy machine; torchrun gives ranks that do not heed SIGTERM 30
 
 
 @dataclass
@@ -173,14 +173,15 @@ class Trial:
                     return True
         return False
 
-    def wait_for(self, condition, process: subprocess.Popen) -> bool:
-        """Whether the condition came true before the process ended. Raises AssertionError after LONGEST_SECONDS."""
+    def wait_for(self, condition, process: subprocess.Popen, interval: float) -> bool:
+        """Whether the condition, asked every `interval` s, came true before the process ended. Raises AssertionError
+        after LONGEST_SECONDS."""
         deadline = time.monotonic() + LONGEST_SECONDS
         while not condition():
             if process.poll() is not None:
                 return False
             assert time.monotonic() < deadline, f"nothing happens\n{self.last_output()[-3000:]}"
-            time.sleep(0.002)
+            time.sleep(interval)
         return True
 
     def kill_once(self, target: str, moment: str, choice: random.Random, *extra: str) -> str | None:
@@ -194,10 +195,10 @@ class Trial:
             elif moment == "training":
                 until = start + choice.randrange(1, 2 * self.save_interval)
                 until = min(until, self.iterations - 1)
-                self.wait_for(lambda: self.log.exists() and self.trained() >= until, run.popen)
+                self.wait_for(lambda: self.log.exists() and self.trained() >= until, run.popen, 0.05)
                 when = f"after iteration {until}"
             else:
-                self.wait_for(lambda: self.saving(since), run.popen)
+                self.wait_for(lambda: self.saving(since), run.popen, 0.002)
                 delay = choice.uniform(0, 0.4)
                 time.sleep(delay)
                 when = f"{1000 * delay:.0f} ms after a save began"
@@ -222,7 +223,7 @@ class Trial:
                 run = self.start()
                 status = run.popen.wait(LONGEST_SECONDS)
             assert status == 0, f"status {status}\n{self.last_output()[-5000:]}"
-            run.wait_until_gone(10)
+            run.wait_until_gone(ENDING_SECONDS)
         finally:
             run.end()
 
