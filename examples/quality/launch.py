@@ -25,7 +25,8 @@ class Job:
     """One run. folder: of this run alone; its files: sparsity.yaml, train.log, losses.jsonl, checkpoints/.
 
     tokens: training tokens. seed: of weights and data order, the same for all arms. short: evaluated at the end alone,
-    without checkpoints.
+    without checkpoints. start: the run whose weights it begins with. evaluated: before any step, and not
+    trained. role: what the arm's run is for, where the study has several of an arm.
     """
 
     study: Study
@@ -35,14 +36,29 @@ class Job:
     tokens: int
     folder: Path
     short: bool = False
+    start: Job | None = None
+    evaluated: bool = False
+    role: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.role}-{self.arm}" if self.role else self.arm
 
     @property
     def name(self) -> str:
-        return f"{self.arm}, seed {self.seed}, learning rate {self.rate:g}"
+        return f"{self.label}, seed {self.seed}, learning rate {self.rate:g}"
 
     @property
     def iterations(self) -> int:
         return self.study.iterations(self.tokens)
+
+    @property
+    def last_step(self) -> int:
+        return 0 if self.evaluated else self.iterations
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
 
     @property
     def losses(self) -> Path:
@@ -70,6 +86,8 @@ def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
         *_training_flags(job),
         *_data_flags(job, corpus),
         *_log_flags(job),
+        *_start_flags(job),
+        *job.study.flags,
     ]
 
 
@@ -141,21 +159,26 @@ def _data_flags(job: Job, corpus: Corpus) -> list[str]:
 
 
 def _log_flags(job: Job) -> list[str]:
-    folder = job.folder / "checkpoints"
     checkpoints = [
-        f"--save={folder}",
-        f"--load={folder}",
+        f"--save={job.checkpoints}",
+        f"--load={job.checkpoints}",
         f"--save-interval={job.iterations}",
         "--ckpt-format=torch_dist",
     ]
     return [
-        *([] if job.short else checkpoints),
+        *([] if job.short or job.evaluated else checkpoints),
         "--exit-signal-handler",  # SIGTERM: save a checkpoint, then end
         "--log-interval=20",
         "--log-throughput",
         f"--s2-loss-log={job.losses}",
         f"--s2-position-loss={job.study.position_buckets}",
     ]
+
+
+def _start_flags(job: Job) -> list[str]:
+    """As with --load and --finetune: the weights alone, at iteration 0; a run that was cut goes on from its own."""
+    start = [] if job.start is None else [f"--pretrained-checkpoint={job.start.checkpoints}"]
+    return [*start, *(["--skip-train"] if job.evaluated else [])]
 
 
 def environment(device: str | None) -> dict[str, str]:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.continuations import CONTINUATIONS
 from examples.quality.results import write_json
 from examples.quality.studies import STUDIES, Study
 from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
 
+ALL = STUDIES | CONTINUATIONS
 DEPTHS = 8  # equal parts of the context
 TOKENS_AT_ONCE = 65536
 
@@ -89,12 +91,12 @@ def score_checkpoint(study: Study, checkpoints: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.recall", description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=[name for name, study in STUDIES.items() if study.tasks is not None])
+    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is not None])
     parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parsed = parser.parse_args()
     try:
-        write_json(parsed.json, score_checkpoint(STUDIES[parsed.study], parsed.load))
+        write_json(parsed.json, score_checkpoint(ALL[parsed.study], parsed.load))
     except ValueError as error:
         parser.error(str(error))
 

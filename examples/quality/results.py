@@ -46,6 +46,9 @@ def thinned(job: Job, corpus: Corpus, machine: dict) -> list[dict]:
     arguments = {name: header["arguments"][name] for name in KEPT if header["arguments"].get(name) is not None}
     arguments["data_path"] = [f"corpus/{corpus.sha256[:12]}"]
     arguments["s2_config"] = f"{job.arm}.yaml"
+    if job.start is not None:
+        arguments["pretrained_checkpoint"] = job.start.label
+        arguments.pop("finetune", None)  # Megatron sets it in the process that loads them
     steps = sorted(iterations)
     seconds = training_seconds([iterations[step]["time"] for step in steps])
     block = -(-len(steps) // MOST_RECORDS)

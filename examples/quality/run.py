@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.quality.continuations import CONTINUATIONS
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.launch import ROOT, Job, command, environment
 from examples.quality.results import LearningRates, read_json, write_json, write_run
@@ -42,6 +43,7 @@ from examples.quality.workers import (
 
 DEFAULT_RUNS = ROOT / "runs" / "quality"
 DEFAULT_RESULTS = ROOT / "docs" / "quality"
+ALL = STUDIES | CONTINUATIONS
 RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
 COMPLETE, FAILURE, WRONG, AGAIN = 0, 1, 2, 3
 
@@ -52,11 +54,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("study", choices=ALL)
     parser.add_argument("--stage", choices=("all", "corpus", "rates", "train"), default="all", help="only this part")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="default: 1")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
     parser.add_argument("--tokens", type=float, help="of a run (default: the study's)")
+    parser.add_argument(
+        "--start-tokens", type=float, help="of the dense run that the others go on from (default: the study's)"
+    )
     parser.add_argument("--rate-tokens", type=float, help="of a short run (default: the study's)")
     parser.add_argument("--rate", type=float, help="one learning rate for all arms, in place of a choice")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end within them (default: no limit)")
@@ -66,7 +71,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
     parsed = parser.parse_args(arguments)
-    for name in ("tokens", "rate_tokens", "rate", "budget"):
+    if parsed.start_tokens is not None and ALL[parsed.study].start is None:
+        parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")
+    for name in ("tokens", "start_tokens", "rate_tokens", "rate", "budget"):
         value = getattr(parsed, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
@@ -152,6 +159,17 @@ def choose_rates(
     return {arm: rate for arm, rate in chosen.items() if rate is not None}, failed
 
 
+def tell_missing_rates(parsed: argparse.Namespace, rates: dict[str, float], tell) -> int:
+    """The command's status when the budget ended before all arms had a rate. Raises ValueError when nothing chooses."""
+    if parsed.stage == "train":
+        raise ValueError(
+            f"--stage train: no learning rate for {', '.join(arm for arm in parsed.arms if arm not in rates)}; "
+            "expected a choice; run --stage rates first, or give --rate"
+        )
+    tell("the budget is spent; repeat the command to go on")
+    return AGAIN
+
+
 def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], found: list, budget: Budget, tell) -> dict:
     """{name of a job: outcome} of all arms and seeds, the longest runs first in every seed."""
     about = machine(found[0][1])
@@ -233,13 +251,29 @@ def require_new_sequences(study: Study, corpus: Corpus, tokens: int) -> None:
         )
 
 
+def tell_end(place: Place, outcomes: dict, tell) -> int:
+    """Say how much of the study is there; returns the command's status. outcomes: {name of a job: outcome or None}."""
+    if FAILED in outcomes.values():
+        return FAILURE
+    done = sum(outcome == FINISHED for outcome in outcomes.values())
+    if done < len(outcomes):
+        tell(f"{done} of {len(outcomes)} runs are finished; the budget is spent; repeat the command to go on")
+        return AGAIN
+    tell(f"the study is complete: {done} runs in {place.result(BASELINE, 0).parent}")
+    return COMPLETE
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
 
 def run(parsed: argparse.Namespace, tell=say) -> int:
     """The command; returns its status. Raises ValueError for settings that do not fit."""
-    study, budget = STUDIES[parsed.study], Budget(parsed.budget)
+    study, budget = ALL[parsed.study], Budget(parsed.budget)
+    if study.start is not None:
+        from examples.quality.continued import run_continued
+
+        return run_continued(study, parsed, budget, tell)
     tokens = int(parsed.tokens or study.tokens)
     study.iterations(tokens), study.iterations(parsed.rate_tokens or study.rate_tokens)
     found = devices()
@@ -256,25 +290,12 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     if failed:
         return FAILURE
     if len(rates) < len(parsed.arms):
-        if parsed.stage == "train":
-            raise ValueError(
-                f"--stage train: no learning rate for {', '.join(arm for arm in parsed.arms if arm not in rates)}; "
-                "expected a choice; run --stage rates first, or give --rate"
-            )
-        tell("the budget is spent; repeat the command to go on")
-        return AGAIN
+        return tell_missing_rates(parsed, rates, tell)
     if parsed.stage == "rates":
         return COMPLETE
     outcomes = train(place, parsed, rates, found, budget, tell)
     compare_runs(place, parsed.arms, tell)
-    if FAILED in outcomes.values():
-        return FAILURE
-    done = sum(outcome == FINISHED for outcome in outcomes.values())
-    if done < len(outcomes):
-        tell(f"{done} of {len(outcomes)} runs are finished; the budget is spent; repeat the command to go on")
-        return AGAIN
-    tell(f"the study is complete: {done} runs in {place.result(BASELINE, 0).parent}")
-    return COMPLETE
+    return tell_end(place, outcomes, tell)
 
 
 def main() -> None:

@@ -44,7 +44,8 @@ class Study:
 
     rates: the learning rates of which every arm takes its best, by the validation loss of a run of rate_tokens.
     batch, micro_batch: sequences. evaluations: during the training and at its end; eval_batches: batches of each.
-    corpus: the text. tasks: synthetic sequences in its place, and tests of the trained model.
+    corpus: the text. tasks: synthetic sequences in its place, and tests of the trained model. flags: Megatron's, beyond
+    those of every study. start: where the runs go on from, None where they begin with random weights.
     """
 
     name: str
@@ -62,6 +63,8 @@ class Study:
     position_buckets: int = 16
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     tasks: TaskSettings | None = None
+    flags: tuple[str, ...] = ()
+    start: Start | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -76,6 +79,22 @@ class Study:
                 f"{20 * self.step_tokens} or more"
             )
         return steps
+
+
+@dataclass(frozen=True)
+class Start:
+    """A dense model that the arms of a study go on from: `study`'s, trained for `tokens`.
+
+    arms: those that go on from it. rate_share: their learning rate as a share of that of the dense run, the same for
+    all. from_scratch: arms that are trained from random weights, too, for the FLOPs of the dense run and of the arm's
+    continuation together.
+    """
+
+    study: Study
+    tokens: int
+    arms: tuple[str, ...] = ("dense", "hybrid", "s2")
+    rate_share: float = 1 / 3
+    from_scratch: tuple[str, ...] = ()
 
 
 STUDIES = {

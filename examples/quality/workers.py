@@ -67,8 +67,9 @@ def checkpoint_iteration(folder: Path) -> int:
 
 
 def final_evaluation(job: Job) -> dict | None:
-    """The record of the evaluation after the last step; None for a run that has not got there."""
-    return read_loss_log(job.losses)[1].get(f"iteration {job.iterations} on validation set")
+    """The record of the evaluation after the last step (of a run that is only evaluated, before any); None for a run that
+    has not got there."""
+    return read_loss_log(job.losses)[1].get(f"iteration {job.last_step} on validation set")
 
 
 class _Running:
@@ -114,8 +115,10 @@ def run_jobs(
     no time to start, or that was not started because another one failed, is missing.
 
     on_finished: called in this process, with the job and a device that is free then, for every job that ends well,
-    those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end.
+    those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end. A job that
+    goes on from another one waits for it; the other one is among `jobs`, too.
     """
+    assert all(job.start is None or job.start in jobs for job in jobs), jobs
     ended = [job for job in jobs if final_evaluation(job) is not None]
     waiting = [job for job in jobs if job not in ended]
     outcomes = {job.name: on_finished(job, device_ids[0]) for job in ended}
@@ -125,8 +128,8 @@ def run_jobs(
     free, running, told = list(device_ids), [], time.monotonic()
     try:
         while running or (waiting and budget.left() > budget.start_seconds):
-            while waiting and free and budget.left() > budget.start_seconds:
-                job = waiting.pop(0)
+            while free and budget.left() > budget.start_seconds and (job := _first_ready(waiting, running)):
+                waiting.remove(job)
                 job.folder.mkdir(parents=True, exist_ok=True)
                 running.append(_Running(job, free.pop(0), command(job)))
                 tell(f"started {job.name}{_where(running[-1].device)}")
@@ -152,6 +155,15 @@ def run_jobs(
             each.process.kill()
             each.process.wait()
     return outcomes
+
+
+def _first_ready(waiting: list[Job], running: list[_Running]) -> Job | None:
+    """The first job whose start, if it has one, has ended."""
+    busy = [each.job for each in running]
+    for job in waiting:
+        if job.start is None or (job.start not in busy and final_evaluation(job.start) is not None):
+            return job
+    return None
 
 
 def _save_all(running: list[_Running], budget: Budget, tell) -> None:

@@ -1,0 +1,163 @@
+"""Run a study whose arms go on from a dense model.
+
+    python -m examples.quality.run from-dense8k --seeds 1 --budget 570
+
+Of every seed: the dense model (`start-dense`); its weights under every arm's attention, evaluated before any step
+(`switched-<arm>`); every arm trained on from there (`<arm>`); and, where the study asks for it, from random weights for
+as many FLOPs as the dense model and the arm's continuation (`scratch-<arm>`). What goes on waits for the dense model,
+what does not runs beside it. Text that the dense model saw is not read again by those that go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from examples.quality.continuations import tokens_from_scratch
+from examples.quality.corpus import Corpus, prepare_corpus
+from examples.quality.launch import Job, command
+from examples.quality.parts import split_corpus
+from examples.quality.results import write_json, write_run
+from examples.quality.run import (
+    COMPLETE,
+    FAILURE,
+    Place,
+    choose_rates,
+    compare_runs,
+    machine,
+    measure_recall,
+    require_new_sequences,
+    tell_end,
+    tell_missing_rates,
+)
+from examples.quality.studies import BASELINE, Study
+from examples.quality.tasks import prepare_tasks
+from examples.quality.workers import FINISHED, Budget, devices, final_evaluation, remove_checkpoints, run_jobs
+
+START, SWITCHED, SCRATCH = "start", "switched", "scratch"  # roles of runs; those that go on have none
+
+
+@dataclass(frozen=True)
+class ContinuedPlace(Place):
+    """Where the runs of such a study are. start_tokens: of the dense run. corpora: of each role."""
+
+    start_tokens: int
+    corpora: dict[str, Corpus]
+
+    @property
+    def scale(self) -> str:
+        return f"{self.start_tokens / 1e6:g}M+{super().scale}"
+
+    def corpus_of(self, job: Job) -> Corpus:
+        return self.corpora[job.role]
+
+    def folder(self, label: str, seed: int, rate: float) -> Path:
+        return self.runs / self.study.name / self.scale / f"{label}_seed{seed}_{rate:g}"
+
+    def switched(self, arm: str, seed: int) -> Path:
+        """The file of its evaluation."""
+        return self.result(f"{SWITCHED}-{arm}", seed).with_suffix(".json")
+
+
+def make_corpora(study: Study, start_tokens: int, tokens: int, runs: Path, tell) -> tuple[Corpus, dict[str, Corpus]]:
+    """(the corpus that the study is about, {role: what its runs read}).
+
+    Raises ValueError for a corpus with too little for both parts.
+    """
+    before = study.start.study
+    if study.tasks is None:
+        corpus = prepare_corpus(runs, study.corpus, tell=tell)
+        parts = split_corpus(corpus, start_tokens / (start_tokens + tokens))
+        return corpus, {START: parts["first"], SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
+    first = prepare_tasks(runs, before.model.seq_length, before.tasks, tell=tell)
+    more = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
+    require_new_sequences(before, first, start_tokens)
+    require_new_sequences(study, more, tokens)
+    return more, {START: first, SWITCHED: more, "": more, SCRATCH: more}
+
+
+def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
+    """The dense runs first: others wait for them."""
+    study, start = place.study, place.study.start
+    jobs, later = [], []
+    for seed in seeds:
+        rate = rates[BASELINE]
+        folder = place.folder(f"{START}-{BASELINE}", seed, rate)
+        dense = Job(start.study, BASELINE, seed, rate, place.start_tokens, folder, role=START)
+        jobs.append(dense)
+        for arm in (arm for arm in start.from_scratch if arm in arms):
+            tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)
+            folder = place.folder(f"{SCRATCH}-{arm}", seed, rates[arm])
+            later.append(Job(study, arm, seed, rates[arm], tokens, folder, role=SCRATCH))
+        own = rate * start.rate_share
+        for arm in arms:
+            going_on = Job(study, arm, seed, own, place.tokens, place.folder(arm, seed, own), start=dense)
+            folder = place.folder(f"{SWITCHED}-{arm}", seed, own)
+            jobs += [replace(going_on, folder=folder, evaluated=True, role=SWITCHED), going_on]
+    return jobs + later
+
+
+def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, tell, options, job: Job, device) -> str:
+    """Write what stays of a finished run; the outcome."""
+    if job.study.tasks is not None and not job.role:
+        outcome = measure_recall(place, job, device, budget, tell)
+        if outcome != FINISHED:
+            return outcome
+    if job.role == SWITCHED:
+        write_json(place.switched(job.arm, job.seed), final_evaluation(job))
+    else:
+        write_run(place.result(job.label, job.seed), job, place.corpus, about)
+    write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
+    if options.keep_checkpoints:
+        return FINISHED
+    if job.role != START:
+        remove_checkpoints(job)
+    # The dense weights, when nothing begins with them any more.
+    start = job if job.role == START else job.start
+    if start is not None and all(final_evaluation(each) is not None for each in jobs if each.start == start):
+        remove_checkpoints(start)
+    return FINISHED
+
+
+def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell) -> int:
+    """The command for such a study; returns its status. Raises ValueError for settings that do not fit."""
+    start = study.start
+    tokens, start_tokens = int(parsed.tokens or study.tokens), int(parsed.start_tokens or start.tokens)
+    study.iterations(tokens), start.study.iterations(start_tokens)
+    arms = [arm for arm in start.arms if arm in parsed.arms]
+    if BASELINE not in arms:
+        raise ValueError(f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, which the others are laid by")
+    found = devices()
+    corpus, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
+    tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
+    if parsed.stage == "corpus":
+        return COMPLETE
+    results = parsed.results.resolve()
+    place = ContinuedPlace(study, corpus, tokens, parsed.runs.resolve(), results, start_tokens, corpora)
+
+    # The study of the dense run chose them, or chooses them now.
+    rate_arms = [BASELINE, *(arm for arm in start.from_scratch if arm in arms)]
+    choosing = argparse.Namespace(**vars(parsed) | {"arms": rate_arms})
+    before = Place(start.study, corpora[START], start_tokens, place.runs, results)
+    rates, failed = choose_rates(before, choosing, found, budget, tell)
+    if failed:
+        return FAILURE
+    if len(rates) < len(rate_arms):
+        return tell_missing_rates(choosing, rates, tell)
+    if parsed.stage == "rates":
+        return COMPLETE
+
+    jobs = make_jobs(place, arms, parsed.seeds, rates)
+    on_gpu = found[0][0] is not None
+    outcomes = run_jobs(
+        jobs,
+        [device for device, _ in found],
+        lambda job: command(job, place.corpus_of(job), on_gpu),
+        budget,
+        partial(keep, place, jobs, machine(found[0][1]), budget, tell, parsed),
+        tell,
+    )
+    compare_runs(place, arms, tell)
+    return tell_end(place, {job.name: outcomes.get(job.name) for job in jobs}, tell)
