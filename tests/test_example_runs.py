@@ -102,6 +102,16 @@ def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
 
 
+def test_a_dense_model_goes_on_at_a_longer_context(run, runs):
+    output = run("extend_context.sh", ITERATIONS="8")
+    assert output.count("layers 1-3: dense -> local 2 + stride 4") == 2
+    before, switched, sparse, dense = last_losses(output)
+    assert abs(switched - before) < 0.3 and max(sparse, dense) < switched and abs(sparse - dense) < 0.2
+    logged = (runs / "long_s2" / "train.log").read_text()
+    assert "rotary_base ..................................... 48761" in logged
+    assert (runs / "long_s2" / "checkpoints" / "iter_0000008").is_dir()
+
+
 def test_patterns_of_ones_own(run, runs):
     output = run("own_pattern/run.sh", ITERATIONS="5")
     # Rows of 1, 2, 3, 3, ... key blocks, the own one half.
@@ -160,4 +170,4 @@ def test_the_readme_has_them_all():
     missing = [path for path in scripts if not {path, path.parent} & linked]
     assert len(scripts) > 10 and not missing
     commands = re.findall(r"`(?:\w+=\S+ )*(?:python )?(examples/\S+)`", text)
-    assert len(commands) == 8 and all((ROOT / command).is_file() for command in commands)
+    assert len(commands) == 9 and all((ROOT / command).is_file() for command in commands)

@@ -128,7 +128,9 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     study.iterations(tokens), start.study.iterations(start_tokens)
     arms = [arm for arm in start.arms if arm in parsed.arms]
     if BASELINE not in arms:
-        raise ValueError(f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, which the others are laid by")
+        raise ValueError(
+            f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, which the others are laid by"
+        )
     found = devices()
     corpus, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")

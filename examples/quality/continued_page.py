@@ -11,7 +11,7 @@ import numpy as np
 from examples.quality.continued import SCRATCH, START, SWITCHED
 from examples.quality.results import read_json
 from examples.quality.studies import BASELINE, Start
-from s2_megatron.tools.compare.figures import COLOURS, POSITION
+from s2_megatron.tools.compare.figures import COLOURS, POSITION, position_losses
 from s2_megatron.tools.compare.measure import Comparison, Paired, smoothed, smoothed_steps
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run
@@ -29,7 +29,9 @@ def tokens_to_return(paired: Paired, tokens: np.ndarray, width: int, limit: floa
     starts = np.maximum(0, ends - width)
     above = np.flatnonzero((sums[ends] - sums[starts]) / (ends - starts) > limit)
     first = int(above[-1]) + 1 if len(above) else 0
-    return None if first == len(tokens) else float(tokens[first])
+    if first == len(tokens):
+        return None
+    return float(tokens[first]) if first else 0.0
 
 
 def _returned(comparison: Comparison, arm: str, limit: float) -> str:
@@ -41,7 +43,7 @@ def _returned(comparison: Comparison, arm: str, limit: float) -> str:
     ]
     if any(tokens is None for tokens in found):
         return f"not in {baseline.axis('tokens')[-1] / 1e6:.1f}M"
-    return f"{max(found) / 1e6:.2f}M"
+    return f"{max(found) / 1e6:.2f}M" if max(found) else "at once"
 
 
 def read_switched(folder: Path, arm: str) -> dict[str, dict]:
@@ -115,20 +117,14 @@ def section(start: Start, folder: Path, comparison: Comparison, picture: str, ta
 
 def _positions(records: Sequence[dict]) -> tuple[np.ndarray, np.ndarray]:
     """(first position of each bucket, mean loss)."""
-    names = [name for name in records[0] if (match := POSITION.fullmatch(name)) and not match[3]]
-    places = np.array([int(POSITION.fullmatch(name)[1]) for name in names])
-    order = np.argsort(places)
-    losses = np.mean([[record[name] for name in names] for record in records], axis=0)
-    return places[order], losses[order]
+    names = {int(match[1]): name for name in records[0] if (match := POSITION.fullmatch(name))}
+    places = sorted(names)
+    return np.array(places), np.array([np.mean([record[names[place]] for record in records]) for place in places])
 
 
 def _last_positions(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-    records = [
-        {name.removesuffix(" validation"): series.values[-1] for name, series in run.series.items()
-         if name.endswith(" validation")}
-        for run in runs
-    ]  # fmt: skip
-    return _positions(records)
+    found = [position_losses(run, validation=True) for run in runs]
+    return found[0][0], np.mean([losses for _, losses in found], axis=0)
 
 
 def draw(folder: Path, comparison: Comparison, file: Path) -> None:

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.continuations import CONTINUATIONS
+from examples.quality.continued_page import draw as draw_continued
+from examples.quality.continued_page import section as continued_section
 from examples.quality.launch import ROOT
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
@@ -33,8 +36,16 @@ BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of t
 VARIED = ("lr", "min_lr")
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "s2": 0.01}
-PUBLISHED = tuple(name for name in STUDIES if not name.endswith("tiny"))
-TITLES = {"lm8k": "Language modelling at 8K", "retrieval8k": "Retrieval at 8K", "retrieval32k": "Retrieval at 32K"}
+ALL = STUDIES | CONTINUATIONS
+PUBLISHED = tuple(name for name in ALL if not name.endswith("tiny"))
+TITLES = {
+    "lm8k": "Language modelling at 8K",
+    "retrieval8k": "Retrieval at 8K",
+    "retrieval32k": "Retrieval at 32K",
+    "from-dense8k": "From a dense checkpoint, at its length",
+    "extend32k": "From dense at 8K to 32K",
+    "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,9 @@ def _gap(value: float, baseline: float) -> str:
 
 
 def targets(scale: Scale) -> list[str]:
-    """One line for every target of a language model that the data can decide; what is missed first."""
-    if scale.study.tasks is not None:
+    """One line for every target of a language model that the data can decide; what is missed first. Models that go on
+    from others have none."""
+    if scale.study.tasks is not None or scale.study.start is not None:
         return []
     found = []
     dense = scale.comparison.results[0]
@@ -204,6 +216,7 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
         f"{study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
         f"`{scale.corpus['sha256'][:12]}` ({scale.corpus['tokens']:,} tokens). {machine['device']}; {versions}.",
         "",
+        *([] if study.start is None else _continued_lines(scale, picture)),
         *(f"- {line}" for line in targets(scale)),
         *([""] if targets(scale) else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
@@ -219,6 +232,15 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
         "```",
         "",
     ]
+
+
+def _continued_lines(scale: Scale, picture: str) -> list[str]:
+    return continued_section(scale.study.start, scale.folder, scale.comparison, switch_picture(picture), table)
+
+
+def switch_picture(curves: str) -> str:
+    """Beside the picture of the curves."""
+    return curves.removesuffix("curves.png") + "switch.png"
 
 
 def _shown(run: Run) -> str:
@@ -270,7 +292,7 @@ def results_text(data: Path, pictures: bool) -> str:
     """What stands between the marks. pictures: draw them too."""
     lines: list[str] = []
     for name in PUBLISHED:
-        study = STUDIES[name]
+        study = ALL[name]
         scales = read_scales(study, data)
         if not scales:
             continue
@@ -279,6 +301,8 @@ def results_text(data: Path, pictures: bool) -> str:
             picture = scale.folder / "curves.png"
             if pictures:
                 draw(scale, picture)
+                if study.start is not None:
+                    draw_continued(scale.folder, scale.comparison, Path(switch_picture(str(picture))))
             lines += scale_section(scale, f"quality/{scale.folder.relative_to(data).as_posix()}/curves.png")
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
     lengths = np.asarray(data.sequence_lengths)
     shares = [float(each) for each in corpus.split.split(",")]
     # As Megatron cuts them.
-    ends = [int(round(sum(shares[: count + 1]) / sum(shares) * len(lengths))) for count in range(2)]
+    ends = [round(sum(shares[: count + 1]) / sum(shares) * len(lengths)) for count in range(2)]
     tokens = np.cumsum(lengths[: ends[0]])
     middle = int(np.searchsorted(tokens, share * tokens[-1])) + 1
     training = {"first": range(middle), "more": range(middle, ends[0]), "all": range(ends[0])}

@@ -67,8 +67,8 @@ def checkpoint_iteration(folder: Path) -> int:
 
 
 def final_evaluation(job: Job) -> dict | None:
-    """The record of the evaluation after the last step (of a run that is only evaluated, before any); None for a run that
-    has not got there."""
+    """The record of the evaluation after the last step (of a run that is only evaluated, before any); None for a run
+    that has not got there."""
     return read_loss_log(job.losses)[1].get(f"iteration {job.last_step} on validation set")
 
 

@@ -1,0 +1,246 @@
+"""Studies that go on from a dense model: which runs there are, what they read and wait for, what is reported."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from examples.quality import continued, page
+from examples.quality.continuations import CONTINUATIONS, token_flops, tokens_from_scratch
+from examples.quality.continued import make_jobs, run_continued
+from examples.quality.continued_page import read_switched, tokens_to_return
+from examples.quality.corpus import Corpus, write_documents
+from examples.quality.launch import Job, command
+from examples.quality.parts import split_corpus
+from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
+from examples.quality.workers import Budget
+from s2_megatron.megatron.loss_log import read_records
+from s2_megatron.tools.compare.measure import Paired
+
+TINY = CONTINUATIONS["from-dense-tiny"]
+LONGER = CONTINUATIONS["extend32k"]
+DOCUMENTS, WIDTH = 60, 1000
+STEPS = 60
+
+# Stands in for pretrain_gpt_s2.py: the dense curve, and above it what the switch costs, which fades.
+TRAINER = """
+import json, os, sys
+folder, arm, start, steps, tokens, evaluated, flops = sys.argv[1:]
+steps, tokens, flops = int(steps), int(tokens), float(flops)
+if start:
+    done = json.loads(open(f"{start}/losses.jsonl").read().splitlines()[-1])
+    assert os.path.exists(f"{start}/checkpoints/weights") and "validation" in done, "started before its weights"
+extra = 0.5 if arm == "s2" and start else 0.0
+log = open(f"{folder}/losses.jsonl", "a")
+def write(**record):
+    log.write(json.dumps(record) + "\\n"); log.flush()
+def evaluation(step, loss):
+    write(**{"iteration": step, "validation": f"iteration {step} on validation set", "lm loss": loss,
+             "lm loss by position/0-127": loss, "lm loss by position/128-255": loss + extra,
+             "lm loss by position/trailing": loss + 2 * extra})
+arguments = {"global_batch_size": 4, "seq_length": tokens // 4, "lr": 0.1, "seed": 1, "train_iters": steps,
+             "pretrained_checkpoint": start or None, "finetune": bool(start), "data_path": ["/secret"]}
+write(run={"arguments": arguments, "flops_per_token": {"attended": flops, "dense": 2.0}}, iteration=1, time=0.0)
+base = 4.0 if start else 5.0
+if evaluated == "1":
+    evaluation(0, base + extra)
+    sys.exit(0)
+for step in range(1, steps + 1):
+    loss = base - step / steps + extra * 0.8 ** step
+    write(**{"iteration": step, "lm loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "samples": 4 * step,
+             "time": float(step)})
+os.makedirs(f"{folder}/checkpoints", exist_ok=True)
+open(f"{folder}/checkpoints/weights", "w").write("x")
+evaluation(steps, base - 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of WIDTH tokens, each of its own number alone."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_documents(folder / "text", (np.full(WIDTH, number, np.uint16) for number in range(DOCUMENTS)))
+    description = {"sha256": "ab" * 32, "vocabulary": 512, "tokens": DOCUMENTS * WIDTH, "split": "90,10,0"}
+    return Corpus(folder, description)
+
+
+@pytest.fixture
+def study(tmp_path, corpus, monkeypatch):
+    """run(more arguments) -> (status, what it said): the study with two devices and the trainer above."""
+    monkeypatch.setattr(continued, "prepare_corpus", lambda runs, settings, tell: corpus)
+    monkeypatch.setattr(continued, "devices", lambda: [("0", "two"), ("1", "of them")])
+    monkeypatch.setattr("examples.quality.workers.checkpoint_iteration", lambda folder: 0)
+
+    def trainer(job: Job, part: Corpus, on_gpu: bool) -> list[str]:
+        start = "" if job.start is None else str(job.start.folder)
+        flops = token_flops(job.study, job.arm, 512)
+        return [sys.executable, "-c", TRAINER, str(job.folder), job.arm, start, str(job.iterations),
+                str(job.study.step_tokens), str(int(job.evaluated)), str(flops)]  # fmt: skip
+
+    monkeypatch.setattr(continued, "command", trainer)
+
+    def run_study(*more: str):
+        said = []
+        size = ["--tokens", str(STEPS * TINY.step_tokens), "--start-tokens", str(STEPS * TINY.step_tokens)]
+        folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+        given = ["from-dense-tiny", "--arms", "dense", "s2", "--rate", "3e-3", *size, *folders, *more]
+        return run(parse_arguments(given), said.append), said
+
+    return run_study
+
+
+def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
+    status, said = study()
+    assert status == COMPLETE, "\n".join(said)
+    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
+    kept = {path.name for path in folder.iterdir()}
+    logs = {f"{label}_seed1.jsonl" for label in ("start-dense", "dense", "s2", "scratch-s2")}
+    assert kept == logs | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
+    header = read_records(folder / "s2_seed1.jsonl")[0]["run"]["arguments"]
+    assert header["pretrained_checkpoint"] == "start-dense" and "finetune" not in header
+    assert "secret" not in json.dumps(header)
+    # What waits for nothing runs beside the dense model.
+    started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
+    assert started[:2] == ["start-dense", "scratch-s2"] and len(started) == 6
+    assert not list((tmp_path / "runs").rglob("checkpoints"))
+
+    (scale,) = page.read_scales(TINY, tmp_path / "results")
+    assert read_switched(folder, "s2")["1"]["lm loss"] == 4.5
+    text = "\n".join(page.scale_section(scale, "x/curves.png"))
+    assert "0.1M tokens at a length of 256, validation loss 4.0000 there" in text
+    assert "](x/switch.png)" in text and "at most 1 % above" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| s2 | 4.5")]
+    # Right after the switch, at the end of the context; within 0.5 % and 0.1 %; the end; from random weights.
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == ["4.5000 (+12.50 %)", "5.5000 (+37.50 %)"]
+    first, second = (float(cell.removesuffix("M")) * 1e6 / TINY.step_tokens for cell in cells[3:5])
+    assert 8 < first < second < 40
+    assert cells[5:] == ["3.0000 (+0.00 %)", "4.0000 (+33.33 %)"]
+    page.draw_continued(scale.folder, scale.comparison, tmp_path / "switch.png")
+    assert (tmp_path / "switch.png").stat().st_size > 20_000
+
+
+def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path):
+    status, said = study("--budget", "60")
+    assert status == AGAIN and "0 of 6 runs are finished; the budget is spent; repeat the command to go on" in said
+    status, _ = study("--arms", "dense", "--keep-checkpoints")
+    assert status == COMPLETE
+    assert [path.parent.name for path in sorted((tmp_path / "runs").rglob("checkpoints"))] == [
+        "dense_seed1_0.001", "start-dense_seed1_0.003"]  # fmt: skip
+    status, said = study()
+    assert status == COMPLETE
+    started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
+    assert sorted(started) == ["s2", "scratch-s2", "switched-s2"]
+
+
+def test_an_arm_alone_has_nothing_to_be_laid_by(study):
+    with pytest.raises(ValueError, match="--arms s2: expected dense among them"):
+        study("--arms", "s2")
+
+
+def test_start_tokens_belong_to_a_study_that_goes_on(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["lm8k", "--start-tokens", "1e6"])
+    assert "--start-tokens: lm8k goes on from no other run" in capsys.readouterr().err
+
+
+def test_parts_share_the_validation_documents_alone(corpus):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    parts = split_corpus(corpus, 2 / 3)
+    read = {}
+    for name, part in parts.items():
+        data = IndexedDataset(str(part.data_prefix))
+        numbers = [int(data[at][0]) for at in range(len(data))]
+        training = int(part.split.split(",")[0])
+        read[name] = (numbers[:training], numbers[training:])
+        assert part.description["tokens"] == len(numbers) * WIDTH and part.sha256 == corpus.sha256
+    assert read["first"][0] == [*range(36)] and read["more"][0] == [*range(36, 54)]
+    assert read["all"][0] == [*range(54)]
+    assert all(validation == [*range(54, 60)] for _, validation in read.values())
+    with pytest.raises(ValueError, match="54 training documents: none is left for the part 'more'"):
+        split_corpus(corpus, 1.0)
+
+
+def test_runs_from_random_weights_take_the_same_flops():
+    start, vocabulary = TINY.start, 512
+    tokens = tokens_from_scratch(TINY, "s2", 60_000, 30_000, vocabulary)
+    spent = 60_000 * token_flops(start.study, "dense", vocabulary) + 30_000 * token_flops(TINY, "s2", vocabulary)
+    assert tokens * token_flops(TINY, "s2", vocabulary) == pytest.approx(spent, rel=1e-4)
+    assert tokens > 90_000
+    # What Megatron logs for this model, vocabulary as padded, but for the diagonal.
+    assert token_flops(start.study, "dense", vocabulary) == pytest.approx(741888, rel=2e-3)
+
+
+@pytest.fixture
+def flags(tmp_path, corpus):
+    """{label: flags of a job of extend32k}."""
+    place = continued.ContinuedPlace(LONGER, corpus, LONGER.tokens, tmp_path, tmp_path, LONGER.start.tokens, {})
+    found = {}
+    for job in make_jobs(place, ["dense", "s2"], [1], {"dense": 3e-3}):
+        job.folder.mkdir(parents=True)
+        found[job.label] = command(job, corpus, on_gpu=False)
+    return found
+
+
+def test_longer_context_scales_rope_after_the_switch_alone(flags):
+    assert sorted(flags) == ["dense", "s2", "start-dense", "switched-dense", "switched-s2"]
+    scaling = {"--use-rope-scaling", "--rope-scaling-factor=4"}
+    for label, own in flags.items():
+        begins = label == "start-dense"
+        assert (scaling & set(own) == set()) == begins
+        assert (f"--seq-length={8192 if begins else 32768}" in own) and ("--skip-train" in own) == ("switched" in label)
+        assert any(flag.startswith("--save=") for flag in own) == ("switched" not in label)
+    (weights,) = {flag for own in flags.values() for flag in own if flag.startswith("--pretrained-checkpoint=")}
+    (saved,) = [flag for flag in flags["start-dense"] if flag.startswith("--save=")]
+    assert weights.partition("=")[2] == saved.partition("=")[2]
+    assert "--lr=0.001" in flags["s2"] and "--lr=0.003" in flags["start-dense"]
+
+
+def test_arms_that_go_on_differ_in_their_sparsity_alone(flags):
+    def without_paths(label):
+        return [flag.replace(f"/{label}_", "/") for flag in flags[label] if "--s2-config" not in flag]
+
+    assert without_paths("s2") == without_paths("dense")
+
+
+def test_every_study_goes_on_in_whole_steps():
+    for study in CONTINUATIONS.values():
+        start = study.start
+        assert study.iterations(study.tokens) >= 20 and start.study.iterations(start.tokens) >= 20
+        assert replace(study.model, seq_length=0) == replace(start.study.model, seq_length=0)
+        assert study.model.seq_length % start.study.model.seq_length == 0
+
+
+def test_a_model_is_back_where_it_stays():
+    baseline, tokens = np.full(8, 2.0), np.arange(1, 9) * 100.0
+    above = np.array([0.2, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0])
+    paired = Paired(np.arange(1, 9), baseline + above, baseline)
+    assert tokens_to_return(paired, tokens, 1, 0.01) == 500.0
+    assert tokens_to_return(paired, tokens, 2, 0.01) == 600.0
+    assert tokens_to_return(paired, tokens, 1, 0.2) == 0.0
+    assert tokens_to_return(Paired(paired.steps, baseline + 0.2, baseline), tokens, 1, 0.01) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["from-dense-tiny", "extend-retrieval-tiny"])
+def test_a_study_through_megatron(name, tmp_path):
+    """About two minutes each: every run is a process of Megatron's."""
+    said = []
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    given = parse_arguments([name, "--arms", "dense", "s2", "--rate", "4e-3", *folders])
+    assert run_continued(CONTINUATIONS[name], given, Budget(None), said.append) == COMPLETE, "\n".join(said)
+    (folder,) = [path for path in (tmp_path / "results" / name).iterdir() if path.is_dir()]
+    first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("start-dense", "dense", "s2")}
+    assert first["dense"] < first["start-dense"] - 0.5, "the weights did not come along"
+    assert abs(first["s2"] - first["dense"]) < 0.1
+    (scale,) = page.read_scales(CONTINUATIONS[name], tmp_path / "results")
+    assert "right after the switch" in "\n".join(page.scale_section(scale, "curves.png"))
+    if scale.study.tasks is not None:
+        tests = json.loads((folder / "s2_seed1.recall.json").read_text())
+        assert tests["needle"]["questions"] == scale.study.tasks.tests
