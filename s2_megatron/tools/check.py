@@ -21,6 +21,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from s2_megatron.tools.launch_line import LaunchLine, parse_launch_line
+from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
 
@@ -91,6 +92,8 @@ def check_line(line: LaunchLine) -> Checked:
     run = check_run(args, elsewhere=elsewhere)
     model = argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}) if elsewhere else args
     gpt_config_from_args(model)
+    if run is not None:
+        notes += plan_warnings(run.sparsity)
     return Checked(args, run, notes)
 
 

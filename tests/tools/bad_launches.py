@@ -33,6 +33,7 @@ def make_files(tmp: Path) -> None:
     (tmp / "config.yaml").write_text(CONFIG)
     (tmp / "wrong.yaml").write_text(CONFIG.replace("stride: 4", "stride: 0"))
     (tmp / "function.yaml").write_text("layers: P\nblock_size: 64\nspecs: {P: {function: 'a:b'}}\n")
+    (tmp / "windows.yaml").write_text("layers: S\nblock_size: 16\nspecs: {S: {local_tokens: 32}}\n")
     (tmp / "file").write_text("a file")
     (tmp / "empty").mkdir()
     lengths = struct.pack("<2i2q3q", 5, 5, 0, 10, 0, 1, 2)

@@ -38,6 +38,8 @@ FINE = {
         ("note: no GPU here", "nothing wrong found")),
     "a script of one's own": (Bad({"--my-flag": "3"}, (), (), "torchrun mine.py"),
         ("note: mine.py is not pretrain_gpt_s2.py", "nothing wrong found")),
+    "a plan against a rule": (Bad({"--s2-config": "{tmp}/windows.yaml"}, ()),
+        ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
     "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
     "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),
         ("note: WARNING: --save={tmp}/save has ", " GB free, and one checkpoint takes about 3,0")),

@@ -16,6 +16,7 @@ from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_
 from s2_megatron.tools.forecast.step_time import exchange_costs, step_time
 from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables
 from s2_megatron.tools.inspect.layer_kinds import layer_kinds
+from s2_megatron.tools.rules import warnings
 
 FORMAT = 1
 GIB = 2**30
@@ -92,6 +93,7 @@ def model_facts(sparsity: ResolvedSparsity, run: TrainingRun | None) -> dict:
             spec: dict(layers=count, coverage=share) for spec, (count, share) in sparsity.spec_coverage().items()
         },
         layers=layers,
+        warnings=warnings(sparsity),
     )
     if run is not None:
         flops = token_flops(run)

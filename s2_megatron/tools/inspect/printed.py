@@ -141,7 +141,7 @@ def recompute_table(facts: dict) -> Table:
 
 def notes(facts: dict) -> list[str]:
     """What the tables do not say of themselves, one line each."""
-    lines = []
+    lines = [f"warning: {text}" for text in facts["warnings"]]
     if "forecast" in facts:
         forecast = facts["forecast"]
         versions = ", ".join(f"{name} {number}" for name, number in forecast["versions"].items())

@@ -1,0 +1,85 @@
+"""Where a plan goes against what is known: `inspect` warns of it, `check` notes it. Nothing of it stops a run.
+
+Every rule names the place in docs/ that shows it. Some are facts of the patterns; one that was found by a study carries
+the number that it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.patterns.ranges import RangePattern
+
+
+@dataclass(frozen=True)
+class Rule:
+    """found: a plan to sentences about what in it goes against the rule. source: `page#heading` in docs/. number: what
+    a study measured, as the page has it; empty for a fact of the patterns."""
+
+    found: Callable[[ResolvedSparsity], Iterable[str]]
+    source: str
+    number: str = ""
+
+
+def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
+    """Strides of which some residues are attended by no head of any layer."""
+    for spec, (_, coverage) in sparsity.spec_coverage().items():
+        layers = [layer.pattern for layer in sparsity.all_layers if layer.spec == spec]
+        if coverage == 1 or not all(isinstance(pattern, RangePattern) for pattern in layers):
+            continue
+        heads = {head.canonical for pattern in {id(each): each for each in layers}.values() for head in pattern.heads}
+        far = [(ranges, offset) for ranges, offset in heads if len(ranges) > 1 and ranges[-1][0] is None]
+        before = max((ranges[-2][0] for ranges, _ in far), default=sparsity.n_blocks)
+        blocks = np.arange(max(0, sparsity.n_blocks - before))  # beyond all windows, for the last query
+        seen = np.zeros(len(blocks), bool)
+        for stride, offset in {(ranges[-1][1], offset % ranges[-1][1]) for ranges, offset in far}:
+            seen |= (blocks + offset) % stride == 0
+        if seen.all():
+            continue
+        stride = max(ranges[-1][1] for ranges, _ in far)
+        offsets = len({offset % stride for _, offset in far})
+        some = f"{offsets} offset{'s' * (offsets > 1)}"
+        dense = any(layer.pattern is None for layer in sparsity.all_layers)
+        yield (
+            f"spec {spec}: {1 - seen.mean():.0%} of the blocks beyond its window are attended by no head of its "
+            f"{len(layers)} layers, which have {some} for a stride of {stride}"
+            f"{'; only dense layers see them' if dense else ''}; use layer_step: auto or more KV heads"
+            f"{f', or a stride of {offsets} or less' if offsets > 1 else ''}"
+        )
+
+
+def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
+    """Windows through which, over all layers, the start of the context does not reach its end."""
+    reach = 0
+    for layer in sparsity.layers:
+        if not isinstance(layer.pattern, RangePattern):  # dense, or a block mask, whose reach is not known
+            return
+        ends = [head.ranges[-1][0] for head in layer.pattern.heads]
+        if None in ends:
+            return
+        reach += max(ends) - 1
+    if reach < sparsity.n_blocks - 1:
+        yield (
+            f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {reach * sparsity.block_size} "
+            f"of {sparsity.seq_length} tokens back: what lies before cannot change a prediction; use a stride, a dense "
+            "layer, or a larger window"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(unseen_blocks, "patterns.md#offsets-who-sees-what"),
+    Rule(short_reach, "patterns.md#where-a-plan-goes-against-what-is-known"),
+)
+
+
+def warnings(sparsity: ResolvedSparsity) -> list[str]:
+    """One sentence for each thing in the plan that goes against a rule."""
+    return [
+        f"{text}{f' ({rule.number})' if rule.number else ''}; docs/{rule.source}"
+        for rule in RULES
+        for text in rule.found(sparsity)
+    ]

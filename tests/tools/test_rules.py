@@ -1,0 +1,102 @@
+"""What inspect warns of and check notes: plans that go against a rule, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.tools import rules
+from s2_megatron.tools.commands import main
+from s2_megatron.tools.rules import RULES, Rule, warnings
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = dict(num_layers=12, num_heads=12, num_kv_heads=4, seq_length=8192)
+
+
+def plan(layers: str, spec: dict | None = None, **shape):
+    content = {"block_size": 64, "layers": layers, **({"specs": {"S": spec}} if spec else {})}
+    return SparsityConfig.from_data(content).resolve(**SHAPE | shape)
+
+
+@pytest.mark.parametrize(
+    "layers, spec, shape",
+    [
+        ("S", dict(local_tokens=512, stride=8), {}),
+        ("DS", dict(local_tokens=512, stride=16), {}),
+        ("S", dict(local_tokens=512, stride=8, layer_step=0, dense_heads={"spread": 1}), {}),
+        ("S", dict(local_tokens=512, stride=8, layer_step=0, head_step=0), dict(seq_length=512)),  # all window
+        ("S", dict(local_tokens=768), {}),  # 12 windows of 11 blocks before the query's
+        ("DS", dict(local_tokens=512), {}),
+        ("D", None, {}),
+    ],
+)
+def test_plans_without_a_warning(layers, spec, shape):
+    assert warnings(plan(layers, spec, **shape)) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("length", [8192, 131072])
+def test_the_configurations_of_the_repository_have_none(path, length):
+    shape = dict(num_layers=32, num_heads=32, num_kv_heads=8, seq_length=length)
+    assert warnings(load_config(path).resolve(**shape)) == []
+
+
+@pytest.mark.parametrize(
+    "layers, spec, shape, expected",
+    [
+        # 4 of 8 residues: one offset a KV head, the same in every layer.
+        ("S", dict(local_tokens=512, stride=8, layer_step=0), {},
+         "50% of the blocks beyond its window are attended by no head of its 12 layers, which have 4 offsets for a "
+         "stride of 8; use layer_step: auto or more KV heads, or a stride of 4 or less"),
+        ("S", dict(local_tokens=512, stride=8, layer_step=0, head_step=0), {},
+         "which have 1 offset for a stride of 8; use layer_step: auto or more KV heads; docs/"),
+        # Two layers of four heads do not reach 16 residues.
+        ("DS", dict(local_tokens=512, stride=16), dict(num_layers=4),
+         "50% of the blocks beyond its window are attended by no head of its 2 layers, which have 8 offsets for a "
+         "stride of 16; only dense layers see them; use layer_step: auto"),
+        ("S", dict(local_tokens=512), {},
+         "the windows of all 12 layers, one after the other, reach 5376 of 8192 tokens back"),
+    ],
+)  # fmt: skip
+def test_plans_with_one_warning(layers, spec, shape, expected):
+    (text,) = warnings(plan(layers, spec, **shape))
+    assert expected in text and re.search(r"; docs/patterns\.md#[a-z-]+$", text)
+
+
+def test_more_layers_take_the_warning_away():
+    spec = dict(local_tokens=512, stride=16)
+    found = {layers: len(warnings(plan("S", spec, num_layers=layers))) for layers in (2, 3, 4, 8)}
+    assert found == {2: 1, 3: 1, 4: 0, 8: 0}
+
+
+def heading_anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_rule_cites_a_heading_and_its_number_is_there():
+    for rule in RULES:
+        page, anchor = rule.source.split("#")
+        text = (ROOT / "docs" / page).read_text()
+        assert anchor in [heading_anchor(heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)], rule.source
+        assert rule.number in text
+
+
+def test_the_number_of_a_study_stands_in_the_warning(monkeypatch):
+    rule = Rule(lambda sparsity: ["the first layer is sparse"], "quality.md#results", number="+0.5 % loss")
+    monkeypatch.setattr(rules, "RULES", (rule,))
+    assert warnings(plan("D")) == ["the first layer is sparse (+0.5 % loss); docs/quality.md#results"]
+
+
+def test_inspect_prints_it(tmp_path, capsys):
+    config = tmp_path / "windows.yaml"
+    config.write_text("block_size: 64\nlayers: S\nspecs:\n  S:\n    local_tokens: 512\n")
+    line = ["inspect", str(config), "--num-layers=12", "--num-attention-heads=12", "--seq-length=8192"]
+    assert not main(line)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "warning: the windows of all 12 layers, one after the other, reach 5376 of 8192 tokens back" in printed
+    assert not main([*line, "--json"])
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
