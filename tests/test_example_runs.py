@@ -31,7 +31,7 @@ def run(runs):
         environment["PYTHONPATH"] = str(ROOT)
         command = ["bash"] if name.endswith(".sh") else [sys.executable]
         done = subprocess.run(
-            [*command, str(EXAMPLES / name)], env=environment, cwd=runs, capture_output=True, text=True, timeout=600
+            [*command, str(EXAMPLES / name)], env=environment, cwd=runs, capture_output=True, text=True, timeout=1500
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout

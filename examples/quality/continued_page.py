@@ -142,16 +142,18 @@ def draw(folder: Path, comparison: Comparison, file: Path) -> None:
         for which, run in enumerate(before):
             label = "dense, before" if which == 0 else None
             panel.plot(run.axis(axis), smoothed(run), color="#999999", linewidth=1.2, label=label)
+        ends = []
         for colour, result in zip(COLOURS, comparison.results):
             for which, run in enumerate(result.arm.runs):
                 label = result.arm.name if which == 0 else None
+                ends.append(smoothed(run))
                 panel.plot(offset[axis] + run.axis(axis), smoothed(run), color=colour, linewidth=1.2, label=label)
             if axis == "tokens":
                 continue
             for which, run in enumerate(_read_runs(folder, f"{SCRATCH}-{result.arm.name}")):
                 label = f"{result.arm.name}, from random weights" if which == 0 else None
+                ends.append(smoothed(run)[-1:])
                 panel.plot(run.axis(axis), smoothed(run), color=colour, linewidth=1.2, linestyle="--", label=label)
-        ends = [smoothed(run) for result in comparison.results for run in result.arm.runs]
         low, high = min(curve.min() for curve in ends), max(curve.max() for curve in ends)
         panel.set_ylim(low - 0.05 * (high - low), high + (high - low))
         panel.set_title("training loss, smoothed")

@@ -63,9 +63,10 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
             return
         reach += max(ends) - 1
     if reach < sparsity.n_blocks - 1:
+        tokens = reach * sparsity.block_size
         yield (
-            f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {reach * sparsity.block_size} "
-            f"of {sparsity.seq_length} tokens back: what lies before cannot change a prediction; use a stride, a dense "
+            f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {tokens} of "
+            f"{sparsity.seq_length} tokens back: what lies before cannot change a prediction; use a stride, a dense "
             "layer, or a larger window"
         )
 
