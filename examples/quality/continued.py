@@ -129,7 +129,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     arms = [arm for arm in start.arms if arm in parsed.arms]
     if BASELINE not in arms:
         raise ValueError(
-            f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, with which the others are compared; add it"
+            f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, the arm to compare with; add it"
         )
     found = devices()
     corpus, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)

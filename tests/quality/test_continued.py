@@ -139,7 +139,7 @@ def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path
 
 
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):
-    with pytest.raises(ValueError, match="--arms s2: expected dense among them"):
+    with pytest.raises(ValueError, match="--arms s2: expected dense among them, the arm to compare with"):
         study("--arms", "s2")
 
 
