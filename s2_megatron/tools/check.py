@@ -133,7 +133,8 @@ def report(checked: Checked) -> None:
     if checked.run is not None:
         Console(width=None if sys.stdout.isatty() else 140).print(checked.run.sparsity.table())
     for note in checked.notes:
-        print(f"note: {note}", file=sys.stderr)  # launchers show it, and not the table
+        text = note.removeprefix("WARNING: ")
+        print(f"{'note' if text == note else 'warning'}: {text}", file=sys.stderr)  # launchers show it, and no table
     sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
     sizes |= {"context": args.context_parallel_size, "data": args.data_parallel_size}
     parallel = ", ".join(f"{kind} {size}" for kind, size in sizes.items() if size > 1) or "one copy of the model"

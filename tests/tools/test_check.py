@@ -42,7 +42,7 @@ FINE = {
         ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
     "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
     "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),
-        ("note: WARNING: --save={tmp}/save has ", " GB free, and one checkpoint takes about 3,0")),
+        ("warning: --save={tmp}/save has ", " GB free, and one checkpoint takes about 3,0")),
 }  # fmt: skip
 
 
