@@ -37,6 +37,8 @@ def main() -> None:
     from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
 
     on_cpu = install_if_no_gpu()
+    if on_cpu:  # Transformer Engine and Apex are for GPUs: a dozen warnings that they are missing say nothing here
+        warnings.filterwarnings("ignore", message=".*([Tt]ransformer[ -][Ee]ngine|Apex)", category=UserWarning)
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps

@@ -75,7 +75,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_profile
 from benchmarks.end_to_end_log import SKIPPED_STEPS, error_of, read_log
-from benchmarks.end_to_end_rows import GROUPS, Machine, Row, chosen_rows, row_environment, row_flags, sequences
+from benchmarks.end_to_end_rows import GROUPS, SHAPES, Machine, Row, chosen_rows, row_environment, row_flags, sequences
 from benchmarks.report import write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -269,9 +269,16 @@ def table(results: list[dict]) -> list[str]:
     return lines
 
 
+def refuse_on_cpu(rows: list[Row]) -> None:
+    """Ends the program for rows of a size that a CPU would not train in days."""
+    large = [row.name for row in rows if row.shape is not SHAPES["tiny"]]
+    if large:
+        raise SystemExit(f"error: --rows {large[0]}: no GPU here, which it is made for; --rows tiny runs on a CPU")
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], epilog="The names of rows are explained at the top of this file."
+        description=__doc__.split("\n\n")[0], epilog="The names of rows are explained at the top of this file."
     )
     parser.add_argument("--rows", default="tiny", help="comma-separated names of rows and groups")
     parser.add_argument("--list", action="store_true", help="print the groups")
@@ -308,6 +315,8 @@ def main(argv: list[str] | None = None) -> None:
     found = probe(sys.argv[1:] if argv is None else argv)
     origin = found["origin"]
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
+    if card is None:
+        refuse_on_cpu(rows)
     machine = Machine(args.gpus, card is not None, found["transformer_engine"], found["fused_gradients"])
     peak_tflops = args.peak_tflops or next((rate for name, rate in PEAK_TFLOPS.items() if card and name in card), None)
     implementation = "Transformer Engine" if machine.transformer_engine else "Megatron's local implementation"

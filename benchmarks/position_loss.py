@@ -100,7 +100,7 @@ def measure(row: Row, machine: Machine, buckets: int, rounds: int, steps: int, f
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--row", default="1p3b-8k-none-s2", help="of benchmarks/end_to_end.py")
     parser.add_argument("--buckets", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=8, help="of 4 blocks: on, off, off, on; one more warms up")

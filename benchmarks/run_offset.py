@@ -164,7 +164,7 @@ def lines(result: dict) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml", help="sparsity YAML")
     parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS)
     parser.add_argument("--rounding", type=int, default=8, help="runs that differ from the first one in rounding")

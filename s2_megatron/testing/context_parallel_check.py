@@ -160,7 +160,7 @@ def line_of(name, dtype, comm_type, found) -> tuple[str, bool]:
 
 def main() -> int:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", choices=cases(on_gpu, 64), help=f"default: all but {', '.join(EXTRA)}")
     parser.add_argument("--comm-types", nargs="+", choices=COMM_TYPES, default=COMM_TYPES)

@@ -111,6 +111,12 @@ def test_last_error_line(output, expected):
     assert error_of(output) == error_of(output + TORCHRUN) == expected
 
 
+def test_large_rows_are_refused_without_a_gpu():
+    end_to_end.refuse_on_cpu(chosen_rows("tiny"))
+    with pytest.raises(SystemExit, match="error: --rows 1p3b-8k-none-s2: no GPU here"):
+        end_to_end.refuse_on_cpu(chosen_rows("tiny,1p3b-one-gpu"))
+
+
 def test_names_of_rows():
     row = parse_row("7b-8layers-1m-tp2-cp4-pp2-full-keep-received-allgather-hybrid")
     assert (row.layers, row.tokens, row.tp, row.cp, row.pp, row.exchange) == (8, 2**20, 2, 4, 2, "all_gather")

@@ -278,7 +278,7 @@ def listed_gpus() -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--processes", type=int, default=2, help="layouts of up to so many processes")
     parser.add_argument("--only", nargs="+", choices=LAYOUTS, help="these layouts")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), help="default: fp32, on GPUs bf16 too")
