@@ -34,7 +34,7 @@ def test_samples_follow_the_distribution_and_the_seed():
         (["--max-new-tokens", "0"], "--max-new-tokens 0: expected a number of 1 or more"),
         (["--temperature", "-1"], "--temperature -1.0: expected a number of 0 or more"),
         (["--temperature", "nan"], "--temperature nan"),
-        ([], "does not exist; expected a checkpoint that Megatron saved"),
+        ([], "no such folder; expected a checkpoint that Megatron saved"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):

@@ -38,7 +38,8 @@ def iteration_folder(load: Path) -> Path:
         text = tracker.read_text().strip()
         folder = load / (text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else text)
     if not folder.is_dir():
-        raise ValueError(f"--load {load}: {folder} does not exist; expected a checkpoint that Megatron saved")
+        what = "no such folder" if folder == load else f"{folder.name}, which its tracker names, does not exist"
+        raise ValueError(f"--load {load}: {what}; expected a checkpoint that Megatron saved, such as --save's folder")
     if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"--load {load}: {folder} has no metadata.json and .metadata; expected a complete checkpoint of "
