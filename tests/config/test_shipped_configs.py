@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -224,9 +225,19 @@ print("\\n" + json.dumps(results))
 """
 
 
+def command_in_the_docs() -> list[str]:
+    """The script and flags of docs/launch.md's first command, for eight processes."""
+    text = (ROOT / "docs" / "launch.md").read_text()
+    command = text.partition("```bash\n")[2].partition("```")[0].replace("\\\n", " ")
+    words = shlex.split(command.replace("configs/", f"{ROOT}/configs/"))
+    assert words[1:4] == ["torchrun", "--nproc-per-node", "8"]
+    return words[4:]
+
+
 def test_megatron_accepts_the_launchers(tmp_path):
-    """Every flag is Megatron's, and Megatron's and our own validation have nothing against the whole."""
-    cases, names = [], []
+    """Every flag is Megatron's, and Megatron's and our own validation have nothing against the whole. The command in
+    docs/launch.md, too."""
+    cases, names = [(8, command_in_the_docs())], [("docs/launch.md", "transformer_engine")]
     for script in LAUNCHERS:
         for implementation in ("local", "transformer_engine"):
             command = launched(script, TRANSFORMER_IMPL=implementation, OUTPUT=str(tmp_path / script.stem))
