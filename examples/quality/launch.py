@@ -14,8 +14,9 @@ import yaml
 from examples.quality.corpus import Corpus
 from examples.quality.studies import Study, sparsity
 from examples.quality.tasks import ANSWERS
+from examples.quickstart.launch import ROOT, model_flags
 
-ROOT = Path(__file__).resolve().parents[2]
+INIT_STD = 0.02
 WARM_UP_SHARE = 0.05
 FINAL_RATE_SHARE = 0.1
 
@@ -77,40 +78,19 @@ def write_sparsity(job: Job) -> Path:
 
 
 def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
+    """The words of the command that trains one run, or goes on with it; writes the arm's YAML into its folder."""
     return [
         sys.executable,
         str(ROOT / "pretrain_gpt_s2.py"),
         f"--s2-config={write_sparsity(job)}",
-        *_model_flags(job.study),
+        *model_flags(job.study.model, INIT_STD),
+        "--no-create-attention-mask-in-dataloader",
         *_implementation_flags(on_gpu),
         *_training_flags(job),
         *_data_flags(job, corpus),
         *_log_flags(job),
         *_start_flags(job),
         *job.study.flags,
-    ]
-
-
-def _model_flags(study: Study) -> list[str]:
-    model = study.model
-    return [
-        f"--num-layers={model.num_layers}",
-        f"--hidden-size={model.hidden_size}",
-        f"--ffn-hidden-size={model.ffn_hidden_size}",
-        f"--num-attention-heads={model.num_heads}",
-        "--group-query-attention",
-        f"--num-query-groups={model.num_kv_heads}",
-        f"--seq-length={model.seq_length}",
-        f"--max-position-embeddings={model.seq_length}",
-        "--position-embedding-type=rope",
-        "--normalization=RMSNorm",
-        "--swiglu",
-        "--untie-embeddings-and-output-weights",
-        "--disable-bias-linear",
-        "--attention-dropout=0.0",
-        "--hidden-dropout=0.0",
-        "--init-method-std=0.02",
-        "--no-create-attention-mask-in-dataloader",
     ]
 
 

@@ -1,9 +1,9 @@
-"""Write the results of docs/quality.md from the data in docs/quality/.
+"""Write the results in docs/quality.md and docs/patterns.md from the data in docs/quality/.
 
-    python -m examples.quality.page            # the page between its two marks, and the plots
-    python -m examples.quality.page --check    # status 1 when the page is not what the data give
+    python -m examples.quality.page            # both pages between their two marks, and the plots
+    python -m examples.quality.page --check    # status 1 when a page is not what the data give
 
-A study's section appears when its data are there. What the page says above and below the marks is written by hand.
+A study's section appears when its data are there. What a page says above and below the marks is written by hand.
 """
 
 from __future__ import annotations
@@ -20,28 +20,33 @@ from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
 from examples.quality.launch import ROOT
+from examples.quality.positions import losing_lines, mean_positions, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
 from examples.quality.results import chosen_rate, read_json
-from examples.quality.studies import ARMS, BASELINE, STUDIES, Study, sparsity
-from s2_megatron.config.load import SparsityConfig
-from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss, position_losses
+from examples.quality.rules_page import read_findings, recall_folder
+from examples.quality.rules_page import section as rules_section
+from examples.quality.rules_page import summary as rules_summary
+from examples.quality.studies import STUDIES, Study, density
+from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss
 from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import Run, number
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
 
-PAGE, DATA = ROOT / "docs" / "quality.md", ROOT / "docs" / "quality"
+PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "patterns.md", "quality"))
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
 VARIED = ("lr", "min_lr")
+RULES = ("rules8k", "lm32k")  # the studies of patterns.md
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "s2": 0.01}
 ALL = STUDIES | CONTINUATIONS
-PUBLISHED = tuple(name for name in ALL if not name.endswith("tiny"))
 TITLES = {
     "lm8k": "Language modelling at 8K",
+    "lm32k": "Language modelling at 32K",
     "retrieval8k": "Retrieval at 8K",
     "retrieval32k": "Retrieval at 32K",
+    "rules8k": "Rules of thumb, at 8K",
     "from-dense8k": "From a dense checkpoint, at its length",
     "extend32k": "From dense at 8K to 32K",
     "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
@@ -67,11 +72,12 @@ class Scale:
 
 
 def read_scale(study: Study, folder: Path) -> Scale | None:
-    """The comparison of all arms with the dense one; None where that has no run, or no other arm has one of its
+    """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
     seeds."""
-    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in ARMS}
+    baseline = study.baseline
+    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in study.arm_names}
     seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
-    arms = [BASELINE, *(arm for arm in ARMS if arm != BASELINE and seeds[arm] & seeds[BASELINE])]
+    arms = [baseline, *(arm for arm in study.arm_names if arm != baseline and seeds[arm] & seeds[baseline])]
     if len(arms) < 2:
         return None
     runs = [read_run(f"{arm}={path}")[0] for arm in arms for path in logs[arm]]
@@ -85,10 +91,6 @@ def read_scales(study: Study, data: Path) -> list[Scale]:
     folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
     scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
     return sorted(scales, key=lambda scale: -scale.tokens)
-
-
-def density(study: Study, arm: str) -> float:
-    return SparsityConfig.from_data(sparsity(study, arm)).resolve(**study.model.shape).density()
 
 
 def _last(run: Run, name: str) -> float:
@@ -185,42 +187,50 @@ def rates_table(study: Study, data: Path) -> list[str]:
     if content is None:
         return []
     rows = []
-    for arm in [arm for arm in ARMS if arm in content["arms"]]:
+    for arm in [arm for arm in study.arm_names if arm in content["arms"]]:
         losses, best = content["arms"][arm], chosen_rate(content, arm, study.rates)
         cells = [f"{losses[f'{rate:g}']:.4f}" if f"{rate:g}" in losses else "-" for rate in study.rates]
         rows.append([arm, *(f"**{cell}**" if rate == best else cell for rate, cell in zip(study.rates, cells))])
+    whose, trained = ("each arm's", "the arm") if study.own_rates else ("one for all arms,", "every arm")
     return [
-        f"Learning rates, each arm's from short runs of {content['tokens'] / 1e6:.1f}M tokens (validation loss; the "
-        "best in bold is",
-        "what the arm trains with):",
+        f"Learning rates of `{study.name}`, {whose} from short runs of {content['tokens'] / 1e6:.1f}M tokens "
+        f"(validation loss; the best in bold is what {trained} trains with):",
         "",
         *table(["arm", *(f"{rate:g}" for rate in study.rates)], rows),
         "",
     ]
 
 
-def scale_section(scale: Scale, picture: str) -> list[str]:
-    study, comparison = scale.study, scale.comparison
-    counts = sorted({len(result.arm.runs) for result in comparison.results})
+def about_runs(scale: Scale) -> list[str]:
+    """The heading of a scale's section, and what its runs have in common."""
+    counts = sorted({len(result.arm.runs) for result in scale.comparison.results})
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    about = scale.runs[0]
     machine = header_machine(scale.folder)
     epochs = scale.tokens / scale.corpus["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
-    tests = {} if study.tasks is None else read_tests(scale.folder)
     return [
         f"### {scale.tokens / 1e6:.1f}M tokens a run",
         "",
-        *(recall_section(study, tests, table) if tests else []),
-        f"Seeds an arm: {seeds}. {int(number(about.arguments, 'train_iters'))} steps of "
-        f"{study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
+        f"Seeds an arm: {seeds}. {int(number(scale.runs[0].arguments, 'train_iters'))} steps of "
+        f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
         f"`{scale.corpus['sha256'][:12]}` ({scale.corpus['tokens']:,} tokens). {machine['device']}; {versions}.",
         "",
+    ]
+
+
+def scale_section(scale: Scale, picture: str) -> list[str]:
+    """A study's results with one number of tokens, as lines of Markdown. picture: of the curves, from the page."""
+    study, comparison = scale.study, scale.comparison
+    tests = {} if study.tasks is None else read_tests(scale.folder)
+    return [
+        *about_runs(scale),
+        *(recall_section(study, tests, table) if tests else []),
         *([] if study.start is None else _continued_lines(scale, picture)),
         *(f"- {line}" for line in targets(scale)),
         *([""] if targets(scale) else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
+        *([] if study.tasks is not None else position_lines(comparison, table)),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -249,6 +259,7 @@ def _shown(run: Run) -> str:
 
 
 def header_machine(folder: Path) -> dict:
+    """What computed the runs of a folder, from the header of its first log."""
     from s2_megatron.megatron.loss_log import HEADER, read_records
 
     return read_records(next(iter(sorted(folder.glob("*.jsonl")))))[0][HEADER]["machine"]
@@ -275,29 +286,28 @@ def draw(scale: Scale, file: Path) -> None:
 
 
 def _draw_position_gap(axis, comparison: Comparison) -> None:
-    places, dense = _positions(comparison.results[0])
+    places, dense = mean_positions(comparison.results[0])
     for index, result in enumerate(comparison.results[1:], start=1):
-        axis.plot(places, _positions(result)[1] - dense, color=COLOURS[index], marker="o", label=result.arm.name)
+        axis.plot(places, mean_positions(result)[1] - dense, color=COLOURS[index], marker="o", label=result.arm.name)
     axis.axhline(0, color="#333333", linewidth=0.8)
     axis.set_title("validation loss minus dense's, by position, at the end")
 
 
-def _positions(result: ArmResult) -> tuple[np.ndarray, np.ndarray]:
-    """(first position of each bucket, mean loss over the arm's runs)."""
-    found = [position_losses(run, True) for run in result.arm.runs]
-    return found[0][0], np.mean([losses for _, losses in found], axis=0)
-
-
 def results_text(data: Path, pictures: bool) -> str:
-    """What stands between the marks. pictures: draw them too."""
+    """What stands between the marks of quality.md. pictures: draw them too."""
     lines: list[str] = []
-    for name in PUBLISHED:
+    for name, title in TITLES.items():
         study = ALL[name]
         scales = read_scales(study, data)
         if not scales:
             continue
-        lines += [f"## {TITLES[name]}", "", *rates_table(study, data)]
+        twin = [] if study.recall is None else rates_table(STUDIES[study.recall], data)
+        lines += [f"## {title}", "", *rates_table(study, data), *twin]
         for scale in scales:
+            if study.questions:
+                found = read_findings(study, scale.comparison, recall_folder(study, data))
+                lines += [*about_runs(scale), *rules_section(found, table)]
+                continue
             picture = scale.folder / "curves.png"
             if pictures:
                 draw(scale, picture)
@@ -305,6 +315,25 @@ def results_text(data: Path, pictures: bool) -> str:
                     draw_continued(scale.folder, scale.comparison, Path(switch_picture(str(picture))))
             lines += scale_section(scale, f"quality/{scale.folder.relative_to(data).as_posix()}/curves.png")
     return "\n".join(lines)
+
+
+def rules_text(data: Path, pictures: bool) -> str:
+    """What stands between the marks of patterns.md: of each study the scale with the most tokens."""
+    lines: list[str] = []
+    for name in RULES:
+        study = STUDIES[name]
+        for scale in read_scales(study, data)[:1]:
+            device = header_machine(scale.folder)["device"]
+            if study.questions:
+                found = read_findings(study, scale.comparison, recall_folder(study, data))
+                lines += rules_summary(found, scale.tokens, device, table)
+            else:
+                lines += [f"At {study.model.seq_length // 1024}K, {scale.tokens / 1e6:.0f}M tokens a run, on {device}, "
+                          "validation loss by position:", "", *losing_lines(scale.comparison)]  # fmt: skip
+    return "\n".join(lines)
+
+
+PAGES = ((PAGE, results_text), (PATTERNS, rules_text))
 
 
 def with_results(page: str, results: str) -> str:
@@ -320,14 +349,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
     parsed = parser.parse_args()
-    page = PAGE.read_text()
-    current = with_results(page, results_text(DATA, pictures=not parsed.check))
-    if parsed.check:
-        if current != page:
-            print(f"{PAGE.name} is not what the data give; run python -m examples.quality.page", file=sys.stderr)
+    for path, text in PAGES:
+        page = path.read_text()
+        current = with_results(page, text(DATA, pictures=not parsed.check))
+        if parsed.check and current != page:
+            print(f"{path.name} is not what the data give; run python -m examples.quality.page", file=sys.stderr)
             sys.exit(1)
-        return
-    PAGE.write_text(current)
+        if not parsed.check:
+            path.write_text(current)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.results import write_json
 from examples.quality.studies import STUDIES, Study
-from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
+from examples.quality.tasks import ANSWERS, Sequence, held_out_sequence
 
 ALL = STUDIES | CONTINUATIONS
 DEPTHS = 8  # equal parts of the context
@@ -75,7 +75,7 @@ def score_checkpoint(study: Study, checkpoints: Path) -> dict:
     first, number = ANSWERS
     result = {}
     with torch.no_grad():
-        for task in TASKS:
+        for task in study.tasks.kinds:
             sequences, answers = held_out_sequences(study, task), []
             for batch in batches(sequences, study.model.seq_length):
                 ids = torch.from_numpy(np.stack([each.ids for each in batch]).astype(np.int64)).to(device)

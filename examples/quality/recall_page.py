@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.arms import ARMS
 from examples.quality.results import read_json
-from examples.quality.studies import ARMS, Study
+from examples.quality.studies import Study
 from examples.quality.tasks import TASKS
 
 TARGET_ARM = "hybrid"  # all needles, at every depth and residue

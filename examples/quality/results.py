@@ -83,6 +83,11 @@ def _rounded(value):
     return int(value) if value.is_integer() else round(value, DIGITS)
 
 
+def trained_rate(path: Path) -> float:
+    """The learning rate of a run, from its thinned log."""
+    return read_records(path)[0][HEADER]["arguments"]["lr"]
+
+
 def write_run(path: Path, job: Job, corpus: Corpus, machine: dict) -> None:
     """Write the thinned log of a finished run."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +98,7 @@ def write_run(path: Path, job: Job, corpus: Corpus, machine: dict) -> None:
 
 
 def write_json(path: Path, content) -> None:
+    """Write a JSON file, its folder too; a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
@@ -100,6 +106,7 @@ def write_json(path: Path, content) -> None:
 
 
 def read_json(path: Path, default):
+    """The content of a JSON file, or `default` where there is none."""
     return json.loads(path.read_text()) if path.exists() else default
 
 
@@ -127,6 +134,7 @@ class LearningRates:
         write_json(self.path, self.content)
 
     def choice(self, arm: str, rates: Sequence[float]) -> float | None:
+        """The arm's best of these rates; None until all of them have been tried."""
         return chosen_rate(self.content, arm, rates)
 
 

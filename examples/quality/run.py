@@ -3,11 +3,14 @@
     python -m examples.quality.run lm8k --seeds 1 2 3 --budget 570
     python -m examples.quality.run lm8k --stage rates --budget 570          # only choose the learning rates
     python -m examples.quality.run lm8k --seeds 1 --tokens 27.5e6 --budget 570
+    python -m examples.quality.run rules8k --question stride --seeds 1 2 --budget 570
+    python -m examples.quality.run rules8k --stage estimate --seeds 1 2     # only say how long it would take
 
 In this order, each part only where it is missing: the corpus, the short runs that choose each arm's learning rate, the
 runs, the comparison. One run per GPU at a time. Repeat the command until it says that the study is complete: a run that
 the budget cuts saves a checkpoint and goes on. Runs are in <runs>/<study>/; what is kept of them, thinned losses and
-the chosen rates, in <results>/<study>/, in a folder named by the tokens of a run and the hash of the corpus.
+the chosen rates, in <results>/<study>/, in a folder named by the tokens of a run and the hash of the corpus. No run is
+made again whose result is there.
 
 Status 0: all that was asked for is there; 3: the budget is spent, repeat the command; 1: a run failed; 2: a wrong
 argument.
@@ -26,9 +29,10 @@ from pathlib import Path
 
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.corpus import Corpus, prepare_corpus
+from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command, environment
-from examples.quality.results import LearningRates, read_json, write_json, write_run
-from examples.quality.studies import ARMS, BASELINE, STUDIES, Study
+from examples.quality.results import LearningRates, read_json, trained_rate, write_json, write_run
+from examples.quality.studies import STUDIES, Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
     CUT,
@@ -55,9 +59,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("study", choices=ALL)
-    parser.add_argument("--stage", choices=("all", "corpus", "rates", "train"), default="all", help="only this part")
+    stages = ("all", "estimate", "corpus", "rates", "train")
+    parser.add_argument("--stage", choices=stages, default="all", help="only this part")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="default: 1")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--arms", nargs="+", help="default: all of the study")
+    chosen.add_argument("--question", nargs="+", help="the arms that answer it (default: all)")
     parser.add_argument("--tokens", type=float, help="of a run (default: the study's)")
     parser.add_argument(
         "--start-tokens", type=float, help="of the dense run that the others go on from (default: the study's)"
@@ -77,7 +84,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(parsed, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
+    if parsed.stage == "estimate" and ALL[parsed.study].start is not None:
+        parser.error(
+            f"--stage estimate: {parsed.study} goes on from another run; expected a study that does not; its minutes "
+            "are in docs/quality.md"
+        )
+    parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
     return parsed
+
+
+def chosen_arms(study: Study, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
+    """The arms of the questions, each once, in the study's order; those of --arms; or all."""
+    questions = [question.name for question in study.questions]
+    for option, known in (("arms", study.arm_names), ("question", questions)):
+        for name in getattr(parsed, option) or ():
+            if name not in known:
+                parser.error(
+                    f"--{option} {name}: {study.name} has none of this name; expected "
+                    f"{', '.join(known) or f'no --{option}'}"
+                )
+    if parsed.question is not None:
+        wanted = {arm for name in parsed.question for arm in study.question(name).arms} | {study.baseline}
+        return [arm for arm in study.arm_names if arm in wanted]
+    return list(dict.fromkeys(parsed.arms or study.arm_names))
 
 
 @dataclass(frozen=True)
@@ -131,7 +160,8 @@ def choose_rates(
     tokens = int(parsed.rate_tokens or study.rate_tokens)
     path = place.results / study.name / "learning_rates.json"
     rates = LearningRates(path, tokens, RATE_SEED, place.corpus.sha256)
-    missing = [arm for arm in parsed.arms if rates.choice(arm, study.rates) is None]
+    choosing = parsed.arms if study.own_rates else [study.baseline]
+    missing = [arm for arm in choosing if rates.choice(arm, study.rates) is None]
     jobs = [place.rate_job(arm, rate, tokens) for arm in missing for rate in study.rates]
     failed = False
     if jobs and parsed.stage != "train":
@@ -151,12 +181,13 @@ def choose_rates(
             tell,
         )
         failed = FAILED in outcomes.values()
-    chosen = {arm: rates.choice(arm, study.rates) for arm in parsed.arms}
+    chosen = {arm: rate for arm in choosing if (rate := rates.choice(arm, study.rates)) is not None}
     for arm, rate in chosen.items():
-        if rate is not None:
-            tried = ", ".join(f"{each}: {loss:.4f}" for each, loss in rates.content["arms"][arm].items())
-            tell(f"learning rate of {arm}: {rate:g} (validation losses {tried})")
-    return {arm: rate for arm, rate in chosen.items() if rate is not None}, failed
+        tried = ", ".join(f"{each}: {loss:.4f}" for each, loss in rates.content["arms"][arm].items())
+        tell(f"learning rate of {arm if study.own_rates else 'all arms'}: {rate:g} (validation losses {tried})")
+    if study.own_rates or not chosen:
+        return chosen, failed
+    return dict.fromkeys(parsed.arms, chosen[study.baseline]), failed
 
 
 def tell_missing_rates(parsed: argparse.Namespace, rates: dict[str, float], tell) -> int:
@@ -171,8 +202,9 @@ def tell_missing_rates(parsed: argparse.Namespace, rates: dict[str, float], tell
 
 
 def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], found: list, budget: Budget, tell) -> dict:
-    """{name of a job: outcome} of all arms and seeds, the longest runs first in every seed."""
-    about = machine(found[0][1])
+    """{name of a job: outcome} of all arms and seeds, in the study's order in every seed. Raises ValueError for a
+    result of another learning rate."""
+    study, about = place.study, machine(found[0][1])
     on_gpu = found[0][0] is not None
 
     def finished(job: Job, device: str | None) -> str:
@@ -187,10 +219,34 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
         return FINISHED
 
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
+    there = [job for job in jobs if has_result(place, job)]
+    if there:
+        tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
     outcomes = run_jobs(
-        jobs, [device for device, _ in found], lambda job: command(job, place.corpus, on_gpu), budget, finished, tell
+        [job for job in jobs if job not in there],
+        [device for device, _ in found],
+        lambda job: command(job, place.corpus, on_gpu),
+        budget,
+        finished,
+        tell,
     )
-    return {job.name: outcomes.get(job.name) for job in jobs}
+    return dict.fromkeys((job.name for job in there), FINISHED) | {
+        job.name: outcomes.get(job.name) for job in jobs if job not in there
+    }
+
+
+def has_result(place: Place, job: Job) -> bool:
+    """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
+    path = place.result(job.arm, job.seed)
+    if not path.exists() or (job.study.tasks is not None and not place.recall(job.arm, job.seed).exists()):
+        return False
+    rate = trained_rate(path)
+    if rate != job.rate:
+        raise ValueError(
+            f"{path} was trained with the learning rate {rate:g}; expected {job.rate:g}; move it away to train the arm "
+            f"again, give another --results folder, or --rate {rate:g}"
+        )
+    return True
 
 
 def measure_recall(place: Place, job: Job, device: str | None, budget: Budget, tell) -> str:
@@ -225,14 +281,15 @@ def measure_recall(place: Place, job: Job, device: str | None, budget: Budget, t
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
-    """Lay the finished runs side by side, `dense` first, with `s2-megatron compare`."""
+    """Lay the finished runs side by side, the baseline first, with `s2-megatron compare`."""
+    baseline, order = place.study.baseline, place.study.arm_names
     found = [
         f"{arm}={path}"
-        for arm in sorted(arms, key=lambda arm: (arm != BASELINE, ARMS.index(arm)))
+        for arm in sorted(arms, key=lambda arm: (arm != baseline, order.index(arm)))
         for path in sorted(place.result(arm, 0).parent.glob(f"{arm}_seed*.jsonl"))
     ]
-    if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{BASELINE}="):
-        tell("no comparison yet: it takes a finished dense run and another arm's of the same seed")
+    if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{baseline}="):
+        tell(f"no comparison yet: it takes a finished {baseline} run and another arm's of the same seed")
         return
     page = place.runs / place.study.name / place.scale / "compare.html"
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +316,7 @@ def tell_end(place: Place, outcomes: dict, tell) -> int:
     if done < len(outcomes):
         tell(f"{done} of {len(outcomes)} runs are finished; the budget is spent; repeat the command to go on")
         return AGAIN
-    tell(f"the study is complete: {done} runs in {place.result(BASELINE, 0).parent}")
+    tell(f"the study is complete: {done} runs in {place.result(place.study.baseline, 0).parent}")
     return COMPLETE
 
 
@@ -276,6 +333,10 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
         return run_continued(study, parsed, budget, tell)
     tokens = int(parsed.tokens or study.tokens)
     study.iterations(tokens), study.iterations(parsed.rate_tokens or study.rate_tokens)
+    if parsed.stage == "estimate":
+        for line in estimate(study, parsed.arms, parsed.seeds, tokens):
+            tell(line)
+        return COMPLETE
     found = devices()
     if study.tasks is None:
         corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
@@ -289,7 +350,7 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     rates, failed = choose_rates(place, parsed, found, budget, tell)
     if failed:
         return FAILURE
-    if len(rates) < len(parsed.arms):
+    if len(rates) < len(set(parsed.arms)):
         return tell_missing_rates(parsed, rates, tell)
     if parsed.stage == "rates":
         return COMPLETE

@@ -1,41 +1,30 @@
-"""What is compared: the arms, the models, and the sizes of the studies.
+"""What is compared: the models, and the sizes of the studies. arms.py has the arms.
 
 Every arm is the same model with another sparsity. `s2` is all layers with a window and, beyond it, one block in
 `stride`, another one in each KV head; `hybrid` has its first two layers dense. Two arms are controls: `window` attends
-as many pairs as `s2` in a window alone, `one-offset` gives every head and layer the same blocks.
+as many pairs as `s2` in a window alone, `one-offset` gives every head and layer the same blocks. `rules8k` has more of
+them, around one `s2`, and a question for each set: `--question`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from examples.quality.arms import (
+    BASELINE,
+    CONTROLLED,
+    PLACEMENTS,
+    SHARDED,
+    Arm,
+    Question,
+    long_arms,
+    rules_arms,
+    rules_questions,
+)
 from examples.quality.corpus import CorpusSettings
 from examples.quality.tasks import TaskSettings
+from examples.quickstart.launch import Model
 from s2_megatron.config.load import SparsityConfig
-
-BASELINE = "dense"
-ARMS = (BASELINE, "hybrid", "s2", "one-offset", "window")
-HYBRID_DENSE_LAYERS = 2
-
-
-@dataclass(frozen=True)
-class Model:
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    seq_length: int
-
-    @property
-    def shape(self) -> dict[str, int]:
-        """What a sparsity is resolved for."""
-        return dict(
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            seq_length=self.seq_length,
-        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +35,10 @@ class Study:
     batch, micro_batch: sequences. evaluations: during the training and at its end; eval_batches: batches of each.
     corpus: the text. tasks: synthetic sequences in its place, and tests of the trained model. flags: Megatron's, beyond
     those of every study. start: where the runs go on from, None where they begin with random weights.
+
+    arms: what is trained; baseline: what the others are compared with. own_rates: each arm takes its own best rate;
+    otherwise all take the baseline's. questions: of --question. recall: the study of tasks with the same arms whose
+    accuracies stand beside this one's losses.
     """
 
     name: str
@@ -65,6 +58,21 @@ class Study:
     tasks: TaskSettings | None = None
     flags: tuple[str, ...] = ()
     start: Start | None = None
+    arms: tuple[Arm, ...] = CONTROLLED
+    baseline: str = BASELINE
+    own_rates: bool = True
+    questions: tuple[Question, ...] = ()
+    recall: str | None = None
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        return tuple(arm.name for arm in self.arms)
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def question(self, name: str) -> Question:
+        return next(question for question in self.questions if question.name == name)
 
     @property
     def step_tokens(self) -> int:
@@ -95,6 +103,24 @@ class Start:
     arms: tuple[str, ...] = ("dense", "hybrid", "s2")
     rate_share: float = 1 / 3
     from_scratch: tuple[str, ...] = ()
+
+
+# The shape of both rules studies: as many KV heads as the stride of `s2`, so that the heads of one layer cover the
+# context, and a quarter of the heads dense in every layer is as many pairs as a quarter of the layers dense.
+_RULES = dict(window=512, stride=8, dense_heads=2)
+_RULES_TINY = dict(window=64, stride=4, dense_heads=2)
+
+
+def _rules(settings: dict) -> dict:
+    """What a rules study has beyond the others."""
+    return dict(
+        local_tokens=settings["window"],
+        stride=settings["stride"],
+        arms=rules_arms(**settings),
+        questions=rules_questions(**settings),
+        baseline=SHARDED,
+        own_rates=False,
+    )
 
 
 STUDIES = {
@@ -137,7 +163,77 @@ STUDIES = {
             eval_batches=16,
             tasks=TaskSettings(sequences=10_000, pairs=512, chains=64),
         ),
+        Study(
+            "lm32k",
+            Model(12, 768, 2048, 12, 4, 32768),
+            block_size=64,
+            local_tokens=512,
+            stride=8,
+            batch=2,
+            micro_batch=2,
+            tokens=100_000_000,
+            rate_tokens=10_000_000,
+            evaluations=4,
+            arms=long_arms(stride=8),
+            own_rates=False,
+        ),
+        Study(
+            "rules8k",
+            Model(8, 512, 1408, 8, 8, 8192),
+            block_size=64,
+            batch=8,
+            micro_batch=8,
+            tokens=100_000_000,
+            rate_tokens=20_000_000,
+            evaluations=2,
+            recall="rules-recall8k",
+            **_rules(_RULES),
+        ),
+        Study(
+            "rules-recall8k",
+            Model(8, 512, 1408, 8, 8, 8192),
+            block_size=64,
+            batch=4,  # this task wants many steps more than many tokens
+            micro_batch=4,
+            tokens=100_000_000,
+            rate_tokens=50_000_000,
+            evaluations=2,
+            eval_batches=16,
+            tasks=TaskSettings(sequences=14_000, pairs=256, kinds=("recall",)),
+            **_rules(_RULES),
+        ),
         # The same in a size for two CPU cores; the numbers say nothing about quality.
+        Study(
+            "rules-tiny",
+            Model(4, 48, 96, 4, 4, 256),
+            block_size=16,
+            batch=4,
+            micro_batch=4,
+            tokens=100 * 1024,
+            rate_tokens=20 * 1024,
+            rates=(2e-3, 4e-3),
+            evaluations=1,
+            eval_batches=4,
+            position_buckets=4,
+            corpus=CorpusSettings(512, 1, 3, split="80,20,0", only=("stdlib",)),
+            recall="rules-recall-tiny",
+            **_rules(_RULES_TINY),
+        ),
+        Study(
+            "rules-recall-tiny",
+            Model(4, 48, 96, 4, 4, 256),
+            block_size=16,
+            batch=4,
+            micro_batch=4,
+            tokens=100 * 1024,
+            rate_tokens=20 * 1024,
+            rates=(2e-3, 4e-3),
+            evaluations=1,
+            eval_batches=2,
+            position_buckets=4,
+            tasks=TaskSettings(512, pairs=8, tests=16, kinds=("recall",)),
+            **_rules(_RULES_TINY),
+        ),
         Study(
             "retrieval-tiny",
             Model(3, 48, 96, 4, 2, 128),
@@ -174,24 +270,17 @@ STUDIES = {
 }
 
 
-def _one_spec(study: Study, layers: str, **spec) -> dict:
-    return {"block_size": study.block_size, "layers": layers, "specs": {"S": spec}}
-
-
-def sparsity(study: Study, arm: str) -> dict:
-    """The content of the arm's sparsity YAML."""
-    strided = dict(local_tokens=study.local_tokens, stride=study.stride)
-    if arm == "dense":
+def sparsity(study: Study, name: str) -> dict:
+    """The content of the YAML of the arm of this name."""
+    arm, count = study.arm(name), study.model.num_layers
+    dense = set(PLACEMENTS[arm.dense](count))
+    if len(dense) == count:
         return {"block_size": study.block_size, "layers": "D"}
-    if arm == "hybrid":
-        sparse = study.model.num_layers - HYBRID_DENSE_LAYERS
-        return _one_spec(study, "D" * HYBRID_DENSE_LAYERS + "S" * sparse, **strided)
-    if arm == "s2":
-        return _one_spec(study, "S", **strided)
-    if arm == "one-offset":
-        return _one_spec(study, "S", **strided, head_step=0, layer_step=0)
-    assert arm == "window", arm
-    return _one_spec(study, "S", local_tokens=equal_window(study))
+    spec = dict(local_tokens=study.local_tokens, stride=study.stride) | arm.spec
+    if arm.window_alone:
+        spec = dict(local_tokens=equal_window(study))
+    layers = "".join("D" if layer in dense else "S" for layer in range(count)) if dense else "S"
+    return {"block_size": study.block_size, "layers": layers, "specs": {"S": spec}}
 
 
 def pairs(study: Study, content: dict) -> int:
@@ -199,9 +288,19 @@ def pairs(study: Study, content: dict) -> int:
     return SparsityConfig.from_data(content).resolve(**study.model.shape).attended_pairs()
 
 
+def density(study: Study, name: str) -> float:
+    """The share of the causal pairs that the arm of this name attends."""
+    return SparsityConfig.from_data(sparsity(study, name)).resolve(**study.model.shape).density()
+
+
 def equal_window(study: Study) -> int:
     """The window, in tokens, with which a model of windows alone attends as nearly as many pairs as `s2` as whole
     blocks allow."""
-    wanted = pairs(study, sparsity(study, "s2"))
+
+    def pairs_of(window: int) -> int:
+        spec = dict(local_tokens=window)
+        return pairs(study, {"block_size": study.block_size, "layers": "S", "specs": {"S": spec}})
+
+    wanted = pairs(study, sparsity(study, SHARDED))
     windows = range(study.local_tokens, study.model.seq_length + 1, study.block_size)
-    return min(windows, key=lambda window: abs(pairs(study, _one_spec(study, "S", local_tokens=window)) - wanted))
+    return min(windows, key=lambda window: abs(pairs_of(window) - wanted))

@@ -28,6 +28,7 @@ from examples.quality.corpus import Corpus, write_documents
 
 FORMAT_VERSION = 1
 TASKS = ("recall", "needle", "tracking")
+FORMS = ("recall", "recall, spread", "needle", "tracking")  # of training sequences
 START = 0
 NOISE, KEYS, VALUES, ANSWERS = (16, 256), (272, 1024), (1296, 256), (1792, 256)  # first id, number
 VOCABULARY = 2048
@@ -39,7 +40,7 @@ TRAINING_SEED, EVALUATION_SEED = 1, 2
 class TaskSettings:
     """sequences: of the data set. pairs: in a sequence to recall, and questions as many. needles: in a training
     sequence of the needle task; its test has one. chains, hops: of the variables; a chain has hops + 1 of them and one
-    question. tests: sequences of each task that a trained model is tested with."""
+    question. tests: sequences of each task that a trained model is tested with. kinds: the tasks that there are."""
 
     sequences: int
     pairs: int = 64
@@ -47,6 +48,7 @@ class TaskSettings:
     chains: int = 16
     hops: int = 3
     tests: int = 256
+    kinds: tuple[str, ...] = TASKS
 
 
 class Sequence(NamedTuple):
@@ -111,10 +113,12 @@ def tracking(rng: np.random.Generator, length: int, chains: int, hops: int) -> S
 def training_sequence(index: int, length: int, settings: TaskSettings) -> np.ndarray:
     """uint16 [length]; the tasks alternate, and recall comes in both its forms."""
     rng = np.random.default_rng([TRAINING_SEED, index])
-    if index % 4 == 3:
+    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds]
+    form = forms[index % len(forms)]
+    if form == "tracking":
         return tracking(rng, length, settings.chains, settings.hops).ids
-    pairs = settings.needles if index % 4 == 2 else settings.pairs
-    return recall(rng, length, pairs, spread=index % 4 == 1).ids
+    pairs = settings.needles if form == "needle" else settings.pairs
+    return recall(rng, length, pairs, spread=form == "recall, spread").ids
 
 
 def held_out_sequence(task: str, index: int, length: int, settings: TaskSettings) -> Sequence:

@@ -22,14 +22,24 @@ DEFAULT_ITERATIONS = 300
 
 @dataclass(frozen=True)
 class Model:
-    """The shape that the sparsity YAML is resolved for."""
+    """A model's sizes. seq_length: tokens."""
 
-    num_layers: int = 4
-    hidden_size: int = 128
-    ffn_hidden_size: int = 384
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    seq_length: int = 512
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    seq_length: int
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What a sparsity is resolved for."""
+        return dict(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            seq_length=self.seq_length,
+        )
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,13 @@ class Batch:
     global_batch_size: int = 4
 
 
-MODEL = Model()
+MODEL = Model(num_layers=4, hidden_size=128, ffn_hidden_size=384, num_heads=4, num_kv_heads=2, seq_length=512)
 BATCH = Batch()
 TOKENS_PER_ITERATION = BATCH.global_batch_size * MODEL.seq_length
 
 
-def model_flags(model: Model) -> list[str]:
+def model_flags(model: Model, init_std: float = 0.05) -> list[str]:
+    """Megatron's flags of a Llama-like model: RMSNorm, RoPE, SwiGLU, no biases, untied embeddings, no dropout."""
     return [
         f"--num-layers={model.num_layers}",
         f"--hidden-size={model.hidden_size}",
@@ -60,7 +71,7 @@ def model_flags(model: Model) -> list[str]:
         "--disable-bias-linear",
         "--attention-dropout=0.0",
         "--hidden-dropout=0.0",
-        "--init-method-std=0.05",
+        f"--init-method-std={init_std:g}",
     ]
 
 

@@ -57,13 +57,7 @@ def resolve_sparsity(config: Path, console: Console):
     remarked upon."""
     from s2_megatron.config.load import load_config
 
-    model = launch.MODEL
-    sparsity = load_config(config).resolve(
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        seq_length=model.seq_length,
-    )
+    sparsity = load_config(config).resolve(**launch.MODEL.shape)
     text = summary.s2_run_text(sparsity)
     if text is None:
         console.print("dense run: every layer attends all causal pairs", highlight=False)

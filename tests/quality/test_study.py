@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from examples.quality import page
+from examples.quality.positions import loses_from
 from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
 from examples.quality.studies import STUDIES
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
@@ -72,17 +74,29 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
     assert f"{STEPS} steps of 1,024 tokens" in text
     assert "s2 at most 1 % above dense at equal tokens" in text and "| window |" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| dense", "| s2"))]
-    assert [row.split(" | ")[1] for row in rows] == ["100.0 %", "39.2 %"]
+    assert [row.split(" | ")[1] for row in rows[:-1]] == ["100.0 %", "39.2 %"]
+    # The last one is that of the losses by position: a gap in percent for each quarter of the context.
+    assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[-1].split(" | ")) == 1 + TINY.position_buckets
+    assert text.count("- s2 loses to dense") + text.count("- s2 does not lose to dense") == 1
     page.draw(scale, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000
 
 
 def test_the_page_in_the_repository_is_what_the_data_give():
-    text = page.PAGE.read_text()
-    assert text == page.with_results(text, page.results_text(page.DATA, pictures=False)), (
-        "run: python -m examples.quality.page"
-    )
+    for path, results_text in page.PAGES:
+        text = path.read_text()
+        assert text == page.with_results(text, results_text(page.DATA, pictures=False)), (
+            "run: python -m examples.quality.page"
+        )
     assert page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "") == f"a\n{page.BEGIN}\n{page.END}\nb"
+
+
+def test_where_an_arm_begins_to_lose():
+    starts = ["0", "8K", "16K", "24K"]
+    said = [loses_from("s2", np.array(gaps), starts, "dense") for gaps in
+            ((-0.1, 0.1, -0.1, 0.1), (0.1, 0.2, 0.1, 0.0), (0.1, 0.1, 0.1, 0.1), (-0.1, 0.1, 0.1, 0.1))]  # fmt: skip
+    assert said == ["s2 loses to dense from 24K on.", "s2 does not lose to dense at the end of the context.",
+                    "s2 loses to dense at every position.", "s2 loses to dense from 8K on."]  # fmt: skip
 
 
 def test_arguments_are_refused(capsys):

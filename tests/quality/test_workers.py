@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from examples.quality.arms import ARMS
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, training_seconds
-from examples.quality.studies import ARMS, STUDIES, equal_window, pairs, sparsity
+from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, run_jobs
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log

@@ -1,0 +1,134 @@
+"""The arms of the studies, one model with many sparsities, and the questions that they answer.
+
+`s2` is all layers with a window and, beyond it, one block in the stride, another one in each KV head. The other arms
+change one thing of it: which layers are dense, which heads, the stride, the window, or the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+BASELINE, SHARDED = "dense", "s2"
+
+# {name: (number of layers) -> the dense ones, from 0}
+PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
+    "none": lambda layers: (),
+    "all": range,
+    "first two": lambda layers: range(2),
+    "middle two": lambda layers: range(layers // 2 - 1, layers // 2 + 1),
+    "last two": lambda layers: range(layers - 2, layers),
+    "every fourth": lambda layers: range(0, layers, 4),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """name: of files and of `--arms`. dense: which layers are, a key of PLACEMENTS. spec: keys of the sparse layers'
+    spec beside the study's window and stride, or in their place. window_alone: no stride, and a window of as many
+    pairs as `s2`."""
+
+    name: str
+    dense: str = "none"
+    spec: Mapping = field(default_factory=dict)
+    window_alone: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a set of arms answers. name: of `--question`. text: its heading. arms: {name of an arm: what it is among the
+    others}. reference: an arm that stands beside the others and cannot win."""
+
+    name: str
+    text: str
+    arms: Mapping[str, str]
+    reference: str | None = None
+
+
+_ONE_OFFSET = Arm("one-offset", spec=dict(head_step=0, layer_step=0))
+CONTROLLED = (
+    Arm(BASELINE, dense="all"),
+    Arm("hybrid", dense="first two"),
+    Arm(SHARDED),
+    _ONE_OFFSET,
+    Arm("window", window_alone=True),
+)
+ARMS = tuple(arm.name for arm in CONTROLLED)
+
+
+def stride_arm(stride: int) -> Arm:
+    return Arm(f"stride-{stride}", spec=dict(stride=stride))
+
+
+def window_arm(window: int) -> Arm:
+    return Arm(f"window-{window}", spec=dict(local_tokens=window))
+
+
+def long_arms(stride: int) -> tuple[Arm, ...]:
+    """Dense, hybrid, s2, window, and s2 with twice and four times the stride."""
+    controlled = (arm for arm in CONTROLLED if arm is not _ONE_OFFSET)
+    return (*controlled, stride_arm(2 * stride), stride_arm(4 * stride))
+
+
+def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
+    """What is tried around `s2` with a window of `window` tokens and this stride. dense_heads: KV heads of every layer,
+    as many as have the pairs of two dense layers."""
+    return (
+        Arm(SHARDED),
+        Arm("hybrid", dense="first two"),
+        Arm("dense-middle", dense="middle two"),
+        Arm("dense-last", dense="last two"),
+        Arm("dense-fourth", dense="every fourth"),
+        Arm(BASELINE, dense="all"),
+        Arm("dense-heads", spec=dict(dense_heads={"spread": dense_heads})),
+        *(stride_arm(each) for each in _strides(stride) if each != stride),
+        *(window_arm(each) for each in _windows(window) if each != window),
+        Arm("offsets-layer", spec=dict(head_step=0, layer_step=1)),
+        Arm("offsets-both", spec=dict(layer_step=1)),
+        _ONE_OFFSET,
+    )
+
+
+def _strides(stride: int) -> tuple[int, ...]:
+    return stride // 2, stride, 2 * stride, 4 * stride
+
+
+def _windows(window: int) -> tuple[int, ...]:
+    return window // 4, window // 2, window, 2 * window
+
+
+def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Question, ...]:
+    """Of rules_arms, the one that matters most first; `s2` or `hybrid` is an arm of each."""
+    placed = {
+        "hybrid": "first two layers dense",
+        "dense-middle": "two layers in the middle dense",
+        "dense-last": "last two layers dense",
+        "dense-fourth": "every fourth layer dense",
+    }
+    offsets = {
+        SHARDED: "by head",
+        "offsets-layer": "by layer",
+        "offsets-both": "by head and layer",
+        "one-offset": "one for all",
+    }
+    every_head = f"{dense_heads} dense KV heads in every layer"
+    return (
+        Question(
+            "placement",
+            "Which layers are dense",
+            {SHARDED: "no layer dense", **placed, BASELINE: "every layer dense"},
+            reference=BASELINE,
+        ),
+        Question(
+            "stride",
+            "Stride",
+            {SHARDED if each == stride else f"stride-{each}": f"stride {each}" for each in _strides(stride)},
+        ),
+        Question("offsets", "Offsets", offsets),
+        Question(
+            "window",
+            "Window",
+            {SHARDED if each == window else f"window-{each}": f"{each} tokens" for each in _windows(window)},
+        ),
+        Question("heads", "Dense heads instead of dense layers, at equal pairs", {"dense-heads": every_head, **placed}),
+    )

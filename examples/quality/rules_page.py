@@ -1,0 +1,212 @@
+"""The rules of thumb: of every question the table of its arms, and which of them won, if that can be told.
+
+docs/quality.md gets the tables (`section`), docs/patterns.md what follows from them (`summary`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.arms import Question
+from examples.quality.effects import Effects, Verdict, fit, judge
+from examples.quality.estimate import GPU, step_seconds
+from examples.quality.results import read_json
+from examples.quality.studies import Study, density, sparsity
+from examples.quality.tasks import TASKS
+from examples.quickstart.launch import Model
+from s2_megatron.tools.compare.measure import Comparison
+from s2_megatron.tools.compare.runs import VALIDATION_LOSS
+
+TRAILING = "lm loss by position/trailing validation"
+# Of the forecasts, beside the study's layers and sparsity: the layers of a 7B model, heads of 128.
+WIDTH, FFN, HEADS, VOCABULARY = 4096, 11008, 32, 32000
+LENGTHS = (32768, 131072)
+LOSS, TRAILING_LOSS, RECALL = "validation loss", "loss in the last 1/8 of the context", "recall"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Of one study with one number of tokens. effects: {LOSS, TRAILING_LOSS or RECALL: fitted values}, recall in
+    percent."""
+
+    study: Study
+    effects: dict[str, Effects]
+
+    def answered(self, question: Question, name: str = LOSS) -> list[str]:
+        """The question's arms that have a value, in its order; [] without the first one, and where fewer than two of
+        them compete."""
+        if name not in self.effects:
+            return []
+        there = [arm for arm in question.arms if arm in self.effects[name].arms]
+        first = next(iter(question.arms))
+        rivals = [arm for arm in there if arm != question.reference]
+        return there if first in there and len(rivals) > 1 else []
+
+    def competing(self, question: Question, name: str = LOSS) -> list[str]:
+        """Of `answered` those that can win."""
+        return [arm for arm in self.answered(question, name) if arm != question.reference]
+
+    def verdict(self, question: Question, name: str) -> Verdict:
+        """By one measure, of a question that is answered."""
+        return judge(self.effects[name], self.competing(question, name), larger_is_better=name == RECALL)
+
+
+def recall_folder(study: Study, data: Path) -> Path | None:
+    """Where the accuracies of a study's arms are: of its twin with tasks, the runs with the most tokens."""
+    if study.recall is None:
+        return None
+    folders = {path.parent for path in (data / study.recall).glob("*/*.recall.json")}
+    return max(folders, key=lambda folder: (float(folder.name.partition("M-")[0]), folder.name), default=None)
+
+
+def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -> Findings:
+    """comparison: of the study's runs. recalled: recall_folder."""
+    runs = {
+        (result.arm.name, str(run.arguments["seed"])): run for result in comparison.results for run in result.arm.runs
+    }
+    effects = {
+        name: fit({key: float(run.series[series].values[-1]) for key, run in runs.items()})
+        for name, series in ((LOSS, VALIDATION_LOSS), (TRAILING_LOSS, TRAILING))
+    }
+    accuracies = {
+        (arm, path.name.partition(".")[0].rpartition("_seed")[2]): 100 * read_json(path, {})[TASKS[0]]["accuracy"]
+        for arm in study.arm_names
+        for path in (sorted(recalled.glob(f"{arm}_seed*.recall.json")) if recalled is not None else ())
+    }
+    with_baseline = {seed for arm, seed in accuracies if arm == study.baseline}
+    accuracies = {key: value for key, value in accuracies.items() if key[1] in with_baseline}
+    return Findings(study, effects | ({RECALL: fit(accuracies)} if accuracies else {}))
+
+
+def forecast(study: Study, arm: str, length: int) -> float:
+    """Milliseconds of a step of one sequence, forward and backward, with the study's sparsity in the layers of a 7B
+    model, as many of them as the study has."""
+    model = Model(study.model.num_layers, WIDTH, FFN, HEADS, study.model.num_kv_heads, length)
+    return 1000 * step_seconds(model, sparsity(study, arm), 1, 1, VOCABULARY)
+
+
+def _value(effects: Effects | None, arm: str, digits: int) -> str:
+    if effects is None or arm not in effects.arms:
+        return "-"
+    return f"{effects.mean(arm):.{digits}f}"
+
+
+def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
+    if arm == base:
+        return "-"
+    half = effects.half_width(arm, base, comparisons)
+    spread = "" if math.isinf(half) else f" ± {half:.4f}"
+    return f"{effects.difference(arm, base):+.4f}{spread}"
+
+
+def question_table(found: Findings, question: Question, table: Callable) -> list[str]:
+    """One row an arm; the differences are to the first arm that is there."""
+    study, arms = found.study, found.answered(question)
+    base, comparisons = arms[0], math.comb(len(found.competing(question)), 2)
+    loss, trailing = found.effects[LOSS], found.effects[TRAILING_LOSS]
+    rows = [
+        [
+            f"{question.arms[arm]} (`{arm}`)",
+            f"{100 * density(study, arm):.1f} %",
+            _value(loss, arm, 4),
+            _difference(loss, arm, base, comparisons),
+            _value(trailing, arm, 4),
+            _difference(trailing, arm, base, comparisons),
+            _value(found.effects.get(RECALL), arm, 1),
+            *(f"{forecast(study, arm, length):.0f}" for length in LENGTHS),
+        ]
+        for arm in arms
+    ]
+    at = [f"ms at {length // 1024}K" for length in LENGTHS]
+    against = f"against {question.arms[base]}"
+    return table(["", "pairs", LOSS, against, TRAILING_LOSS, against, "recall, %", *at], rows)
+
+
+def verdict_text(found: Findings, question: Question, name: str) -> str:
+    """Who won by one measure, who is not told apart from the winner, and who of them attends the fewest pairs."""
+    verdict, arms = found.verdict(question, name), question.arms
+    if not verdict.decided:
+        return f"not decided: one seed. Best so far: {arms[verdict.best]}"
+    if len(verdict.level) == 1:
+        return f"**{arms[verdict.best]}** won"
+    others = ", ".join(arms[arm] for arm in verdict.level[1:])
+    text = f"**{arms[verdict.best]}** is best, not told apart from {others}"
+    if set(found.competing(question, name)) == set(verdict.level):
+        text = "not told apart"
+    if not differs(found, verdict):
+        return text
+    return f"{text}; the fewest pairs: **{arms[cheapest(found, verdict)]}**"
+
+
+def differs(found: Findings, verdict: Verdict) -> bool:
+    """Whether the arms that are not told apart attend different numbers of pairs."""
+    shares = [density(found.study, arm) for arm in verdict.level]
+    return max(shares) > 1.02 * min(shares)
+
+
+def cheapest(found: Findings, verdict: Verdict) -> str:
+    """Of the arms that are not told apart from the best, the one with the fewest pairs; the best of equal ones."""
+    return min(verdict.level, key=lambda arm: round(density(found.study, arm), 3))
+
+
+def section(found: Findings, table: Callable) -> list[str]:
+    """Lines of Markdown: a table and the verdicts for every question that has data. table: (header, rows) to lines."""
+    loss = found.effects[LOSS]
+    spread = (
+        "One seed: nothing says how much a difference means."
+        if loss.freedom == 0
+        else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
+        f"loss, {loss.freedom} degrees of freedom)."
+    )
+    lines = [
+        spread,
+        "Intervals are at 95 % for all comparisons of a table together. Recall is the share of right answers of the "
+        f"same arms trained on `{found.study.recall}`.",
+        f"Milliseconds are the forecast (`s2-megatron inspect`) of one {GPU} for a step of one sequence through "
+        f"{found.study.model.num_layers} layers of a 7B model.",
+        "",
+    ]
+    for question in found.study.questions:
+        if not found.answered(question):
+            continue
+        lines += [f"#### {question.text}", "", *question_table(found, question, table), ""]
+        lines += [
+            f"- By {name}: {verdict_text(found, question, name)}."
+            for name in (LOSS, TRAILING_LOSS, RECALL)
+            if found.answered(question, name)
+        ]
+        lines.append("")
+    return lines
+
+
+def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:
+    """What docs/patterns.md says: one row a question."""
+    rows = []
+    for question in found.study.questions:
+        if not found.answered(question):
+            continue
+        measured = [
+            verdict_text(found, question, name) if found.answered(question, name) else "-"
+            for name in (LOSS, TRAILING_LOSS, RECALL)
+        ]
+        values = [found.effects[LOSS].mean(arm) for arm in found.competing(question)]
+        rows.append([question.text, *measured, f"{np.ptp(values):.4f}"])
+    if not rows:
+        return []
+    model, study = found.study.model, found.study
+    return [
+        f"A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} heads, "
+        f"{model.num_kv_heads} of them KV heads), {model.seq_length:,} tokens, {tokens / 1e6:.0f}M tokens a run, on "
+        f"{device}; around a window of {study.local_tokens} and a stride of {study.stride}. It is small and has seen "
+        "little: where nothing is told apart here, a large model may still tell.",
+        "",
+        *table(["question", f"by {LOSS}", f"by {TRAILING_LOSS}", "by recall", "from best to worst, in loss"], rows),
+        "",
+        "The tables behind it, with intervals and step times: [quality.md](quality.md#rules-of-thumb-at-8k).",
+        "",
+    ]

@@ -1,0 +1,287 @@
+"""The rules of thumb: the arms of a question differ in what it asks about, and what wins is told apart from seeds."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from examples.quality import page, rules_page
+from examples.quality.arms import SHARDED
+from examples.quality.effects import fit, judge
+from examples.quality.estimate import run_seconds
+from examples.quality.results import write_json
+from examples.quality.run import COMPLETE, WRONG, main, parse_arguments, run
+from examples.quality.studies import STUDIES, density, pairs, sparsity
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.megatron.loss_log import HEADER
+
+FULL, TINY = STUDIES["rules8k"], STUDIES["rules-tiny"]
+STEPS = 24
+# What the made-up runs have: losses above s2's, and a recall in percent. Every fourth layer dense is best, a stride of
+# 8 and one of 4 are alike.
+LOSSES = {"dense-fourth": -0.1, "hybrid": -0.05, "stride-2": -0.001, "stride-16": 0.2, "one-offset": 0.1}
+NOISE = 0.004
+
+
+def resolved(study, arm):
+    return SparsityConfig.from_data(sparsity(study, arm)).resolve(**study.model.shape)
+
+
+# The arms
+
+
+@pytest.mark.parametrize("study", [FULL, TINY], ids=lambda study: study.name)
+def test_the_arms_of_a_question_differ_in_what_it_asks(study):
+    for question in study.questions:
+        assert set(question.arms) <= set(study.arm_names)
+    by_name = {question.name: {arm: resolved(study, arm) for arm in question.arms} for question in study.questions}
+    dense = {
+        arm: [at for at, layer in enumerate(sparsity.layers) if layer.pattern is None]
+        for arm, sparsity in by_name["placement"].items()
+    }
+    last = study.model.num_layers - 1
+    middle = study.model.num_layers // 2
+    assert dense[SHARDED] == [] and dense["hybrid"] == [0, 1] and dense["dense-last"] == [last - 1, last]
+    assert dense["dense-middle"] == [middle - 1, middle] and dense["dense-fourth"] == list(range(0, last, 4))
+    ranges = {
+        arm: {head.ranges for layer in sparsity.layers for head in layer.pattern.heads}
+        for name in ("stride", "window")
+        for arm, sparsity in by_name[name].items()
+    }
+    assert all(len(own) == 1 for own in ranges.values())
+    assert len({next(iter(own)) for own in ranges.values()}) == len(ranges) == 7
+    base = next(iter(ranges[SHARDED]))
+    assert {own[-1][1] // base[-1][1] for arm in by_name["stride"] for own in ranges[arm]} == {0, 1, 2, 4}
+    assert all(own[0] == base[0] for arm in by_name["stride"] for own in ranges[arm])
+    assert sorted(own[0][0] / base[0][0] for arm in by_name["window"] for own in ranges[arm]) == [0.25, 0.5, 1, 2]
+
+
+def test_dense_heads_attend_the_pairs_of_two_dense_layers():
+    for study in (FULL, TINY):
+        layer = resolved(study, "dense-heads").layers[0].pattern
+        assert sum(head.is_dense for head in layer.heads) == 2
+        assert pairs(study, sparsity(study, "dense-heads")) == pairs(study, sparsity(study, "hybrid"))
+
+
+def test_offsets_by_head_by_layer_by_both_by_none():
+    offsets = {
+        arm: np.array([[head.offset for head in layer.pattern.heads] for layer in resolved(FULL, arm).layers]) % 8
+        for arm in FULL.question("offsets").arms
+    }
+    assert all(len(set(layer)) == 8 for layer in offsets[SHARDED]) and (offsets[SHARDED] == offsets[SHARDED][0]).all()
+    assert all(len(set(layer)) == 1 for layer in offsets["offsets-layer"])
+    assert len(set(offsets["offsets-layer"][:, 0])) == 8
+    assert all(len(set(layer)) == 8 for layer in offsets["offsets-both"])
+    assert len(set(offsets["offsets-both"][:, 0])) == 8
+    assert set(offsets["one-offset"].flat) == {0}
+
+
+def test_no_arm_is_trained_twice():
+    wanted = Counter(parse_arguments(["rules8k", "--question", "placement", "heads", "offsets"]).arms)
+    assert set(wanted.values()) == {1} and "dense-heads" in wanted and "stride-4" not in wanted
+    assert SHARDED in parse_arguments(["rules8k", "--question", "heads"]).arms  # what the others are paired with
+    everything = [json.dumps(sparsity(FULL, arm), sort_keys=True) for arm in FULL.arm_names]
+    assert len(set(everything)) == len(everything)
+
+
+def test_the_accuracies_are_of_the_same_sparsities():
+    for study in (FULL, TINY):
+        twin = STUDIES[study.recall]
+        assert twin.model == study.model and twin.tasks.kinds == ("recall",)
+        assert all(sparsity(study, arm) == sparsity(twin, arm) for arm in study.arm_names)
+
+
+def test_an_unknown_arm_or_question_is_refused(capsys):
+    for wrong, said in (
+        (["rules8k", "--question", "depth"], "expected placement, stride, offsets, window, heads"),
+        (["lm8k", "--question", "stride"], "expected no --question"),
+        (["lm32k", "--arms", "one-offset"], "expected dense, hybrid, s2, window, stride-16, stride-32"),
+        (["rules8k", "--arms", "s2", "--question", "stride"], "not allowed with"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parse_arguments(wrong)
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_estimate_agrees_with_what_was_measured():
+    """Of lm8k on one H200: 121 ms all-S2, 183 ms dense."""
+    study = STUDIES["lm8k"]
+    assert 0.121 < run_seconds(study, "s2", study.tokens)[0] < 1.15 * 0.121
+    assert 0.183 < run_seconds(study, "dense", study.tokens)[0] < 1.35 * 0.183
+    said = []
+    assert run(parse_arguments(["rules8k", "--stage", "estimate", "--seeds", "1", "2"]), said.append) == COMPLETE
+    assert len(said) == len(FULL.arms) + 2 and said[-1].startswith(f"{2 * len(FULL.arms)} runs: ")
+
+
+# Verdicts
+
+
+def made_up(spread: float, seeds: int = 2) -> dict:
+    rng = np.random.default_rng(3)
+    return {
+        (arm, str(seed)): 4 + 0.1 * seed + LOSSES.get(arm, 0.0) + spread * rng.standard_normal()
+        for arm in FULL.arm_names
+        for seed in range(1, seeds + 1)
+    }
+
+
+def test_effects_leave_out_what_a_seed_does_to_all():
+    values = made_up(0.0)
+    del values["hybrid", "2"]  # an arm with one seed: not taken for a better one
+    effects = fit(values)
+    assert effects.difference("hybrid", "s2") == pytest.approx(-0.05)
+    assert effects.mean("s2") == pytest.approx(4.15) and effects.noise < 1e-9
+    assert effects.freedom == len(values) - len(FULL.arms) - 1
+
+
+def test_the_interval_of_a_difference_holds_as_often_as_it_says():
+    rng, missed = np.random.default_rng(0), 0
+    for _ in range(400):
+        values = {(arm, seed): rng.standard_normal() + seed for arm in "abcdefgh" for seed in (1.0, 2.0)}
+        effects = fit(values)
+        missed += abs(effects.difference("a", "b")) > effects.half_width("a", "b")
+    assert 8 <= missed <= 34  # of 20 expected
+
+
+def test_a_winner_is_told_apart_from_noise():
+    effects = fit(made_up(NOISE))
+    assert effects.noise == pytest.approx(NOISE, rel=0.6)
+    assert judge(effects, ["s2", "hybrid", "dense-fourth"]).level == ("dense-fourth",)
+    assert judge(effects, ["s2", "hybrid", "dense-fourth"], larger_is_better=True).level == ("s2",)
+    assert set(judge(effects, ["s2", "stride-4", "stride-32"]).level) == {"s2", "stride-4", "stride-32"}
+    single = judge(fit(made_up(NOISE, seeds=1)), ["s2", "hybrid"])
+    assert not single.decided and single.best == "hybrid"
+
+
+# The pages
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder of results as a study leaves it, two seeds, the arms of two questions; accuracies of one seed."""
+    data = tmp_path_factory.mktemp("results")
+    arms = {arm for name in ("placement", "stride") for arm in TINY.question(name).arms}
+    rng = np.random.default_rng(5)
+    folder, recalled = data / TINY.name / "0.024576M-abababab", data / TINY.recall / "0.1M-cdcdcdcd"
+    for arm in arms:
+        for seed in (1, 2):
+            final = 4 + 0.1 * seed + LOSSES.get(arm, 0.0) + NOISE * rng.standard_normal()
+            write_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+        accuracy = 0.2 if arm == "stride-16" else 0.9
+        write_json(recalled / f"{arm}_seed1.recall.json", {"recall": {"accuracy": accuracy}})
+    write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
+    return data
+
+
+def write_log(path, arm, seed, final):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arguments = {
+        **TINY.model.shape,
+        "seed": seed,
+        "lr": 4e-3,
+        "min_lr": 4e-4,
+        "train_iters": STEPS,
+        "global_batch_size": TINY.batch,
+        "data_path": ["corpus/abababababab"],
+        "s2_config": f"{arm}.yaml",
+        "micro_batch_size": TINY.micro_batch,
+    }
+    header = {"arguments": arguments, "flops_per_token": {"attended": 1.0, "dense": 2.0}, "machine": {"device": "X"}}
+    records = [{HEADER: header, "iteration": 1, "time": 0.0}]
+    for step in range(1, STEPS + 1):
+        record = {"iteration": step, "lm loss": final + 1 / step, "grad_norm": 1.0, "learning_rate": 4e-3}
+        records.append({**record, "samples": TINY.batch * step, "time": float(step)})
+    evaluated = {"lm loss": final, "lm loss by position/000-127": final + 0.1, "lm loss by position/128-255": final}
+    name = f"iteration {STEPS} on validation set"
+    records.append({"iteration": STEPS, "validation": name, **evaluated, "lm loss by position/trailing": final})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def findings(data):
+    (scale,) = page.read_scales(TINY, data)
+    return rules_page.read_findings(TINY, scale.comparison, rules_page.recall_folder(TINY, data))
+
+
+def test_the_page_says_who_won(results):
+    text = "\n".join(rules_page.section(findings(results), page.table))
+    placement, stride = text.split("#### ")[1:]  # the questions that have data
+    assert placement.startswith("Which layers are dense") and stride.startswith("Stride")
+    assert "- By validation loss: **every fourth layer dense** won." in placement
+    assert "- By recall: not decided: one seed." in placement
+    rows = [line.split(" | ") for line in stride.splitlines() if line.startswith("| stride")]
+    assert [row[0] for row in rows] == [f"| stride {each} (`{arm}`)" for each, arm in
+                                        ((2, "stride-2"), (4, "s2"), (8, "stride-8"), (16, "stride-16"))]  # fmt: skip
+    shares = [float(row[1].removesuffix(" %")) for row in rows]
+    assert shares == sorted(shares, reverse=True) and rows[0][3] == "-" and " ± " in rows[1][3]
+    assert [row[6] for row in rows] == ["90.0", "90.0", "90.0", "20.0"]
+    verdict = next(line for line in stride.splitlines() if line.startswith("- By validation loss"))
+    assert "stride 16" not in verdict and "the fewest pairs: **stride 8**" in verdict
+    assert "- By recall: not decided: one seed. Best so far: stride" in stride
+    # All layers dense stand in the table and cannot win.
+    assert "every layer dense (`dense`)" in placement
+
+
+def test_both_pages_get_what_was_found(results, monkeypatch):
+    monkeypatch.setattr(page, "TITLES", {"rules-tiny": "Rules of thumb"})
+    monkeypatch.setattr(page, "RULES", ("rules-tiny",))
+    quality = page.results_text(results, pictures=False)
+    assert quality.startswith("## Rules of thumb") and "#### Stride" in quality
+    patterns = page.rules_text(results, pictures=False)
+    assert "| Which layers are dense | **every fourth layer dense** won |" in patterns and "on X;" in patterns
+    empty = results / "nothing"
+    assert page.results_text(empty, pictures=False) == page.rules_text(empty, pictures=False) == ""
+
+
+def test_step_times_are_those_of_more_pairs():
+    """Eight layers of a 7B model on one H200."""
+    times = {arm: rules_page.forecast(FULL, arm, 131072) for arm in ("dense", "hybrid", "s2", "stride-32")}
+    assert times["dense"] > times["hybrid"] > times["s2"] > times["stride-32"]
+    assert density(FULL, "hybrid") > density(FULL, "s2")
+
+
+# A study
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The folder of a study that trained the base and one more arm."""
+    folder, said = tmp_path_factory.mktemp("rules"), []
+    assert run(parse_arguments(arguments(folder)), said.append) == COMPLETE, "\n".join(said)
+    return folder
+
+
+def arguments(folder, *more):
+    tokens = str(STEPS * TINY.step_tokens)
+    places = ["--runs", str(folder / "runs"), "--results", str(folder / "results")]
+    return ["rules-tiny", "--arms", "s2", "dense-heads", "--tokens", tokens, *places, *(more or ["--rate", "4e-3"])]
+
+
+def test_a_study_trains_its_arms_and_none_of_them_again(study):
+    found = findings(study / "results")
+    assert set(found.effects["validation loss"].arms) == {"s2", "dense-heads"}
+    (study / "runs" / "rules-tiny").rename(study / "runs" / "moved")  # another machine has the results alone
+    said = []
+    assert run(parse_arguments(arguments(study)), said.append) == COMPLETE
+    assert not [line for line in said if line.startswith("started")]
+    assert any(line.startswith("2 of 2 runs have a result in ") for line in said)
+
+
+def test_a_result_of_another_learning_rate_is_refused(study, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["run", *arguments(study, "--rate", "2e-3")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == WRONG
+    assert "was trained with the learning rate 0.004; expected 0.002; move it away" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_the_recall_of_the_same_arms(tmp_path):
+    said = []
+    words = ["rules-recall-tiny", *arguments(tmp_path)[1:]]
+    assert run(parse_arguments(words), said.append) == COMPLETE, "\n".join(said)
+    tested = sorted((tmp_path / "results").rglob("*.recall.json"))
+    assert [path.name for path in tested] == ["dense-heads_seed1.recall.json", "s2_seed1.recall.json"]
+    assert [list(json.loads(path.read_text())) for path in tested] == [["recall"], ["recall"]]
