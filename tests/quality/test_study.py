@@ -18,9 +18,10 @@ STEPS = 24
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def study(tmp_path_factory, new_runs):
     """(folder, what the command said): two arms, one seed."""
     folder, said = tmp_path_factory.mktemp("study"), []
+    new_runs(folder)
     status = run(parse_arguments(arguments(folder)), said.append)
     assert status == COMPLETE, "\n".join(said)
     return folder, said
