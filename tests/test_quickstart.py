@@ -125,14 +125,14 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_finished(tmp_path,
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset, "write_indexed_dataset", interrupted)
+    monkeypatch.setattr(dataset, "write_documents", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small_corpus(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_vocabulary_that_the_corpus_cannot_fill_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"vocabulary size 5000.*use a smaller vocabulary"):
+    with pytest.raises(ValueError, match=r"vocabulary 5000: .*use a smaller vocabulary"):
         prepare_corpus(tmp_path, 1, vocabulary_size=5000, documents=DOCUMENTS, tell=lambda text: None)
 
 

@@ -17,24 +17,22 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import random
 import shutil
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from examples.quality.files import Document, Root, file_texts, find_files, machine_roots, make_documents, scan
+from examples.quickstart.dataset import train_byte_pairs, write_documents
 
 FORMAT_VERSION = 1
-END_OF_TEXT = "<|endoftext|>"  # id 0 of both tokenizers
 ORDER_SEED = 17  # of the documents; the seed of a run only decides how Megatron reads them
 FEWEST_DOCUMENTS = 10
 
@@ -99,27 +97,6 @@ class Bytes:
         return np.frombuffer("".join(texts).encode(), np.uint8).astype(np.uint16) + 1
 
 
-def train_byte_pairs(texts: Iterable[str], file: Path, vocabulary: int) -> None:
-    """Train a BPE and write it. Raises ValueError when the texts are too few for the vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocabulary:
-        raise ValueError(
-            f"vocabulary {vocabulary}: the corpus gave {tokenizer.get_vocab_size()} tokens; expected more text; use "
-            "a smaller vocabulary"
-        )
-    tokenizer.save(str(file))
-
-
 def sample_texts(documents: Sequence[Document], megabytes: float) -> Iterable[str]:
     """Files of every n-th document until there are `megabytes` of text."""
     total = sum(document.size for document in documents)
@@ -132,7 +109,7 @@ _tokenizer: BytePairs | Bytes | None = None
 
 
 def _encode(task: tuple[Document, str | None]) -> tuple[str, np.ndarray]:
-    """(SHA-256 of the document's text, its ids with END_OF_TEXT). In a worker, which loads the tokenizer once."""
+    """(SHA-256 of the document's text, its ids and a 0, which ends it). In a worker, which loads the tokenizer once."""
     global _tokenizer
     document, file = task
     if _tokenizer is None:
@@ -213,7 +190,8 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
             )
         file = folder / "tokenizer.json" if byte_pairs else None
         if file is not None:
-            train_byte_pairs(sample_texts(documents, settings.training_megabytes), file, settings.vocabulary)
+            texts = sample_texts(documents, settings.training_megabytes)
+            train_byte_pairs(texts, settings.vocabulary).save(str(file))
             step(f"BPE of {settings.vocabulary} tokens")
         tasks = [(document, None if file is None else str(file)) for document in documents]
         hashes: dict[str, str] = {}
@@ -242,29 +220,6 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
         "split": settings.split,
         "python": sys.version.split()[0],
     }
-
-
-def write_documents(
-    prefix: Path, documents: Iterable[np.ndarray], on_bytes: Callable[[bytes], None] | None = None
-) -> int:
-    """Write `<prefix>.bin` and `.idx`, an array of uint16 ids a document. on_bytes: is given each document's bytes.
-
-    Returns the number of tokens.
-    """
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's import remarks on every optional package that is not there
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    tokens = 0
-    for ids in documents:
-        builder.add_document(ids, [len(ids)])
-        tokens += len(ids)
-        if on_bytes is not None:
-            on_bytes(ids.tobytes())
-    builder.finalize(f"{prefix}.idx")
-    return tokens
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.quality.corpus import Corpus, write_documents
+from examples.quality.corpus import Corpus
+from examples.quickstart.dataset import write_documents
 
 FORMAT_VERSION = 1
 TASKS = ("recall", "needle", "tracking")

@@ -18,8 +18,11 @@ import random
 import shutil
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from examples.quickstart.corpus import Document, collect_documents, corpus_hash, document_hashes
 
@@ -53,26 +56,35 @@ def shuffled(documents: list[Document], seed: int) -> list[Document]:
     return documents
 
 
-def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: int):
-    """Train a byte-level BPE tokenizer and write it as transformers' AutoTokenizer reads it; the `tokenizers`
-    object."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def train_byte_pairs(texts: Iterable[str], vocabulary: int):
+    """A byte-level BPE of the package `tokenizers`, trained on the texts; END_OF_TEXT is id 0. Raises ValueError when
+    the texts are too few for the vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
+        vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in documents), trainer)
-    if tokenizer.get_vocab_size() != vocabulary_size:
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocabulary:
         raise ValueError(
-            f"vocabulary size {vocabulary_size}: the corpus of {len(documents)} documents gave "
-            f"{tokenizer.get_vocab_size()} tokens; use a smaller vocabulary"
+            f"vocabulary {vocabulary}: the corpus gave {tokenizer.get_vocab_size()} tokens; expected more text; use "
+            "a smaller vocabulary"
         )
+    return tokenizer
+
+
+def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: int):
+    """Train a byte-level BPE tokenizer and write it as transformers' AutoTokenizer reads it; the `tokenizers`
+    object."""
+    from tokenizers import decoders
+
+    tokenizer = train_byte_pairs((document.text for document in documents), vocabulary_size)
+    tokenizer.decoder = decoders.ByteLevel()
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -89,11 +101,11 @@ def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: in
     return tokenizer
 
 
-def write_indexed_dataset(tokenizer, documents: list[Document], prefix: Path) -> int:
-    """Write `<prefix>.bin` and `.idx`, one Megatron document a text, each ended by END_OF_TEXT; the number of
-    tokens."""
-    import numpy
-
+def write_documents(
+    prefix: Path, documents: Iterable[np.ndarray], on_bytes: Callable[[bytes], None] | None = None
+) -> int:
+    """Write `<prefix>.bin` and `.idx`, one Megatron document an array of uint16 ids; the number of tokens. on_bytes: is
+    given each document's bytes."""
     # Megatron's import remarks on every optional package that is not there; the training process, which uses them, says
     # it too.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -101,15 +113,22 @@ def write_indexed_dataset(tokenizer, documents: list[Document], prefix: Path) ->
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     tokens = 0
-    for encoding in tokenizer.encode_batch([document.text for document in documents]):
-        ids = [*encoding.ids, end_of_text]
+    for ids in documents:
         builder.add_document(ids, [len(ids)])
         tokens += len(ids)
+        if on_bytes is not None:
+            on_bytes(ids.tobytes())
     builder.finalize(f"{prefix}.idx")
     return tokens
+
+
+def encoded(tokenizer, documents: list[Document]) -> Iterator[np.ndarray]:
+    """The ids of every document, each ended by END_OF_TEXT, uint16 [tokens]."""
+    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
+    for encoding in tokenizer.encode_batch([document.text for document in documents]):
+        yield np.array([*encoding.ids, end_of_text], np.uint16)
 
 
 def prepare_corpus(
@@ -144,7 +163,7 @@ def prepare_corpus(
     try:
         ordered = shuffled(documents, seed)
         tokenizer = train_tokenizer(ordered, unfinished / "tokenizer", vocabulary_size)
-        tokens = write_indexed_dataset(tokenizer, ordered, unfinished / "text")
+        tokens = write_documents(unfinished / "text", encoded(tokenizer, ordered))
         tell(f"tokenizer: byte-level BPE, vocabulary {vocabulary_size}; dataset: {tokens:,} tokens")
         description = {
             "python": sys.version.split()[0],
