@@ -3,12 +3,15 @@ is imported."""
 
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.interpreter import patch_language_once
 
 # The same examples every time, however slow the machine; `--hypothesis-profile default` looks for others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -20,18 +23,34 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# Minutes each: a worker of pytest-xdist that began with one of them at the end would leave the others idle.
+# Those that take half a minute or more, the longest first: a worker of pytest-xdist that began with one of them at the
+# end would leave the others idle.
 LONGEST_FILES = (
-    "test_example_runs.py",
     "megatron/test_context_parallel.py",
+    "test_example_runs.py",
     "megatron/test_parallel.py",
-    "context_parallel/test_gradients.py",
-    "test_quickstart.py",
     "megatron/test_survival.py",
-    "tools/test_check.py",
-    "megatron/test_run_status.py",
+    "test_quickstart.py",
+    "context_parallel/test_gradients.py",
     "gluon_emulator/test_hopper.py",
     "ops/test_attention.py",
+    "megatron/test_features.py",
+    "megatron/test_run_logs.py",
+    "megatron/test_export_hf.py",
+    "megatron/test_run_status.py",
+    "benchmarks/test_end_to_end.py",
+    "test_slurm_ends.py",
+    "tools/test_check.py",
+    "quality/test_study.py",
+    "megatron/test_refusals.py",
+    "megatron/test_flops.py",
+    "megatron/test_position_loss.py",
+    "kernels/test_compile.py",
+    "test_preflight.py",
+    "ops/test_placements.py",
+    "huggingface/test_conversion.py",
+    "ops/test_learns.py",
+    "kernels/test_hopper_schedule.py",
 )
 
 
@@ -45,6 +64,8 @@ def pytest_collection_modifyitems(items):
     assert all(path.exists() for path in rank), "a file of LONGEST_FILES is gone"
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
     if not HAS_GPU:
+        if "triton" in sys.modules:
+            patch_language_once()
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; run `make test-gpu` on such a machine"))

@@ -36,6 +36,7 @@ from s2_megatron.testing.context_parallel_cases import (
     ranges,
     tokens_of,
 )
+from tests.interpreter import patch_language_once
 
 
 def difference(mine, truth, scale_of=None):
@@ -278,6 +279,7 @@ def rank_main(rank, size, file, parts):
 
 
 def main(size: int, file: Path, parts: list[str]) -> int:
+    patch_language_once()
     children = []
     for rank in range(size):
         child = os.fork()

@@ -36,7 +36,7 @@ def resumed(lab, start, baseline):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_equals_one_process(resumed, baseline, same_training, name):
-    run = resumed(name, *LAYOUTS[name], torchrun=name == "tp2_sp")
+    run = resumed(name, *LAYOUTS[name], torchrun=name == "types")
     same_training(run, baseline)
     if name == "types":
         for text in ("S2, all_gather", "S2, sparse", "S2, a2a", "S2: attention work of 2 context-parallel ranks"):
