@@ -17,6 +17,7 @@ from pathlib import Path
 
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
+from examples.quality.estimate import estimate_continued
 from examples.quality.launch import Job, command
 from examples.quality.parts import split_corpus
 from examples.quality.results import write_json, write_run
@@ -26,6 +27,7 @@ from examples.quality.run import (
     Place,
     choose_rates,
     compare_runs,
+    has_result,
     machine,
     measure_recall,
     require_new_sequences,
@@ -91,7 +93,7 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
             tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)
             folder = place.folder(f"{SCRATCH}-{arm}", seed, rates[arm])
             later.append(Job(study, arm, seed, rates[arm], tokens, folder, role=SCRATCH))
-        own = rate * start.rate_share
+        own = float(f"{rate * start.rate_share:g}")  # as the command line has it
         for arm in arms:
             going_on = Job(study, arm, seed, own, place.tokens, place.folder(arm, seed, own), start=dense)
             folder = place.folder(f"{SWITCHED}-{arm}", seed, own)
@@ -121,6 +123,11 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
     return FINISHED
 
 
+def is_kept(place: ContinuedPlace, job: Job) -> bool:
+    """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
+    return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job)
+
+
 def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell) -> int:
     """The command for such a study; returns its status. Raises ValueError for settings that do not fit."""
     start = study.start
@@ -131,6 +138,10 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         raise ValueError(
             f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, the arm to compare with; add it"
         )
+    if parsed.stage == "estimate":
+        for line in estimate_continued(study, arms, parsed.seeds, tokens, start_tokens):
+            tell(line)
+        return COMPLETE
     found = devices()
     corpus, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
@@ -151,7 +162,12 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     if parsed.stage == "rates":
         return COMPLETE
 
-    jobs = make_jobs(place, arms, parsed.seeds, rates)
+    asked = make_jobs(place, arms, parsed.seeds, rates)
+    # A seed is trained as a whole: its dense weights are not kept.
+    seeds = [seed for seed in parsed.seeds if not all(is_kept(place, job) for job in asked if job.seed == seed)]
+    jobs = [job for job in asked if job.seed in seeds]
+    if len(jobs) < len(asked):
+        tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
     on_gpu = found[0][0] is not None
     outcomes = run_jobs(
         jobs,
@@ -162,4 +178,5 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         tell,
     )
     compare_runs(place, arms, tell)
-    return tell_end(place, {job.name: outcomes.get(job.name) for job in jobs}, tell)
+    there = dict.fromkeys((job.name for job in asked if job not in jobs), FINISHED)
+    return tell_end(place, there | {job.name: outcomes.get(job.name) for job in jobs}, tell)

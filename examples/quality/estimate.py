@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from examples.quality.studies import Study, density, sparsity
+from examples.quality.continuations import tokens_from_scratch
+from examples.quality.studies import BASELINE, Study, density, sparsity
 from examples.quality.tasks import VOCABULARY
 from examples.quickstart.launch import Model, model_flags
 from s2_megatron.config.load import SparsityConfig
@@ -61,4 +62,26 @@ def estimate(study: Study, arms: Sequence[str], seeds: Sequence[int], tokens: in
         )
     lines.append(f"{len(arms) * len(seeds)} runs: {total / 60:.0f} GPU minutes, {total / 120:.0f} minutes on two GPUs; "
                  "the corpus and the short runs that choose learning rates come on top")  # fmt: skip
+    return lines
+
+
+def estimate_continued(
+    study: Study, arms: Sequence[str], seeds: Sequence[int], tokens: int, start_tokens: int
+) -> list[str]:
+    """The lines of `--stage estimate` of a study that goes on from a dense model."""
+    start = study.start
+    vocabulary = study.corpus.vocabulary if study.tasks is None else VOCABULARY
+    runs = [("start-dense", start_tokens, *run_seconds(start.study, BASELINE, start_tokens))]
+    for arm in arms:
+        step, seconds = run_seconds(study, arm, tokens)
+        evaluated = START_SECONDS + step * study.eval_batches * FORWARD_SHARE
+        runs += [(f"switched-{arm}", 0, step, evaluated), (arm, tokens, step, seconds)]
+    for arm in (arm for arm in start.from_scratch if arm in arms):
+        own = tokens_from_scratch(study, arm, start_tokens, tokens, vocabulary)
+        runs.append((f"scratch-{arm}", own, *run_seconds(study, arm, own)))
+    lines = [f"{study.name}, on one {GPU} (forecast):"]
+    for label, own, step, seconds in runs:
+        lines.append(f"  {label:<16} {own / 1e6:6.1f}M tokens  {1000 * step:5.0f} ms a step  {seconds / 60:5.1f} min")
+    total = len(seeds) * sum(seconds for *_, seconds in runs)
+    lines.append(f"{len(runs) * len(seeds)} runs: {total / 60:.0f} GPU minutes; the corpus comes on top")
     return lines

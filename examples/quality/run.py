@@ -84,11 +84,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(parsed, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
-    if parsed.stage == "estimate" and ALL[parsed.study].start is not None:
-        parser.error(
-            f"--stage estimate: {parsed.study} goes on from another run; expected a study that does not; its minutes "
-            "are in docs/quality.md"
-        )
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
     return parsed
 
@@ -237,8 +232,9 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
 def has_result(place: Place, job: Job) -> bool:
     """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
-    path = place.result(job.arm, job.seed)
-    if not path.exists() or (job.study.tasks is not None and not place.recall(job.arm, job.seed).exists()):
+    path = place.result(job.label, job.seed)
+    is_tested = job.study.tasks is not None and not job.role
+    if not path.exists() or (is_tested and not place.recall(job.arm, job.seed).exists()):
         return False
     rate = trained_rate(path)
     if rate != job.rate:

@@ -30,7 +30,7 @@ STEPS = 60
 # Stands in for pretrain_gpt_s2.py: the dense curve, and above it what the switch costs, which fades.
 TRAINER = """
 import json, os, sys
-folder, arm, start, steps, tokens, evaluated, flops = sys.argv[1:]
+folder, arm, start, steps, tokens, evaluated, flops, rate = sys.argv[1:]
 steps, tokens, flops = int(steps), int(tokens), float(flops)
 if start:
     done = json.loads(open(f"{start}/losses.jsonl").read().splitlines()[-1])
@@ -43,7 +43,7 @@ def evaluation(step, loss):
     write(**{"iteration": step, "validation": f"iteration {step} on validation set", "lm loss": loss,
              "lm loss by position/0-127": loss, "lm loss by position/128-255": loss + extra,
              "lm loss by position/trailing": loss + 2 * extra})
-arguments = {"global_batch_size": 4, "seq_length": tokens // 4, "lr": 0.1, "seed": 1, "train_iters": steps,
+arguments = {"global_batch_size": 4, "seq_length": tokens // 4, "lr": float(rate), "seed": 1, "train_iters": steps,
              "pretrained_checkpoint": start or None, "finetune": bool(start), "data_path": ["/secret"]}
 write(run={"arguments": arguments, "flops_per_token": {"attended": flops, "dense": 2.0}}, iteration=1, time=0.0)
 base = 4.0 if start else 5.0
@@ -80,15 +80,16 @@ def study(tmp_path, corpus, monkeypatch):
         start = "" if job.start is None else str(job.start.folder)
         flops = token_flops(job.study, job.arm, 512)
         return [sys.executable, "-c", TRAINER, str(job.folder), job.arm, start, str(job.iterations),
-                str(job.study.step_tokens), str(int(job.evaluated)), str(flops)]  # fmt: skip
+                str(job.study.step_tokens), str(int(job.evaluated)), str(flops),
+                f"{job.rate:g}"]  # fmt: skip
 
     monkeypatch.setattr(continued, "command", trainer)
 
-    def run_study(*more: str):
+    def run_study(*more: str, rate: str = "4e-3"):
         said = []
         size = ["--tokens", str(STEPS * TINY.step_tokens), "--start-tokens", str(STEPS * TINY.step_tokens)]
         folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-        given = ["from-dense-tiny", "--arms", "dense", "s2", "--rate", "3e-3", *size, *folders, *more]
+        given = ["from-dense-tiny", "--arms", "dense", "s2", "--rate", rate, *size, *folders, *more]
         return run(parse_arguments(given), said.append), said
 
     return run_study
@@ -121,6 +122,10 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     first, second = (float(cell.removesuffix("M")) * 1e6 / TINY.step_tokens for cell in cells[3:5])
     assert 8 < first < second < 40
     assert cells[5:] == ["3.0000 (+0.00 %)", "4.0000 (+33.33 %)"]
+    status, said = study()
+    assert status == COMPLETE and not [line for line in said if line.startswith(("started", "finished"))]
+    with pytest.raises(ValueError, match=r"was trained with the learning rate 0\.004; expected 0\.003"):
+        study(rate="3e-3")
     page.draw_continued(scale.folder, scale.comparison, tmp_path / "switch.png")
     assert (tmp_path / "switch.png").stat().st_size > 20_000
 
@@ -131,7 +136,7 @@ def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path
     status, _ = study("--arms", "dense", "--keep-checkpoints")
     assert status == COMPLETE
     assert [path.parent.name for path in sorted((tmp_path / "runs").rglob("checkpoints"))] == [
-        "dense_seed1_0.001", "start-dense_seed1_0.003"]  # fmt: skip
+        "dense_seed1_0.00133333", "start-dense_seed1_0.004"]  # fmt: skip
     status, said = study()
     assert status == COMPLETE
     started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
@@ -141,6 +146,14 @@ def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):
     with pytest.raises(ValueError, match="--arms s2: expected dense among them, the arm to compare with"):
         study("--arms", "s2")
+
+
+def test_an_estimate_has_every_run(study):
+    status, said = study("--stage", "estimate", "--seeds", "1", "2")
+    assert status == COMPLETE
+    labels = [line.split()[0] for line in said[1:-1]]
+    assert labels == ["start-dense", "switched-dense", "dense", "switched-s2", "s2", "scratch-s2"]
+    assert said[-1].startswith("12 runs: ")
 
 
 def test_start_tokens_belong_to_a_study_that_goes_on(capsys):
