@@ -42,6 +42,7 @@ LONGEST_FILES = (
     "test_slurm_ends.py",
     "tools/test_check.py",
     "quality/test_study.py",
+    "quality/test_rules.py",
     "megatron/test_refusals.py",
     "megatron/test_flops.py",
     "megatron/test_position_loss.py",
