@@ -334,6 +334,7 @@ def rules_text(data: Path, pictures: bool) -> str:
 
 
 PAGES = ((PAGE, results_text), (PATTERNS, rules_text))
+NO_RESULTS = "Nothing yet: none of these studies has run on a GPU.\n\n"
 
 
 def with_results(page: str, results: str) -> str:
@@ -342,7 +343,7 @@ def with_results(page: str, results: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no line {BEGIN!r} followed by {END!r}; add both where the results belong")
-    return f"{before}{begin}\n\n{results}{end}{after}" if results else f"{before}{begin}\n{end}{after}"
+    return f"{before}{begin}\n\n{results or NO_RESULTS}{end}{after}"
 
 
 def main() -> None:

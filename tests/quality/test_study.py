@@ -89,7 +89,10 @@ def test_the_page_in_the_repository_is_what_the_data_give():
         assert text == page.with_results(text, results_text(page.DATA, pictures=False)), (
             "run: python -m examples.quality.page"
         )
-    assert page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "") == f"a\n{page.BEGIN}\n{page.END}\nb"
+    assert (
+        page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "")
+        == f"a\n{page.BEGIN}\n\n{page.NO_RESULTS}{page.END}\nb"
+    )
 
 
 def test_where_an_arm_begins_to_lose():
