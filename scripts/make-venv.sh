@@ -28,7 +28,7 @@ if [ -n "$missing" ]; then
     echo "note: no C compiler or no Python headers here; fine without a GPU, else: apt install $missing" >&2
 fi
 
-echo "== $venv with $python (Python $version): installing what setup.py lists: some 3 GB, a few minutes, silently"
+echo "== $venv with $python (Python $version): installing what setup.py lists: 3 GB to download, 7 GB on the disk, a few minutes, silently"
 # A folder left by an interrupted run, or one of another Python, is completed or refused by venv itself.
 [ -x "$venv/bin/python" ] && "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' ||
     "$python" -m venv "$venv"

@@ -72,9 +72,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; run `make test-gpu` on such a machine"))
 
 
-@pytest.fixture(autouse=True)
-def same_numbers():
-    """What a test draws without a seed of its own is the same in every run."""
+def seed_all():
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the global one, for code that draws from it
     torch.manual_seed(0)
@@ -104,3 +102,15 @@ def write(tmp_path):
         return path
 
     return write_file
+
+
+@pytest.fixture(autouse=True, scope="module")
+def same_numbers_in_fixtures():
+    """Those of a module draw the same in every run, whatever the worker ran before."""
+    seed_all()
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(same_numbers_in_fixtures):
+    """What a test draws without a seed of its own is the same in every run."""
+    seed_all()

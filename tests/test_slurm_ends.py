@@ -84,6 +84,15 @@ def test_told_to_stop(cluster, state, pre_empted):
     assert (done.returncode == 0) == (state == "stopped") and (cluster[0] / "scontrol").exists() == again, done.stderr
 
 
+def test_a_time_limit_after_a_suspension_is_a_time_limit(cluster):
+    """The job keeps its PreemptTime; it stopped by the clock, and REQUEUE=1 was not asked for."""
+    write_status(cluster[0], "stopped", DURATION)
+    action = f'if [[ $NODE_RANK == 0 ]]; then ended "$(cat {cluster[0]}/run_status.json)"; fi; exit 0'
+    done = submit(cluster, probe(cluster, action), STUB_PREEMPTED="2026-03-01T12:00:00")
+    assert done.returncode == 0 and f"stopped for its time limit ({DURATION})" in done.stdout
+    assert not (cluster[0] / "scontrol").exists(), done.stdout
+
+
 def test_a_failure_after_a_pre_emption_is_a_failure(cluster):
     """A job that was suspended and goes on keeps its PreemptTime; that it fails later is its own doing."""
     failed = cluster[0] / "failed"

@@ -19,7 +19,8 @@ def _longer(study: Study, times: int) -> Model:
 def _continued(name: str, study: Study, start_tokens: int, tokens: int, *, from_scratch=(), **changed) -> Study:
     """Goes on from the study's dense model."""
     start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
-    return replace(study, name=name, tokens=tokens, start=start, **changed)
+    arms = tuple(arm for arm in study.arms if arm.name in start.arms)
+    return replace(study, name=name, tokens=tokens, start=start, arms=arms, **changed)
 
 
 LM, RETRIEVAL = STUDIES["lm8k"], STUDIES["retrieval8k"]
@@ -65,6 +66,8 @@ CONTINUATIONS = {
         ),
     )
 }
+
+ALL = STUDIES | CONTINUATIONS
 
 
 def token_flops(study: Study, arm: str, vocabulary: int) -> float:

@@ -11,6 +11,8 @@ what does not runs beside it. Text that the dense model saw is not read again by
 from __future__ import annotations
 
 import argparse
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ from examples.quality.run import (
     has_result,
     machine,
     measure_recall,
+    remove_stale_recall,
     require_new_sequences,
     tell_end,
     tell_missing_rates,
@@ -123,6 +126,17 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
     return FINISHED
 
 
+def begin_again(jobs: Sequence[Job]) -> None:
+    """Remove the runs that begin with dense weights which are gone, and the dense run: all of it is trained again. That
+    is so when an earlier command had fewer arms."""
+    for dense in [job for job in jobs if job.role == START]:
+        going_on = [job for job in jobs if job.start == dense]
+        unfinished = any(final_evaluation(job) is None for job in going_on)
+        if unfinished and final_evaluation(dense) is not None and not dense.checkpoints.exists():
+            for job in (dense, *going_on):
+                shutil.rmtree(job.folder, ignore_errors=True)
+
+
 def is_kept(place: ContinuedPlace, job: Job) -> bool:
     """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
     return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job)
@@ -153,7 +167,8 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     # The study of the dense run chose them, or chooses them now.
     rate_arms = [BASELINE, *(arm for arm in start.from_scratch if arm in arms)]
     choosing = argparse.Namespace(**vars(parsed) | {"arms": rate_arms})
-    before = Place(start.study, corpora[START], start_tokens, place.runs, results)
+    # Of text: all of it, as in the study of the dense run, whose choices these are.
+    before = Place(start.study, corpora[START] if study.tasks else corpus, start_tokens, place.runs, results)
     rates, failed = choose_rates(before, choosing, found, budget, tell)
     if failed:
         return FAILURE
@@ -168,6 +183,8 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     jobs = [job for job in asked if job.seed in seeds]
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
+    begin_again(jobs)
+    remove_stale_recall(place, jobs)
     on_gpu = found[0][0] is not None
     outcomes = run_jobs(
         jobs,

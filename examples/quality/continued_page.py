@@ -1,5 +1,5 @@
-"""The part of docs/quality.md on models that go on from a dense one: what the switch costs, how soon it is made up for,
-and what the same compute gives from random weights."""
+"""The part of docs/quality.md on models that go on from a dense one: what the switch costs, when the loss is
+back at dense's, and what the same compute gives from random weights."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.quality.continuations import CONTINUATIONS
+from examples.quality.continuations import ALL
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
 from examples.quality.launch import ROOT
@@ -40,7 +40,6 @@ VARIED = ("lr", "min_lr")
 RULES = ("rules8k", "lm32k")  # the studies of patterns.md
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "s2": 0.01}
-ALL = STUDIES | CONTINUATIONS
 TITLES = {
     "lm8k": "Language modelling at 8K",
     "lm32k": "Language modelling at 32K",
@@ -334,7 +333,7 @@ def rules_text(data: Path, pictures: bool) -> str:
 
 
 PAGES = ((PAGE, results_text), (PATTERNS, rules_text))
-NO_RESULTS = "Nothing yet: none of these studies has run on a GPU.\n\n"
+NO_RESULTS = "Nothing yet: none of these studies has been trained to its end on a GPU.\n\n"
 
 
 def with_results(page: str, results: str) -> str:

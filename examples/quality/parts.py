@@ -54,7 +54,7 @@ def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
                 f"corpus of {ends[0]} training documents: none is left for the part {name!r}; expected one or more; "
                 "use a larger corpus, or fewer tokens before the switch"
             )
-    folder = corpus.folder / f"parts-{share:.4f}"
+    folder = corpus.folder / f"parts-{middle}"
     if not folder.exists():
         unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)  # an earlier process of the same number

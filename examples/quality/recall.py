@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.quality.continuations import CONTINUATIONS
+from examples.quality.continuations import ALL
 from examples.quality.results import write_json
-from examples.quality.studies import STUDIES, Study
+from examples.quality.studies import Study
 from examples.quality.tasks import ANSWERS, Sequence, held_out_sequence
 
-ALL = STUDIES | CONTINUATIONS
 DEPTHS = 8  # equal parts of the context
 TOKENS_AT_ONCE = 65536
 

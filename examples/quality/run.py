@@ -27,12 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.quality.continuations import CONTINUATIONS
+from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command, environment
 from examples.quality.results import LearningRates, read_json, trained_rate, write_json, write_run
-from examples.quality.studies import STUDIES, Study
+from examples.quality.studies import Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
     CUT,
@@ -47,7 +47,6 @@ from examples.quality.workers import (
 
 DEFAULT_RUNS = ROOT / "runs" / "quality"
 DEFAULT_RESULTS = ROOT / "docs" / "quality"
-ALL = STUDIES | CONTINUATIONS
 RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
 COMPLETE, FAILURE, WRONG, AGAIN = 0, 1, 2, 3
 
@@ -84,6 +83,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(parsed, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
+    if parsed.rate is not None:
+        parsed.rate = float(f"{parsed.rate:g}")  # as the runs log it
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
     return parsed
 
@@ -215,6 +216,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
     there = [job for job in jobs if has_result(place, job)]
+    remove_stale_recall(place, [job for job in jobs if job not in there])
     if there:
         tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
     outcomes = run_jobs(
@@ -243,6 +245,13 @@ def has_result(place: Place, job: Job) -> bool:
             f"again, give another --results folder, or --rate {rate:g}"
         )
     return True
+
+
+def remove_stale_recall(place: Place, jobs: Sequence[Job]) -> None:
+    """Remove the tests of earlier models of the jobs that are still to be trained."""
+    for job in jobs:
+        if not job.role and final_evaluation(job) is None:
+            place.recall(job.arm, job.seed).unlink(missing_ok=True)
 
 
 def measure_recall(place: Place, job: Job, device: str | None, budget: Budget, tell) -> str:
@@ -281,7 +290,7 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     baseline, order = place.study.baseline, place.study.arm_names
     found = [
         f"{arm}={path}"
-        for arm in sorted(arms, key=lambda arm: (arm != baseline, order.index(arm)))
+        for arm in sorted({baseline, *arms}, key=lambda arm: (arm != baseline, order.index(arm)))
         for path in sorted(place.result(arm, 0).parent.glob(f"{arm}_seed*.jsonl"))
     ]
     if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{baseline}="):

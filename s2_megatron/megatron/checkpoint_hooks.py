@@ -24,6 +24,7 @@ from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_sparsity
 from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, find_problem, remedy
+from s2_megatron.megatron.checkpoint_metadata import forget_metadata
 from s2_megatron.megatron.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
 from s2_megatron.printing import is_first_rank, print_once
 
@@ -135,7 +136,8 @@ class CheckpointHooks:
                     f"{flag}={folder} cannot be written ({READ_ONLY.search(text)[0]}); expected a folder for a "
                     f"checkpoint; make it writable; {again}"
                 ) from error
-            free = shutil.disk_usage(folder).free
+            there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            free = shutil.disk_usage(there).free
             if NO_SPACE.search(text) or free < ALMOST_FULL:
                 raise ValueError(
                     f"{flag}={folder}: the disk is full ({free / 1e6:.0f} MB free); expected room for a checkpoint; "
@@ -209,6 +211,7 @@ class CheckpointHooks:
 
         if self.args.non_persistent_ckpt_type == "local":
             remove_unfinished(Path(self.args.non_persistent_local_ckpt_dir) / str(_rank_and_world_size()[0]))
+        forget_metadata()
         iteration = self.args.iteration
         writer = get_tensorboard_writer()
         if writer is not None and iteration:

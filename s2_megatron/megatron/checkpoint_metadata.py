@@ -174,10 +174,15 @@ def read_metadata(file: Path) -> CheckpointMetadata:
     return _read_large(file.absolute(), status.st_size, status.st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=2)  # a start looks at the same checkpoint more than once
+@functools.lru_cache(maxsize=1)  # a start looks at the same checkpoint more than once
 def _read_large(file: Path, size: int, changed: int) -> CheckpointMetadata:
     """`read_metadata` of a file with this size and this time of its last change, in ns."""
     if is_first_rank():
         seconds = size / BYTES_PER_SECOND
         print(f"S2: checks {file} ({size / 1e6:.0f} MB), about {seconds:.0f} s", file=sys.stderr, flush=True)
     return parse_metadata(file.read_bytes())
+
+
+def forget_metadata() -> None:
+    """Frees what is remembered of a large file: a training does not need it."""
+    _read_large.cache_clear()

@@ -1,4 +1,4 @@
-"""Where a plan goes against what is known: `inspect` warns of it, `check` notes it. Nothing of it stops a run.
+"""Where a plan goes against what is known: `inspect` warns of it, `check` notes it; no run is stopped.
 
 Every rule names the place in docs/ that shows it. Some are facts of the patterns; one that was found by a study carries
 the number that it found.
@@ -48,7 +48,7 @@ def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
             f"spec {spec}: {1 - seen.mean():.0%} of the blocks beyond its window are attended by no head of its "
             f"{len(layers)} layers, which have {some} for a stride of {stride}"
             f"{'; only dense layers see them' if dense else ''}; use layer_step: auto or more KV heads"
-            f"{f', or a stride of {offsets} or less' if offsets > 1 else ''}"
+            f"{f', or a stride of {offsets} or less with head_step: auto' if offsets > 1 else ''}"
         )
 
 
@@ -67,7 +67,7 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
         yield (
             f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {tokens} of "
             f"{sparsity.seq_length} tokens back: what lies before cannot change a prediction; use a stride, a dense "
-            "layer, or a larger window"
+            "layer, or a larger window, unless all packed documents are shorter"
         )
 
 

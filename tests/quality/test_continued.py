@@ -143,6 +143,15 @@ def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path
     assert sorted(started) == ["s2", "scratch-s2", "switched-s2"]
 
 
+def test_another_arm_after_the_dense_weights_are_gone(study, tmp_path):
+    assert study("--arms", "dense")[0] == COMPLETE
+    assert not list((tmp_path / "runs").rglob("checkpoints"))
+    status, said = study()
+    assert status == COMPLETE
+    started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
+    assert sorted(started) == ["dense", "s2", "scratch-s2", "start-dense", "switched-dense", "switched-s2"]
+
+
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):
     with pytest.raises(ValueError, match="--arms s2: expected dense among them, the arm to compare with"):
         study("--arms", "s2")

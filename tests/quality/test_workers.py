@@ -17,8 +17,9 @@ from examples.quality.arms import ARMS
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, training_seconds
+from examples.quality.run import Place, remove_stale_recall
 from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
-from examples.quality.workers import CUT, FAILED, FINISHED, Budget, run_jobs
+from examples.quality.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log
 
@@ -224,3 +225,17 @@ def test_arms_of_a_seed_differ_in_their_sparsity_alone(tmp_path):
 def test_too_few_tokens_are_refused():
     with pytest.raises(ValueError, match="19 steps of 65536 tokens; expected 20 steps or more; use 1310720"):
         FULL.iterations(19.5 * 65536)
+
+
+def test_the_test_of_an_earlier_model_goes(tmp_path):
+    place = Place(TINY, CORPUS, 20 * 1024, tmp_path / "runs", tmp_path / "results")
+    jobs = [place.job("dense", seed, 0.1) for seed in (1, 2)]
+    for job in jobs:
+        place.recall(job.arm, job.seed).parent.mkdir(parents=True, exist_ok=True)
+        place.recall(job.arm, job.seed).write_text("{}")
+    jobs[1].folder.mkdir(parents=True)
+    end = {"validation": f"iteration {jobs[1].iterations} on validation set", "lm loss": 4.0, "iteration": 1}
+    jobs[1].losses.write_text(json.dumps(end) + "\n")
+    assert final_evaluation(jobs[1]) is not None
+    remove_stale_recall(place, jobs)
+    assert [place.recall(job.arm, job.seed).exists() for job in jobs] == [False, True]

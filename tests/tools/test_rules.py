@@ -51,7 +51,7 @@ def test_the_configurations_of_the_repository_have_none(path, length):
         # 4 of 8 residues: one offset a KV head, the same in every layer.
         ("S", dict(local_tokens=512, stride=8, layer_step=0), {},
          "50% of the blocks beyond its window are attended by no head of its 12 layers, which have 4 offsets for a "
-         "stride of 8; use layer_step: auto or more KV heads, or a stride of 4 or less"),
+         "stride of 8; use layer_step: auto or more KV heads, or a stride of 4 or less with head_step: auto"),
         ("S", dict(local_tokens=512, stride=8, layer_step=0, head_step=0), {},
          "which have 1 offset for a stride of 8; use layer_step: auto or more KV heads; docs/"),
         # Two layers of four heads do not reach 16 residues.
