@@ -123,6 +123,10 @@ def _rules(settings: dict) -> dict:
     )
 
 
+# Of the studies in a size for two CPU cores.
+_TINY = dict(block_size=16, tokens=100 * 1024, rate_tokens=20 * 1024, rates=(2e-3, 4e-3), position_buckets=4)
+
+
 STUDIES = {
     study.name: study
     for study in (
@@ -206,65 +210,49 @@ STUDIES = {
         Study(
             "rules-tiny",
             Model(4, 48, 96, 4, 4, 256),
-            block_size=16,
             batch=4,
             micro_batch=4,
-            tokens=100 * 1024,
-            rate_tokens=20 * 1024,
-            rates=(2e-3, 4e-3),
             evaluations=1,
             eval_batches=4,
-            position_buckets=4,
             corpus=CorpusSettings(512, 1, 3, split="80,20,0", only=("stdlib",)),
             recall="rules-recall-tiny",
             **_rules(_RULES_TINY),
+            **_TINY,
         ),
         Study(
             "rules-recall-tiny",
             Model(4, 48, 96, 4, 4, 256),
-            block_size=16,
             batch=4,
             micro_batch=4,
-            tokens=100 * 1024,
-            rate_tokens=20 * 1024,
-            rates=(2e-3, 4e-3),
             evaluations=1,
             eval_batches=2,
-            position_buckets=4,
             tasks=TaskSettings(512, pairs=8, tests=16, kinds=("recall",)),
             **_rules(_RULES_TINY),
+            **_TINY,
         ),
         Study(
             "retrieval-tiny",
             Model(3, 48, 96, 4, 2, 128),
-            block_size=16,
             local_tokens=32,
             stride=4,
             batch=8,
             micro_batch=8,
-            tokens=100 * 1024,
-            rate_tokens=20 * 1024,
-            rates=(2e-3, 4e-3),
             evaluations=1,
             eval_batches=2,
-            position_buckets=4,
             tasks=TaskSettings(1024, pairs=4, needles=2, chains=2, hops=2, tests=16),
+            **_TINY,
         ),
         Study(
             "lm-tiny",
             Model(3, 48, 96, 4, 2, 256),
-            block_size=16,
             local_tokens=32,
             stride=4,
             batch=4,
             micro_batch=4,
-            tokens=100 * 1024,
-            rate_tokens=20 * 1024,
-            rates=(2e-3, 4e-3),
             evaluations=2,
             eval_batches=4,
-            position_buckets=4,
             corpus=CorpusSettings(512, 1, 3, split="80,20,0", only=("stdlib",)),
+            **_TINY,
         ),
     )
 }

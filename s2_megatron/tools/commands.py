@@ -4,9 +4,8 @@
     s2-megatron env-report
 
 A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. Its docstring, with an
-example, is what --help shows. `run` returns the exit
-status (None: 0) and raises ValueError for bad input, which becomes one `error:` line and status 2. Only the tool that
-is asked for is imported.
+example, is what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which
+becomes one `error:` line and status 2. Only the tool that is asked for is imported.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def in_fork(request) -> dict:
                 status = run(request)
             except SystemExit as end:
                 status = end.code
-            except Exception:  # noqa: BLE001 - the parent shows it
-                traceback.print_exc()
             finally:
+                if sys.exc_info()[0] is not None:
+                    traceback.print_exc()  # the parent shows it
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(status)

@@ -58,6 +58,22 @@ def violates(result: dict) -> str | None:
     return None
 
 
+class Outcomes:
+    """Of a fuzzed command: each keeps the rule, and both kinds occur."""
+
+    def __init__(self):
+        self.seen: dict[int, int] = {}
+
+    def add(self, words: list[str], result: dict) -> None:
+        wrong = violates(result)
+        assert wrong is None, f"{wrong}: {words}\n{result['err'][-3000:]}"
+        self.seen[result["status"]] = self.seen.get(result["status"], 0) + 1
+
+    def report(self) -> None:
+        print(json.dumps(self.seen))
+        assert self.seen.get(0) and self.seen.get(2), f"one kind of outcome only: {self.seen}"
+
+
 def cases(source: Path, target: Path) -> None:
     target.write_text(json.dumps([check(words) for words in json.loads(source.read_text())]))
 
@@ -98,15 +114,11 @@ def fuzz_inspect(examples: int) -> None:
             command = ["inspect", "--", "pretrain_gpt_s2.py", "--s2-config=fuzz.yaml", *words]
         else:
             command = ["inspect", "fuzz.yaml", *words]
-        result = run(command)
-        wrong = violates(result)
-        assert wrong is None, f"{wrong}: {command}\n{result['err'][-3000:]}"
-        seen[result["status"]] = seen.get(result["status"], 0) + 1
+        outcomes.add(command, run(command))
 
-    seen: dict[int, int] = {}
+    outcomes = Outcomes()
     a_call()
-    print(json.dumps(seen))
-    assert seen.get(0) and seen.get(2), f"one kind of outcome only: {seen}"
+    outcomes.report()
 
 
 def fuzz(examples: int) -> None:
@@ -154,15 +166,11 @@ def fuzz(examples: int) -> None:
             *arguments({"--eval-interval": "10", "--num-workers": "0"}, tuple(without)),
             *(word for words in extra for word in words),
         ]
-        result = check(line)
-        wrong = violates(result)
-        assert wrong is None, f"{wrong}: {line}\n{result['err'][-3000:]}"
-        seen[result["status"]] = seen.get(result["status"], 0) + 1
+        outcomes.add(line, check(line))
 
-    seen: dict[int, int] = {}
+    outcomes = Outcomes()
     a_line()
-    print(json.dumps(seen))
-    assert seen.get(0) and seen.get(2), f"one kind of outcome only: {seen}"
+    outcomes.report()
 
 
 if __name__ == "__main__":
