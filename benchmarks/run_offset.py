@@ -1,16 +1,18 @@
 """How far apart runs end that differ in nothing but rounding, and in nothing but their seed: the offset that
 `s2-megatron compare` adds to the interval of a single pair (--run-offset).
 
+    python benchmarks/run_offset.py --parallel 1 --json benchmarks/results/cpu_run_offset.json     # a CPU core, 45 min
     python benchmarks/run_offset.py --parallel 8 --json benchmarks/results/h200_run_offset.json    # one GPU
-    python benchmarks/run_offset.py --iterations 20 --rounding 2 --seeds 2                          # on a CPU, minutes
+    python benchmarks/run_offset.py --iterations 20 --rounding 2 --seeds 2                          # a try
 
-    18 runs of 300 iterations, configs/quickstart.yaml, H200
-    differ in        runs   validation loss: sd [95 %]            training loss, last quarter: sd [95 %]
-    rounding            9   0.00112 [0.00076, 0.00215]            0.00081 [0.00055, 0.00155]
-    seed                9   0.00534 [0.00361, 0.01023]            -
-    rounding alone is taken for a difference in 9 of 36 with a run offset of 0, 1 of 36 with a run offset of 0.0013
+    17 runs of 300 iterations, quickstart.yaml, CPU
+    differ in        runs   validation loss: sd [95 %]      training loss, last quarter: sd [95 %]
+    rounding            9   0.00499 [0.00337, 0.00956]      0.00368 [0.00248, 0.00704]
+    seed                9   0.02592 [0.01751, 0.04966]      -
+    rounding alone is taken for a difference in 21 of 36 with a run offset of 0, 15 of 36 with a run offset of 0.0013,
+    2 of 36 with a run offset of 0.0037
 
-(The numbers of this text are made up.) The runs are the quickstart's. A run differs in rounding alone when its loss is
+The runs are the quickstart's. A run differs in rounding alone when its loss is
 multiplied by a constant before the backward (Megatron's --loss-scale) and its gradients are divided by it afterwards:
 with 3, 5, 7, ... every gradient is rounded another way in every step, and nothing else changes. Every run's last
 checkpoint is evaluated once more with the same seed, hence on the same --eval-batches batches. The training loss is
@@ -40,7 +42,7 @@ from examples.quickstart import launch
 from examples.quickstart.dataset import PreparedCorpus, prepare_corpus
 from s2_megatron.megatron.loss_log import read_loss_log
 from s2_megatron.tools.compare.measure import VERDICT_SHARE
-from s2_megatron.tools.compare.statistics import RUN_OFFSET, difference_of_pairs
+from s2_megatron.tools.compare.statistics import LARGE_RUNS, SMALL_RUNS, difference_of_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 1234
@@ -138,7 +140,7 @@ def summary(records: Sequence[dict]) -> dict:
             found[kind] = dict(runs=len(group), validation=spread([record["validation"] for record in group]))
     if ROUNDING in found:
         group = [record for record in records if record["kind"] in ("", ROUNDING)]
-        offsets = {f"{offset:g}": told_apart(group, offset) for offset in (0.0, RUN_OFFSET)}
+        offsets = {f"{offset:g}": told_apart(group, offset) for offset in (0.0, LARGE_RUNS.nats, SMALL_RUNS.nats)}
         found[ROUNDING] |= dict(
             training=spread([float(last_quarter(record).mean()) for record in group]),
             pairs=len(group) * (len(group) - 1) // 2,

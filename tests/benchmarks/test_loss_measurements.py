@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks import position_loss, run_offset
 from examples.quickstart.dataset import PreparedCorpus
+from s2_megatron.tools.compare.statistics import SMALL_RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -95,8 +96,19 @@ def test_the_offset_of_runs():
     assert "training" not in found["seed"]
     # Planted offsets of 0.001 are hardly ever a difference beside 0.0013, and nearly always beside 0.
     assert part["pairs"] == 435 and part["told_apart"]["0"] > 350 and part["told_apart"]["0.0013"] < 40
+    assert part["told_apart"]["0.0037"] == 0
     text = run_offset.lines(found)
     assert len(text) == 4 and text[1].startswith("rounding") and text[2].rstrip().endswith("-")
+
+
+def test_what_compare_assumes_of_small_runs_was_measured():
+    content = json.loads((ROOT / "benchmarks" / "results" / "cpu_run_offset.json").read_text())
+    assert run_offset.summary(content["runs"]) == content["summary"]
+    rounding = content["summary"]["rounding"]
+    assert SMALL_RUNS.nats == round(rounding["training"]["sd"], 4)
+    assert rounding["told_apart"][f"{SMALL_RUNS.nats:g}"] <= 0.1 * rounding["pairs"]
+    page = (ROOT / "docs" / "compare.md").read_text()
+    assert all(line in page for line in run_offset.lines(content["summary"])[:3])
 
 
 def test_what_the_runs_differ_in(tmp_path):

@@ -5,10 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from s2_megatron.tools.compare.statistics import RUN_OFFSET, block_steps, bootstrap_error, difference_of_pairs
+from s2_megatron.tools.compare.statistics import (
+    LARGE_RUNS,
+    LARGE_TOKENS,
+    SMALL_RUNS,
+    block_steps,
+    bootstrap_error,
+    difference_of_pairs,
+    run_offset_for,
+)
 from s2_megatron.tools.compare.table import amount_text
 
 PAIRS = 200
+RUN_OFFSET = LARGE_RUNS.nats
 # The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %.
 CALLED_AT_MOST = 17
 
@@ -32,7 +41,7 @@ def pair(rng, steps: int, correlation: float, gap: float = 0.0, offset: float = 
 @pytest.mark.parametrize("steps, correlation", [(75, 0.0), (75, 0.8), (250, 0.0), (250, 0.9), (250, 0.95), (1000, 0.8)])
 def test_noise_alone_is_not_called_different(steps, correlation):
     rng = np.random.default_rng(1)
-    found = [difference_of_pairs([pair(rng, steps, correlation, offset=RUN_OFFSET)]) for _ in range(PAIRS)]
+    found = [difference_of_pairs([pair(rng, steps, correlation, offset=RUN_OFFSET)], RUN_OFFSET) for _ in range(PAIRS)]
     assert sum(difference.verdict != "not told apart" for difference in found) <= CALLED_AT_MOST
 
 
@@ -48,7 +57,7 @@ def test_the_bootstrap_alone_covers_the_noise_of_steps(steps, correlation):
 def test_a_gap_of_half_a_percent_is_found():
     rng = np.random.default_rng(3)
     for sign, verdict in ((1, "worse"), (-1, "better")):
-        found = [difference_of_pairs([pair(rng, 250, 0.8, sign * 0.005, RUN_OFFSET)]) for _ in range(PAIRS)]
+        found = [difference_of_pairs([pair(rng, 250, 0.8, sign * 0.005, RUN_OFFSET)], RUN_OFFSET) for _ in range(PAIRS)]
         verdicts = [difference.verdict for difference in found]
         assert verdicts.count(verdict) >= 0.95 * PAIRS
         assert verdicts.count(verdict) + verdicts.count("not told apart") == PAIRS
@@ -67,24 +76,24 @@ def test_equal_batches_are_what_finds_it():
 def test_one_pair_carries_the_offset_between_equal_runs():
     """Two runs without any noise of steps, 0.002 apart: a bootstrap over steps would be certain."""
     baseline = np.linspace(3.5, 3.3, 100)
-    assert difference_of_pairs([(baseline + 0.002, baseline)]).verdict == "not told apart"
+    assert difference_of_pairs([(baseline + 0.002, baseline)], RUN_OFFSET).verdict == "not told apart"
     certain = difference_of_pairs([(baseline + 0.002, baseline)], run_offset=0.0)
     assert certain.verdict == "worse" and certain.step_error < 1e-9
-    assert difference_of_pairs([(baseline + 0.01, baseline)]).verdict == "worse"
+    assert difference_of_pairs([(baseline + 0.01, baseline)], RUN_OFFSET).verdict == "worse"
 
 
 def test_three_pairs_measure_their_own_spread():
     baseline = np.linspace(3.5, 3.3, 100)
     spread = [(baseline + offset, baseline) for offset in (0.02, -0.01, 0.03)]
-    difference = difference_of_pairs(spread)
+    difference = difference_of_pairs(spread, RUN_OFFSET)
     # Student's t for two degrees of freedom: 4.303.
     assert difference.offset_error == pytest.approx(4.303 * np.std([0.02, -0.01, 0.03], ddof=1) / np.sqrt(3), rel=1e-3)
     assert difference.verdict == "not told apart" and difference.pairs == 3
     close = [(baseline + offset, baseline) for offset in (0.0201, 0.0199, 0.02)]
-    assert difference_of_pairs(close).verdict == "worse"
+    assert difference_of_pairs(close, RUN_OFFSET).verdict == "worse"
     rng = np.random.default_rng(5)
     triples = [[pair(rng, 100, 0.8, offset=0.01) for _ in range(3)] for _ in range(PAIRS)]
-    assert sum(difference_of_pairs(each).verdict != "not told apart" for each in triples) <= CALLED_AT_MOST
+    assert sum(difference_of_pairs(each, RUN_OFFSET).verdict != "not told apart" for each in triples) <= CALLED_AT_MOST
 
 
 def test_blocks_grow_with_correlation():
@@ -104,3 +113,10 @@ def test_the_bootstrap_of_independent_steps_is_the_standard_error():
 def test_times_of_a_row_have_one_unit():
     assert amount_text("hours", 0.11) == "0.11 h" and amount_text("hours", 0.05) == "180 s"
     assert amount_text("hours", 0.11, least=0.05) == "396 s"
+
+
+def test_short_runs_are_assumed_to_end_further_apart():
+    assert run_offset_for(0.6e6) is run_offset_for(LARGE_TOKENS - 1) is SMALL_RUNS
+    assert run_offset_for(None) is SMALL_RUNS  # the tokens were not logged: the careful one
+    assert run_offset_for(LARGE_TOKENS) is LARGE_RUNS
+    assert SMALL_RUNS.nats > LARGE_RUNS.nats

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from s2_megatron.tools.compare.runs import AXES
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
-from s2_megatron.tools.compare.statistics import RUN_OFFSET, RUN_OFFSET_SOURCE
+from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, SMALL_RUNS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-offset",
         type=float,
-        default=RUN_OFFSET,
         metavar="NATS",
         help="standard deviation of the loss of runs that differ in nothing but rounding and seed; used for fewer "
-        f"than three pairs (default: {RUN_OFFSET}, {RUN_OFFSET_SOURCE})",
+        f"than three pairs (default: {SMALL_RUNS.nats}, {SMALL_RUNS.source}; from {LARGE_TOKENS / 1e6:g}M tokens on "
+        f"{LARGE_RUNS.nats}, {LARGE_RUNS.source})",
     )
 
 

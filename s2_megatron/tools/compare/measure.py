@@ -9,7 +9,7 @@ import numpy as np
 
 from s2_megatron.tools.compare.runs import AXES, TRAINING_LOSS, VALIDATION_LOSS, Run
 from s2_megatron.tools.compare.settings import Arm, pair_by_seed
-from s2_megatron.tools.compare.statistics import RUN_OFFSET, Difference, difference_of_pairs
+from s2_megatron.tools.compare.statistics import Difference, RunOffset, difference_of_pairs, run_offset_for
 
 # A loss "at" a point is the mean of this share of the run's logged steps up to it (of MIN_SMOOTHED at least).
 SMOOTHED_SHARE = 0.05
@@ -59,7 +59,7 @@ class Comparison:
     results: tuple[ArmResult, ...]
     target: float
     limits: dict[str, float]
-    run_offset: float
+    run_offset: RunOffset
     paired: dict[str, list[Paired]]
 
 
@@ -133,18 +133,22 @@ def _last(paired: Paired, names: tuple[str, str]) -> tuple[np.ndarray, np.ndarra
 
 
 def compare(
-    arms: Sequence[Arm], vary: Sequence[str] = (), target: float | None = None, run_offset: float = RUN_OFFSET
+    arms: Sequence[Arm], vary: Sequence[str] = (), target: float | None = None, run_offset: float | None = None
 ) -> Comparison:
     """Compare every arm with the first one.
 
-    target: the loss of to_target; default the largest final loss of any run, which all of them reach. run_offset: see
-    statistics. Raises ValueError for arms without a common seed and for runs that are too short.
+    target: the loss of to_target; default the largest final loss of any run, which all of them reach. run_offset: in
+    nats, see statistics.difference_of_pairs; default that of runs of as many tokens. Raises ValueError for arms without
+    a common seed and for runs that are too short.
     """
     runs = [run for arm in arms for run in arm.runs]
     if target is None:
         target = max(float(smoothed(run)[-1]) for run in runs)
     shared = [axis for axis in AXES if all(axis in run.axes for run in runs)]
     limits = {axis: min(float(run.axis(axis)[-1]) for run in runs) for axis in shared}
+    offset = run_offset_for(limits.get("tokens"))
+    if run_offset is not None:
+        offset = RunOffset(run_offset, "as given by --run-offset")
     baseline = arms[0]
     results, paired = [], {}
     baseline_hours = _mean(amount_to(run, "hours", target) for run in baseline.runs) if "hours" in limits else None
@@ -154,7 +158,7 @@ def compare(
         difference = None
         if pairs:
             losses = [_last(each, (pair[0].name, pair[1].name)) for each, pair in zip(paired[arm.name], pairs)]
-            difference = difference_of_pairs(losses, run_offset)
+            difference = difference_of_pairs(losses, offset.nats)
         finals = [float(smoothed(run)[-1]) for run in arm.runs]
         to_target = {axis: _mean(amount_to(run, axis, target) for run in arm.runs) for axis in shared}
         hours = to_target.get("hours")
@@ -179,7 +183,7 @@ def compare(
                 validation_difference=_mean(_validation_difference(*pair) for pair in pairs),
             )
         )
-    return Comparison(tuple(results), target, limits, run_offset, paired)
+    return Comparison(tuple(results), target, limits, offset, paired)
 
 
 def _mean(values) -> float | None:

@@ -12,7 +12,7 @@ from s2_megatron.tools.compare.measure import (
     ArmResult,
     Comparison,
 )
-from s2_megatron.tools.compare.statistics import CONFIDENCE, RUN_OFFSET, RUN_OFFSET_SOURCE, SPREAD_PAIRS, Difference
+from s2_megatron.tools.compare.statistics import CONFIDENCE, SPREAD_PAIRS, Difference
 
 AXIS_NAMES = {"tokens": "tokens", "hours": "hours", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
 _AMOUNT_NAMES = {
@@ -56,13 +56,13 @@ def verdict_line(result: ArmResult, comparison: Comparison) -> str:
     text += f"{CONFIDENCE:.0%} interval over the last {VERDICT_SHARE:.0%} of the steps. "
     if difference.pairs >= SPREAD_PAIRS:
         return text + f"It is the spread of {difference.pairs} pairs of seeds."
-    source = RUN_OFFSET_SOURCE if comparison.run_offset == RUN_OFFSET else "as given by --run-offset"
+    offset = comparison.run_offset
     pairs = "one pair of runs" if difference.pairs == 1 else f"{difference.pairs} pairs of runs"
     return text + (
         f"It is {pairs}: ±{difference.step_error:.4f} from the steps (bootstrap, blocks of {difference.block}) and "
         f"±{difference.offset_error:.4f} because runs that differ in nothing but rounding and seed end "
-        f"{comparison.run_offset:g} "
-        f"apart ({source}). {SPREAD_PAIRS} seeds or more replace that number by their own spread."
+        f"{offset.nats:g} apart ({offset.source}). "
+        f"{SPREAD_PAIRS} seeds or more replace that number by their own spread."
     )
 
 
@@ -137,7 +137,7 @@ def as_json(comparison: Comparison) -> dict:
     return {
         "baseline": comparison.results[0].arm.name,
         "target_loss": comparison.target,
-        "run_offset": comparison.run_offset,
+        "run_offset": {"nats": comparison.run_offset.nats, "source": comparison.run_offset.source},
         "limits": comparison.limits,
         "arms": [_arm_json(result) for result in comparison.results],
         "remarks": remarks(comparison),
