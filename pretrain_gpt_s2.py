@@ -67,9 +67,10 @@ def main() -> None:
         run = prepare_s2(args)
         model_config = gpt_config_from_args(args)
         apply_s2(model_config, run)
+        settings = pretrain_cfg_container_from_args(args, model_config)
     with recorded_run(args):
         pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
+            settings,
             datasets_provider,
             ModelType.encoder_or_decoder,
             forward_step,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load, remedy
+from s2_megatron.megatron.preflight.schedule import compare_schedules
 from s2_megatron.printing import print_once
 
 # What a checkpoint's weights have to agree on with the model: the arguments' names.
@@ -124,8 +125,8 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Compares this run's sparsity (None: a dense run without --s2-config) with that of the checkpoint it is about to
-    load.
+    """Compares this run's sparsity (None: a dense run without --s2-config), shapes and schedule with those of the
+    checkpoint it is about to load.
 
     Local checkpoints (--non-persistent-ckpt-type local) can only be read by Megatron's ranks together; theirs is
     compared when they are loaded (checkpoint_hooks.py). Raises ValueError as `compare_sparsity` does.
@@ -134,6 +135,8 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if checkpoint is not None:
         compare_shapes(args, checkpoint)
         compare_sparsity(args, sparsity, checkpoint)
+        if not checkpoint.weights_only:
+            compare_schedules(args, checkpoint.args, checkpoint.folder, checkpoint.iteration)
 
 
 def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpoint: StoredCheckpoint) -> None:

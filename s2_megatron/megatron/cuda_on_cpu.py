@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from s2_megatron.printing import print_once
 
+# Arguments of Megatron that ask for a GPU, and their flags.
+ON_GPUS_ONLY = {"nccl_ub": "--use-nccl-ub", "cpu_offloading_num_layers": "--cpu-offloading-num-layers"}
 # Packages that Megatron uses when they are installed and that work on a GPU only.
 GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 
@@ -203,10 +205,21 @@ def install_if_no_gpu() -> bool:
 def require_cpu_settings(args) -> None:
     """Check Megatron's parsed arguments for what a run on the CPU cannot do.
 
-    Raises ValueError, naming the flag, for a backend that needs a GPU and for data loader processes.
+    Raises ValueError, naming the flag, for a backend and graphs that need a GPU and for data loader processes.
     """
-    for name, expected in (("distributed_backend", "gloo"), ("num_workers", 0)):
+    for flag, name, expected in (
+        ("--distributed-backend", "distributed_backend", "gloo"),
+        ("--num-workers", "num_workers", 0),
+        ("--cuda-graph-impl", "cuda_graph_impl", "none"),
+    ):
         value = getattr(args, name)
         if value != expected:
-            flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {value} on a machine without a GPU; expected {expected}; add {flag} {expected}")
+    if args.transformer_impl == "local" and not args.no_persist_layer_norm:
+        raise ValueError(
+            "--transformer-impl local on a machine without a GPU: Megatron's fused norm is missing; expected torch's; "
+            "add --no-persist-layer-norm"
+        )
+    for name, flag in ON_GPUS_ONLY.items():
+        if getattr(args, name):
+            raise ValueError(f"{flag} on a machine without a GPU; expected none of it; leave {flag} out")

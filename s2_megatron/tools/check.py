@@ -66,7 +66,7 @@ def check_line(line: LaunchLine) -> Checked:
     install_if_no_gpu()
 
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import validate_args
 
     from s2_megatron.megatron.arguments import add_s2_arguments, check_run
@@ -91,7 +91,9 @@ def check_line(line: LaunchLine) -> Checked:
     build_tokenizer(args)
     run = check_run(args, elsewhere=elsewhere)
     model = argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}) if elsewhere else args
-    gpt_config_from_args(model)
+    model_config = gpt_config_from_args(model)
+    if not (elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
+        pretrain_cfg_container_from_args(args, model_config)
     if run is not None:
         notes += plan_warnings(run.sparsity)
     return Checked(args, run, notes)

@@ -25,8 +25,8 @@ SOURCES = [
 BUILTIN = {"ValueError", "RuntimeError"}
 HOLE = "\0"  # a value in a message
 # Which argument of other calls is a message, or its part that this page has: Problem(path, got, expected, fix),
-# _wrong(expected, fix), ArgumentError(action, message), found.append(message) of the refusals.
-AT = {"Problem": 2, "_wrong": 0, "ArgumentError": 1, "append": 0}
+# _wrong(expected, fix), ArgumentError(action, message), Mistake(made, message), found.append(message) of the refusals.
+AT = {"Problem": 2, "_wrong": 0, "ArgumentError": 1, "Mistake": 1, "append": 0}
 LEAST_LETTERS = 5  # that a message or a row has of its own; with fewer a row would match anything
 
 

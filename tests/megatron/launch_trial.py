@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,14 @@ from tests.megatron.launch_draws import Change, command_line, draw
 CHECK = ROOT / "s2_megatron" / "__main__.py"
 ENTRY = ROOT / "tests" / "megatron" / "scripts" / "tried_pretrain.py"
 SPARSITY = "block_size: 16\nlayers: S\nmtp_layers: S\nspecs:\n  S: {local_blocks: 1, stride: 2}\n"
-TRAINED, REFUSED, FAILED, HUNG, IDLE, UNTIDY = "trained", "refused", "failed", "hung", "trained nothing", "untidy refusal"
+TRAINED, REFUSED, FAILED, HUNG, IDLE, UNTIDY = (
+    "trained",
+    "refused",
+    "failed",
+    "hung",
+    "trained nothing",
+    "untidy refusal",
+)
 # Flags that end a run early, and those that leave it without a step.
 ENDING = ("--exit-interval", "--exit-duration-in-mins", "--error-injection-rate")
 WITHOUT_STEPS = ("--skip-train", "--ckpt-convert-format")
@@ -101,7 +109,9 @@ class Trial:
     def words(self, changes: list[Change], run: Path) -> list[str]:
         return command_line(changes, str(self.lab), str(run))
 
-    def accepted(self, changes: list[Change], processes: int) -> tuple[list[Change], list[tuple[list[Change], Outcome]]]:
+    def accepted(
+        self, changes: list[Change], processes: int
+    ) -> tuple[list[Change], list[tuple[list[Change], Outcome]]]:
         """(the changes that the check takes together, what it refused on the way to them)"""
         outcome = self.check(changes, processes)
         if outcome.kind == TRAINED:
@@ -154,11 +164,11 @@ def judged(status: int, output: str, words: list[str], log: Path) -> Outcome:
         if errors:
             return Outcome(FAILED, errors[0], "refused by the start: " + re.sub(r"[0-9.]+|/\S+", "", errors[0])[:80])
         return Outcome(FAILED, *raised(output))
-    asked = [int(after) for word, after in zip(words, words[1:]) if word == "--train-iters"]
+    asked = [int(after) for word, after in pairwise(words) if word == "--train-iters"]
     if any(word in WITHOUT_STEPS for word in words) or "was done before" in output:
         return Outcome(TRAINED)
     if not steps or (asked and steps != asked[-1] and not any(word in ENDING for word in words)):
-        place = next((after for word, after in zip(words, words[1:]) if word == "--save"), None)
+        place = next((after for word, after in pairwise(words) if word == "--save"), None)
         found = read_status(place) if place else None
         said = found["line"] if found else output[-300:]
         return Outcome(IDLE, f"{steps} iterations of {asked}: {said}", "idle")
@@ -167,9 +177,10 @@ def judged(status: int, output: str, words: list[str], log: Path) -> Outcome:
 
 def raised(output: str) -> tuple[str, str]:
     """(the error of a traceback with the line of source that raised it, file and line)"""
-    frames = re.findall(r'^(?:\[rank\d+\]: ?)?  File "([^"]+)", line (\d+), in .*\n(?:.*?)    (.*)$', output, flags=re.M)
-    errors = re.findall(r"^(?:\[rank\d+\]: ?)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Found)\b.*)$", output,
-        flags=re.M)  # fmt: skip
+    start = r"^(?:\[rank\d+\]: ?)?"
+    frames = re.findall(start + r'  File "([^"]+)", line (\d+), in .*\n(?:.*?)    (.*)$', output, flags=re.M)
+    kinds = r"((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Found)\b.*)$"
+    errors = re.findall(start + kinds, output, flags=re.M)
     error = errors[-1] if errors else output[-400:]
     if not frames:
         return error, re.sub(r"[0-9]+", "", error)[:80]
@@ -179,11 +190,15 @@ def raised(output: str) -> tuple[str, str]:
 
 def shown(changes: list[Change]) -> str:
     return " ".join(
-        f"(without {flag})" if words is None else " ".join((flag, *words)) for each in changes for flag, words in each.items()
+        f"(without {flag})" if words is None else " ".join((flag, *words))
+        for each in changes
+        for flag, words in each.items()
     )
 
 
-def run(trial: Trial, draws: int, seed: int, *, refused_too: float = 0.0, only: str | None = None, log=None) -> list[str]:
+def run(
+    trial: Trial, draws: int, seed: int, *, refused_too: float = 0.0, only: str | None = None, log=None
+) -> list[str]:
     """What broke the rule. refused_too: the share of refused lines that are trained without checks. log: a file for
     one JSON line a draw."""
     choice, found, known = random.Random(seed), [], set()
@@ -191,7 +206,9 @@ def run(trial: Trial, draws: int, seed: int, *, refused_too: float = 0.0, only: 
 
     def note(kind: str, name: str, processes: int, changes: list[Change], outcome: Outcome) -> None:
         trial.counted[kind] += 1
-        entry = dict(kind=kind, group=name, processes=processes, flags=shown(changes), why=outcome.why, where=outcome.where)
+        entry = dict(
+            kind=kind, group=name, processes=processes, flags=shown(changes), why=outcome.why, where=outcome.where
+        )
         if log:
             log.write(json.dumps(entry) + "\n")
             log.flush()

@@ -11,8 +11,9 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from s2_megatron.megatron.preflight.files import WRITTEN_FILES, WRITTEN_FOLDERS
-from s2_megatron.megatron.preflight.flags import RANGES, REQUIRED, flag_of
+from s2_megatron.megatron.preflight.combinations import MISTAKES
+from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
+from s2_megatron.megatron.preflight.flags import NUMBERS, RANGES, REQUIRED, flag_of
 from tests.checkpoints import write_checkpoint
 from tests.megatron.arguments import BASE, CONFIG
 
@@ -35,6 +36,7 @@ def make_files(tmp: Path) -> None:
     (tmp / "function.yaml").write_text("layers: P\nblock_size: 64\nspecs: {P: {function: 'a:b'}}\n")
     (tmp / "windows.yaml").write_text("layers: S\nblock_size: 16\nspecs: {S: {local_tokens: 32}}\n")
     (tmp / "file").write_text("a file")
+    (tmp / "data_args").write_text(f"1 {tmp}/good")
     (tmp / "empty").mkdir()
     lengths = struct.pack("<2i2q3q", 5, 5, 0, 10, 0, 1, 2)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
@@ -78,6 +80,80 @@ S2_FLAGS = {
     "--s2-position-loss": Bad({"--s2-position-loss": "2000"}, ("--s2-position-loss 2000 with --seq-length",)),
 }
 
+# Of every entry of preflight/combinations.py: a launch that makes the mistake (flags added, flags left out).
+MADE = {
+    "validation_set_names": {"--validation-set-names": ["a", "b"]},
+    "multiple_validation_sets": {"--multiple-validation-sets": None},
+    "multiple_validation_sets and a test set": {"--multiple-validation-sets": None, "--full-validation": None},
+    "no data to validate with": {"--split": "100,0,0"},
+    "rerun_mode": {"--rerun-mode": "report_stats"},
+    "enable_ft_package": {"--enable-ft-package": None},
+    "adlr_autoresume": {"--adlr-autoresume": None},
+    "data_args_path without a split": {"--data-args-path": "{tmp}/data_args"},
+    "use_sharp": {"--use-sharp": None},
+    "dataloader_type": {"--dataloader-type": "external"},
+    "optimizer": {"--optimizer": "muon"},
+    "lazy_mpu_init": {"--lazy-mpu-init": None},
+    "rl_profile": {"--rl-profile": None},
+    "moe_layer_freq": {"--moe-layer-freq": "[1]", "--num-experts": "2"},
+    "moe_use_upcycling": {"--moe-use-upcycling": None, "--num-experts": "2"},
+}
+
+
+def mistake(name: str) -> Bad:
+    """The error line has what stands around the values in the entry's text."""
+    said = MISTAKES[name].text
+    return Bad(MADE[name], (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0]))
+
+
+TWO_RANKS = "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"
+SAMPLES = ("--train-iters",)
+# The batches, the learning rate and the weight decay of preflight/schedule.py; GOOD trains 10 iterations.
+SCHEDULES = {
+    "a batch": Bad({"--global-batch-size": "3"}, ("--global-batch-size=3 with --micro-batch-size=1 and data "
+        "parallelism over 2 ranks: expected a multiple of 2; use --global-batch-size 4",), runner=TWO_RANKS),
+    "a small batch": Bad({"--global-batch-size": "1", "--decrease-batch-size-if-needed": None},
+        ("--global-batch-size=1 ", "expected 2 or more", "use --global-batch-size 2"), runner=TWO_RANKS),
+    "a batch that grows": Bad({"--rampup-batch-size": ["2", "2", "6"]},
+        ("--rampup-batch-size=2 2 6: this Megatron ignores it", "use --step-batch-size-schedule")),
+    "no steps of a batch": Bad({"--step-batch-size-schedule": "x"},
+        ("--step-batch-size-schedule=x: ", "expected TOKENS:BATCH words", "'0:1 1B:2'")),
+    "late steps of a batch": Bad({"--step-batch-size-schedule": "1M:4"}, ("--step-batch-size-schedule=1M:4: ",)),
+    "a step of a batch": Bad({"--step-batch-size-schedule": "0:2 1M:3"},
+        ("--step-batch-size-schedule=0:2 1M:3: a batch of 3 samples", "expected multiples of 2"), runner=TWO_RANKS),
+    "no iteration of samples": Bad({"--train-samples": "3", "--global-batch-size": "4"},
+        ("--train-samples=3 with a global batch of 4 samples: not one iteration", "use --train-samples 4"), SAMPLES),
+    "a rate": Bad({"--lr": "-1"}, ("--lr=-1: expected a number, 0 or more",)),
+    "an endless rate": Bad({"--lr": "inf"}, ("--lr=inf: expected a number",)),
+    "a NaN": Bad({"--clip-grad": "nan"}, ("--clip-grad=nan: expected a number",)),
+    "the lowest rate": Bad({"--min-lr": "1"}, ("--min-lr=1 with --lr=0.0001: expected 0 to --lr; use --min-lr 1e-05",)),
+    "the first rate": Bad({"--lr-warmup-init": "1"}, ("--lr-warmup-init=1 with --lr=0.0001", "leave --lr-warmup-init")),
+    "a warm-up": Bad({"--lr-warmup-iters": "2000"}, ("--lr-warmup-iters=2000 with --train-iters=10: ",
+        "expected 0 to 9; use --lr-warmup-iters 1, or a larger --train-iters")),
+    "a warm-up as long": Bad({"--lr-warmup-iters": "10"}, ("--lr-warmup-iters=10 with --train-iters=10",)),
+    "a short decay": Bad({"--lr-warmup-iters": "5", "--lr-decay-iters": "5"}, ("--lr-warmup-iters=5 with "
+        "--lr-decay-iters=5: ", "expected 0 to 4")),
+    "a warm-up of samples": Bad({"--lr-warmup-samples": "40", "--train-samples": "40"},
+        ("--lr-warmup-samples=40 with --train-samples=40: ", "use --lr-warmup-samples 4"), SAMPLES),
+    "a share of warm-up": Bad({"--lr-warmup-fraction": "1"}, ("--lr-warmup-fraction=1: the share", "less than 1")),
+    "no share": Bad({"--lr-warmup-fraction": "-0.1"}, ("--lr-warmup-fraction=-0.1: the share",)),
+    "WSD": Bad({"--lr-decay-style": "WSD"}, ("--lr-decay-style=WSD without --lr-wsd-decay-iters", "add "
+        "--lr-wsd-decay-iters 1")),
+    "WSD of samples": Bad({"--lr-decay-style": "WSD", "--train-samples": "40", "--lr-wsd-decay-iters": "1"},
+        ("--lr-decay-style=WSD without --lr-wsd-decay-samples",), SAMPLES),
+    "a decay of weights": Bad({"--weight-decay": "-0.1"}, ("--weight-decay=-0.1: expected 0 or more",)),
+    "falling weight decay": Bad({"--weight-decay-incr-style": "linear", "--start-weight-decay": "0.2",
+        "--end-weight-decay": "0.1"}, ("--start-weight-decay=0.2 and --end-weight-decay=0.1: ", "swap them")),
+    "two schedules": Bad({"--override-opt-param-scheduler": None, "--use-checkpoint-opt-param-scheduler": None},
+        ("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: ", "remove the other")),
+    "an optimizer's numbers": Bad({"--exp-avg-dtype": "bf16"}, ("exp_avg_dtype can only be fp32",)),
+    "graphs without a GPU": Bad({"--cuda-graph-impl": "local", "--s2-backend": "reference"},
+        ("--cuda-graph-impl local on a machine without a GPU; expected none",), ("--s2-config",)),
+    "a norm of a GPU": Bad({}, ("--transformer-impl local on a machine without a GPU", "add --no-persist-layer-norm"),
+        ("--no-persist-layer-norm",)),
+    "buffers of a GPU": Bad({"--use-nccl-ub": None}, ("--use-nccl-ub on a machine without a GPU",)),
+}  # fmt: skip
+
 BAD = {
     # The command line
     "no such flag": Bad({"--num-layer": "4"}, ("unknown flag: --num-layer 4; did you mean --num-layers?",)),
@@ -113,7 +189,8 @@ BAD = {
     "one of two": Bad(DATA | {"--data-path": ["0.5", "{tmp}/good", "0.5", "{tmp}/none"]},
         ("--data-path={tmp}/none: ",), MOCK),
     "all of two": Bad(DATA | {"--data-path": ["{tmp}/no_index", "{tmp}/none"]}, ("(and 1 more of its 2)",), MOCK),
-    "a list of data": Bad({"--data-args-path": "{tmp}/none"}, ("--data-args-path={tmp}/none: No such file",), MOCK),
+    "a list of data": Bad({"--data-args-path": "{tmp}/none", "--split": "99,1,0"},
+        ("--data-args-path={tmp}/none: No such file",), MOCK),
     "parts of data": Bad({"--per-split-data-args-path": "{tmp}/file"}, ("not in Megatron's form; expected",), MOCK),
     "a split": Bad(DATA | {"--split": "99:1"}, ("--split=99:1: expected up to three numbers",), MOCK),
     "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
@@ -148,14 +225,21 @@ BAD = {
     "no processes": Bad({}, ("--nproc-per-node='0'; expected a number of processes",),
         runner="torchrun --nproc-per-node 0 pretrain_gpt_s2.py"),
     **S2_FLAGS,
+    **SCHEDULES,
+    **{f"a mistake: {name}": mistake(name) for name in MADE},
     **{f"without {name}": Bad({}, (f"{flag_of(name)} is not given; expected a value",), (flag_of(name),))
         for name in REQUIRED},
     **{f"{name} too small": Bad({flag_of(name): str(least - 1)},
         (f"{flag_of(name)}={least - 1}: expected {least} to {most}; use {flag_of(name)} {least}",))
         for name, (least, most) in RANGES.items()},
+    **{f"{name} not taken": Bad({flag_of(name): "-1"},
+        (f"{flag_of(name)}=-1: expected {words}; use {flag_of(name)} {example:g}",))
+        for name, (_, words, example) in NUMBERS.items()},
     **{f"{name} too large": Bad({flag_of(name): "9" * 25}, (f"{flag_of(name)}=99999", f"expected {least} to {most}"))
         for name, (least, most) in RANGES.items()},
     **{f"{name} in a file": Bad({flag_of(name): "{tmp}/file/x", "--save-interval": "10"},
         (f"{flag_of(name)}={{tmp}}/file/x: ", "is a file; expected a folder"))
         for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES)},
+    **{f"{name} missing": Bad({flag_of(name): "{tmp}/none"},
+        (f"{flag_of(name)}={{tmp}}/none: no file that this user can read",)) for name in READ_FILES},
 }  # fmt: skip

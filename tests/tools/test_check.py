@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.megatron.arguments import add_s2_arguments
+from s2_megatron.megatron.preflight.combinations import MISTAKES
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
-from tests.tools.bad_launches import BAD, DATA, GOOD, S2_FLAGS, Bad, make_files
+from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, S2_FLAGS, Bad, make_files
 from tests.tools.scripts.check_cases import violates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,20 @@ FINE = {
     "several ranks": (Bad({"--tensor-model-parallel-size": "2"}, (), (),
         "torchrun --nproc-per-node 4 pretrain_gpt_s2.py"),
         ("4 processes (tensor 2, data 2)",)),
+    "the longest warm-up": (Bad({"--lr-warmup-iters": "9"}, ()), ("nothing wrong found",)),
+    "a warm-up before a longer decay": (Bad({"--lr-warmup-iters": "10", "--lr-decay-iters": "11"}, ()),
+        ("nothing wrong found",)),
+    "a large share of warm-up": (Bad({"--lr-warmup-fraction": "0.99", "--min-lr": "1e-4"}, ()),
+        ("nothing wrong found",)),
+    "WSD, complete": (Bad({"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "100"}, ()), ("nothing wrong found",)),
+    "samples": (Bad({"--train-samples": "12", "--lr-warmup-samples": "11"}, (), ("--train-iters",)),
+        ("nothing wrong found",)),
+    "a batch that shrinks": (Bad({"--global-batch-size": "3", "--decrease-batch-size-if-needed": None,
+        "--eval-global-batch-size": "2"}, (), (),
+        "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
+    "steps of a batch": (Bad({"--step-batch-size-schedule": "0:2 1M:4"}, (), (),
+        "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
+    "nothing to validate": (Bad({"--split": "100,0,0", "--eval-iters": "0"}, ()), ("nothing wrong found",)),
     "for GPUs": (Bad({"--bf16": None, "--no-masked-softmax-fusion": None}, (), ("--distributed-backend",)),
         ("note: no GPU here", "nothing wrong found")),
     "a script of one's own": (Bad({"--my-flag": "3"}, (), (), "torchrun mine.py"),
@@ -57,6 +72,7 @@ def line(bad: Bad, tmp: Path) -> list[str]:
 @cache
 def results(tmp: Path) -> dict[str, dict]:
     make_files(tmp)
+    assert not BAD.keys() & FINE.keys()
     launches = BAD | {name: launch for name, (launch, _) in FINE.items()}
     (tmp / "cases.json").write_text(json.dumps([line(launch, tmp) for launch in launches.values()]))
     before = sorted(tmp.rglob("*"))
@@ -108,6 +124,10 @@ def test_every_flag_has_a_bad_value():
     add_s2_arguments(parser)
     flags = {action.option_strings[0]: action for action in parser._actions}
     assert {flag for flag, action in flags.items() if action.nargs != 0} == set(S2_FLAGS)
+
+
+def test_every_mistake_has_a_launch_that_makes_it():
+    assert set(MADE) == set(MISTAKES)
 
 
 def test_nothing_else_than_success_or_one_error_line(tmp_path):

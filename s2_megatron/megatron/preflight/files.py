@@ -25,6 +25,8 @@ WRITTEN_FOLDERS = (
     "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir",
 )  # fmt: skip
 WRITTEN_FILES = ("s2_loss_log",)
+# Files that are read once the processes are up, by the argument's name.
+READ_FILES = ("nccl_communicator_config_path", "per_dataset_sequences_path", "tp_comm_overlap_cfg")
 
 
 def is_remote(path: str) -> bool:
@@ -229,6 +231,17 @@ def _is_hub_name(model: str) -> bool:
     return not Path(model).exists() and model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
 
 
+def check_read(args: Namespace) -> None:
+    """Raises ValueError for a file of READ_FILES that is not there or cannot be read."""
+    for name in READ_FILES:
+        value = getattr(args, name, None)
+        if value and not is_remote(value) and ("\0" in value or not os.access(value, os.R_OK) or Path(value).is_dir()):
+            raise ValueError(
+                f"--{name.replace('_', '-')}={printable(value, 200)}: no file that this user can read; expected one; "
+                "correct the path, or leave the flag out"
+            )
+
+
 def _check_readable(name: str, value: str | None, wanted_by: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     if value is None:
@@ -248,6 +261,7 @@ def _check_readable(name: str, value: str | None, wanted_by: str) -> None:
 def check_files(args: Namespace) -> list[str]:
     """Everything of this module. Returns what is worth a warning, raises ValueError for what is wrong."""
     check_written(args)
+    check_read(args)
     check_data(args)
     check_tokenizer(args)
     warning = space_warning(args)

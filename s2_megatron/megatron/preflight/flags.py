@@ -6,6 +6,7 @@ the first thing that is wrong.
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+from s2_megatron.megatron.preflight.combinations import check_combinations
+from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
 
 LARGE = 2**31 - 1
 # Integer flags -> (least, most). What most is for: a number above it is a slip, and no model or job has it.
@@ -26,6 +29,7 @@ RANGES = {
     "seq_length": (1, MOST_SEQ_LENGTH),
     "max_position_embeddings": (1, MOST_SEQ_LENGTH),
     "mtp_num_layers": (0, MOST_LAYERS),
+    "rotary_seq_len_interpolation_factor": (1, MOST_SEQ_LENGTH),
     "vocab_size": (1, LARGE),
     "make_vocab_size_divisible_by": (1, 2**20),
     "tensor_model_parallel_size": (1, 2**16),
@@ -37,7 +41,11 @@ RANGES = {
     "train_iters": (1, 10**12),
     "train_samples": (1, 10**15),
     "lr_warmup_iters": (0, 10**12),
+    "lr_warmup_samples": (0, 10**15),
     "lr_decay_iters": (1, 10**12),
+    "lr_decay_samples": (1, 10**15),
+    "lr_wsd_decay_iters": (0, 10**12),
+    "lr_wsd_decay_samples": (0, 10**15),
     "eval_iters": (0, 10**12),
     "eval_interval": (1, 10**12),
     "save_interval": (1, 10**12),
@@ -69,30 +77,49 @@ def check_ranges(args: Namespace) -> None:
             )
 
 
-# Flags without which Megatron fails, some of them only when the model is built -> an example.
-REQUIRED = {
+# Numbers with a fraction -> (what is taken, in words, one that is). Megatron and torch's optimizers fail on others once
+# the model is built.
+NUMBERS = {
+    "adam_beta1": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.9),
+    "adam_beta2": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.95),
+    "adam_eps": (lambda value: value >= 0, "0 or more", 1e-8),
+    "sgd_momentum": (lambda value: value >= 0, "0 or more", 0.9),
+    "rotary_percent": (lambda value: 0 < value <= 1, "above 0 and up to 1", 1.0),
+}
+
+
+def check_numbers(args: Namespace) -> None:
+    """Raises ValueError for a floating-point flag that is no number, or outside of NUMBERS."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{flag_of(name)}=nan: expected a number; correct it, or leave it out")
+    for name, (taken, words, example) in NUMBERS.items():
+        value = getattr(args, name)
+        if value is not None and not taken(value):
+            raise ValueError(f"{flag_of(name)}={value:g}: expected {words}; use {flag_of(name)} {example:g}")
+
+
+# Flags without which Megatron fails, some of them only when the model is built -> an example. A checkpoint may bring
+# those of the model (--use-checkpoint-args).
+REQUIRED_OF_MODEL = {
     "num_layers": 32,
     "hidden_size": 4096,
     "num_attention_heads": 32,
     "seq_length": 4096,
     "max_position_embeddings": 4096,
-    "micro_batch_size": 1,
-    "lr": 3e-4,
-    "eval_interval": 1000,
 }
+REQUIRED = {**REQUIRED_OF_MODEL, "micro_batch_size": 1, "lr": 3e-4, "eval_interval": 1000}
 
 
 def check_required(args: Namespace) -> None:
-    """Raises ValueError for a flag that is missing; a checkpoint may bring those of the model
-    (--use-checkpoint-args)."""
+    """Raises ValueError for a flag that is missing."""
     if args.train_iters is None and args.train_samples is None:
         raise ValueError("--train-iters is not given; expected how long to train; add --train-iters 1000")
     if args.save is not None and args.save_interval is None:
         raise ValueError("--save without --save-interval; expected both; add --save-interval 1000")
-    if args.use_checkpoint_args:
-        return
     for name, example in REQUIRED.items():
-        if getattr(args, name) is None:
+        stored = args.use_checkpoint_args and name in REQUIRED_OF_MODEL
+        if getattr(args, name) is None and not stored:
             raise ValueError(f"{flag_of(name)} is not given; expected a value; add {flag_of(name)} {example}")
 
 
@@ -174,7 +201,11 @@ def check_checkpoint_flags(args: Namespace) -> None:
 def check_flags(args: Namespace) -> None:
     """Everything of this module. Raises ValueError."""
     check_ranges(args)
+    check_numbers(args)
     check_required(args)
     check_settings(args)
     check_world(args)
+    check_batches(args)
+    check_schedule(args)
+    check_combinations(args)
     check_checkpoint_flags(args)

@@ -1,0 +1,129 @@
+"""Flags that Megatron 0.19.2 parses and validates, and fails on when the model is built, trained, evaluated or saved.
+
+A new one is an entry of MISTAKES; tests/tools/bad_launches.py needs a launch that makes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from s2_megatron.config.errors import printable
+
+
+class Mistake(NamedTuple):
+    """made: whether Megatron's arguments, as the parser left them, make it. text: of the error; {name} stands for the
+    argument of that name."""
+
+    made: Callable[[Namespace], bool]
+    text: str
+
+
+def _has_part(args: Namespace, part: int) -> bool:
+    """Whether there is data to validate with (1), or to test with (2)."""
+    shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
+    own = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    if args.per_split_data_args_path:
+        return True  # the lists are in a file
+    if any(own):
+        return bool(own[part])
+    return bool(shares[part:] and shares[part] > 0)
+
+
+MISTAKES: dict[str, Mistake] = {
+    "no data to validate with": Mistake(
+        lambda args: bool(args.eval_iters or args.full_validation) and not _has_part(args, 1),
+        "no validation data, and --eval-iters={eval_iters} (Megatron's default is 100) asks for it, at the end of the "
+        "training at the latest; expected both or none; use --eval-iters 0, or give the second part of --split (or "
+        "--valid-data-path) some data",
+    ),
+    "validation_set_names": Mistake(
+        lambda args: bool(args.validation_set_names) and not args.multiple_validation_sets,
+        "--validation-set-names={validation_set_names}: expected --multiple-validation-sets beside it; add that, and "
+        "--full-validation, or leave the names out",
+    ),
+    "multiple_validation_sets": Mistake(
+        lambda args: args.multiple_validation_sets and not args.full_validation,
+        "--multiple-validation-sets without --full-validation: expected both; add --full-validation",
+    ),
+    "multiple_validation_sets and a test set": Mistake(
+        lambda args: args.multiple_validation_sets and _has_part(args, 2),
+        "--multiple-validation-sets with a test set: Megatron evaluates that as if it were several; expected none; "
+        "give the third part of --split a 0, and no --test-data-path",
+    ),
+    "rerun_mode": Mistake(
+        lambda args: args.rerun_mode == "report_stats",
+        "--rerun-mode=report_stats: Megatron parses it and knows no such mode; expected another; use --rerun-mode "
+        "validate_results",
+    ),
+    "enable_ft_package": Mistake(
+        lambda args: args.enable_ft_package and find_spec("nvidia_resiliency_ext") is None,
+        "--enable-ft-package: nvidia-resiliency-ext is not installed; expected it; pip install "
+        "'nvidia-resiliency-ext>=0.6', or leave the flag out",
+    ),
+    "adlr_autoresume": Mistake(
+        lambda args: args.adlr_autoresume and find_spec("userlib") is None,
+        "--adlr-autoresume: its package userlib, of NVIDIA's own cluster, is not installed; expected it; leave the "
+        "flag out, and resume with --save and --load in the same folder",
+    ),
+    "data_args_path without a split": Mistake(
+        lambda args: bool(args.data_args_path) and args.data_path is None and args.split is None,
+        "--data-args-path={data_args_path} without --split: which parts are for training, validation and test; "
+        "expected both; add --split 99,1,0",
+    ),
+    "dataloader_type": Mistake(
+        lambda args: args.dataloader_type == "external" and Path(sys.argv[0]).name == "pretrain_gpt_s2.py",
+        "--dataloader-type=external: for a script whose datasets yield batches, and those of pretrain_gpt_s2.py yield "
+        "samples; expected another; use --dataloader-type single, or cyclic",
+    ),
+    "optimizer": Mistake(
+        lambda args: args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None,
+        "--optimizer={optimizer}: the package emerging-optimizers is not installed; expected it; pip install "
+        "emerging-optimizers, or use --optimizer adam",
+    ),
+    "lazy_mpu_init": Mistake(
+        lambda args: args.lazy_mpu_init,
+        "--lazy-mpu-init: the script is to start the process groups, and Megatron's training asks for them before it "
+        "could; expected a run without it; leave the flag out",
+    ),
+    "rl_profile": Mistake(
+        lambda args: args.rl_profile,
+        "--rl-profile: for reinforcement learning, which this script does not do; expected a run without it; use "
+        "--profile",
+    ),
+    "use_sharp": Mistake(
+        lambda args: args.use_sharp and args.sharp_enabled_group in (None, "dp"),
+        "--use-sharp: Megatron 0.19.2 asks for the data-parallel group before it has made it "
+        "(core/parallel_state.py:1032); expected a run without it; leave the flag out",
+    ),
+    "moe_layer_freq": Mistake(
+        lambda args: (
+            isinstance(args.moe_layer_freq, list)
+            and len(args.moe_layer_freq) != args.num_layers
+            and args.num_experts is not None
+        ),
+        "--moe-layer-freq={moe_layer_freq} with --num-layers={num_layers}: expected one number for each layer, 1 for "
+        "experts; use --moe-layer-freq 1, or a list of that length",
+    ),
+    "moe_use_upcycling": Mistake(
+        lambda args: args.moe_use_upcycling,
+        "--moe-use-upcycling: Megatron 0.19.2 calls its own load_checkpoint with arguments that it does not have "
+        "(training/training.py:2170); expected a model of experts from the start; leave the flag out",
+    ),
+}
+
+
+def check_combinations(args: Namespace) -> None:
+    """Raises ValueError for the first of MISTAKES."""
+    for mistake in MISTAKES.values():
+        if mistake.made(args):
+            values = {name: _shown(value) for name, value in vars(args).items()}
+            raise ValueError(mistake.text.format(**values))
+
+
+def _shown(value: object) -> str:
+    return printable(" ".join(map(str, value)) if isinstance(value, list | tuple) else value, 200)
