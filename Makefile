@@ -2,7 +2,7 @@
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make generate     the trained quickstart GPT continues PROMPT, word by word
 # make test         everything that can be tested without a GPU
-# make test-long    what takes too long for make test: kills and resumes by the dozen, a real SLURM on this machine
+# make test-long    what takes too long for make test: kills and resumes by the dozen, drawn launches, a real SLURM here
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
 # make dist         the release: dist/*.tar.gz from the commit, and from it dist/*.whl

@@ -8,6 +8,7 @@ A training script needs three calls: `parse_and_validate_args(extra_args_provide
 from __future__ import annotations
 
 import dataclasses
+import os
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
 from s2_megatron.config.errors import shown
@@ -24,6 +25,7 @@ from s2_megatron.megatron.patches import (
     install_loss_log,
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
+from s2_megatron.megatron.preflight.files import check_tokens
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
@@ -209,6 +211,8 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
             "one out"
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        check_tokens(args)
     if args.s2_config is None:
         compare_with_checkpoint(args, None)
         return None

@@ -41,6 +41,7 @@ class StoredCheckpoint(NamedTuple):
     args: Namespace  # Megatron's arguments of the run that saved it
     iteration: int
     weights_only: bool  # whether this run takes nothing but the weights (and perhaps the iteration) from it
+    scheduler: dict | None = None  # the state of the optimizer's schedule
 
 
 def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
@@ -71,6 +72,7 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
             state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
             stored = state.get("args") if state else None
             iteration = state.get("iteration", 0) if state else 0
+            scheduler = state.get("opt_param_scheduler") if state else None
         except (Exception, SystemExit) as error:  # damaged files raise almost anything
             known = remedy(Path(folder)) if local else "load another one"
             raise CheckpointError(
@@ -80,7 +82,7 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     if stored is None:
         return None
     weights_only = weights_only or release or bool(getattr(stored, "no_save_optim", False))
-    return StoredCheckpoint(folder, stored, iteration, weights_only)
+    return StoredCheckpoint(folder, stored, iteration, weights_only, scheduler)
 
 
 def dense_sparsity(args: Namespace) -> ResolvedSparsity:
@@ -135,8 +137,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if checkpoint is not None:
         compare_shapes(args, checkpoint)
         compare_sparsity(args, sparsity, checkpoint)
-        if not checkpoint.weights_only:
-            compare_schedules(args, checkpoint.args, checkpoint.folder, checkpoint.iteration)
+        if checkpoint.scheduler is not None and not checkpoint.weights_only:
+            where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
+            compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
 
 
 def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpoint: StoredCheckpoint) -> None:

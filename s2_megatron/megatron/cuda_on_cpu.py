@@ -26,7 +26,11 @@ from torch.overrides import TorchFunctionMode
 from s2_megatron.printing import print_once
 
 # Arguments of Megatron that ask for a GPU, and their flags.
-ON_GPUS_ONLY = {"nccl_ub": "--use-nccl-ub", "cpu_offloading_num_layers": "--cpu-offloading-num-layers"}
+ON_GPUS_ONLY = {
+    "nccl_ub": "--use-nccl-ub",
+    "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
+    "gpu_sniff_test_interval": "--gpu-sniff-test-interval",
+}
 # Packages that Megatron uses when they are installed and that work on a GPU only.
 GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 
@@ -215,11 +219,6 @@ def require_cpu_settings(args) -> None:
         value = getattr(args, name)
         if value != expected:
             raise ValueError(f"{flag} {value} on a machine without a GPU; expected {expected}; add {flag} {expected}")
-    if args.transformer_impl == "local" and not args.no_persist_layer_norm:
-        raise ValueError(
-            "--transformer-impl local on a machine without a GPU: Megatron's fused norm is missing; expected torch's; "
-            "add --no-persist-layer-norm"
-        )
     for name, flag in ON_GPUS_ONLY.items():
         if getattr(args, name):
             raise ValueError(f"{flag} on a machine without a GPU; expected none of it; leave {flag} out")

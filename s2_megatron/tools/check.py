@@ -75,7 +75,7 @@ def check_line(line: LaunchLine) -> Checked:
 
     other = os.path.basename(sys.argv[0]) != SCRIPT
     args = parse(add_s2_arguments, ignore_unknown=other)
-    notes = check_before(args)
+    notes = check_before(args, elsewhere=elsewhere)
     if other:
         notes.append(f"{sys.argv[0]} is not {SCRIPT}: flags of its own are not checked")
     if args.use_checkpoint_args:

@@ -333,9 +333,9 @@ def parser_changes() -> list[list[Change]]:
 NOT_DRAWN = {"-h", "--help", "--s2-config", "--s2-traceback", "--s2-loss-log", "--data-cache-path", "--local-rank"}
 
 
-def draw(choice: random.Random) -> tuple[str, int, list[Change]]:
-    """(the group's name, processes, changes)"""
-    name = choice.choice([*GROUPS, "any flag", "any flag", "two groups"])
+def draw(choice: random.Random, name: str | None = None) -> tuple[str, int, list[Change]]:
+    """(the group's name, processes, changes). name: of a group, "any flag" or "two groups"; default drawn as well."""
+    name = name or choice.choice([*GROUPS, "any flag", "any flag", "two groups"])
     if name == "any flag":
         lines = choice.sample(parser_changes(), 5)
     else:

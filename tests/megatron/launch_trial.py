@@ -46,7 +46,7 @@ TRAINED, REFUSED, FAILED, HUNG, IDLE, UNTIDY = (
 )
 # Flags that end a run early, and those that leave it without a step.
 ENDING = ("--exit-interval", "--exit-duration-in-mins", "--error-injection-rate")
-WITHOUT_STEPS = ("--skip-train", "--ckpt-convert-format")
+WITHOUT_STEPS = ("--skip-train", "--ckpt-convert-format", "--iterations-to-skip")
 
 
 class Outcome(NamedTuple):
@@ -218,9 +218,7 @@ def run(
             print(found[-1], flush=True)
 
     while done < draws:
-        name, processes, changes = draw(choice)
-        if only is not None and name != only:
-            continue
+        name, processes, changes = draw(choice, only)
         done += 1
         kept, refused = trial.accepted(changes, processes)
         for tried, outcome in refused:

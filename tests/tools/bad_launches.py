@@ -11,6 +11,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
+from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
 from s2_megatron.megatron.preflight.combinations import MISTAKES
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
 from s2_megatron.megatron.preflight.flags import NUMBERS, RANGES, REQUIRED, flag_of
@@ -47,6 +48,7 @@ def make_files(tmp: Path) -> None:
         ("other_index", b"something else entirely, and long enough", bytes(20)),
         ("cut_index", (header + lengths)[:40], bytes(20)),
         ("cut_data", header + lengths, bytes(19)),
+        ("other_words", header + lengths, struct.pack("<10H", *range(59991, 60001))),
     ):
         for suffix, content in ((".idx", index), (".bin", data)):
             if content is not None:
@@ -91,6 +93,11 @@ MADE = {
     "adlr_autoresume": {"--adlr-autoresume": None},
     "data_args_path without a split": {"--data-args-path": "{tmp}/data_args"},
     "use_sharp": {"--use-sharp": None},
+    "sft": {"--sft": None},
+    "config_logger_dir": {"--config-logger-dir": "{tmp}/empty"},
+    "full_validation": {"--full-validation": None},
+    "no_persist_layer_norm": {"--transformer-impl": "local"},
+    "fp32_residual_connection": {"--fp32-residual-connection": None, "--bf16": None},
     "dataloader_type": {"--dataloader-type": "external"},
     "optimizer": {"--optimizer": "muon"},
     "lazy_mpu_init": {"--lazy-mpu-init": None},
@@ -103,7 +110,8 @@ MADE = {
 def mistake(name: str) -> Bad:
     """The error line has what stands around the values in the entry's text."""
     said = MISTAKES[name].text
-    return Bad(MADE[name], (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0]))
+    without = ("--no-persist-layer-norm",) if name == "no_persist_layer_norm" else ()
+    return Bad(MADE[name], (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0]), without)
 
 
 TWO_RANKS = "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"
@@ -149,9 +157,8 @@ SCHEDULES = {
     "an optimizer's numbers": Bad({"--exp-avg-dtype": "bf16"}, ("exp_avg_dtype can only be fp32",)),
     "graphs without a GPU": Bad({"--cuda-graph-impl": "local", "--s2-backend": "reference"},
         ("--cuda-graph-impl local on a machine without a GPU; expected none",), ("--s2-config",)),
-    "a norm of a GPU": Bad({}, ("--transformer-impl local on a machine without a GPU", "add --no-persist-layer-norm"),
-        ("--no-persist-layer-norm",)),
-    "buffers of a GPU": Bad({"--use-nccl-ub": None}, ("--use-nccl-ub on a machine without a GPU",)),
+    **{f"{flag} on a CPU": Bad({flag: None if flag == "--use-nccl-ub" else "1"}, (f"{flag} on a machine without",))
+        for flag in ON_GPUS_ONLY.values()},
 }  # fmt: skip
 
 BAD = {
@@ -186,6 +193,8 @@ BAD = {
     "another index": data("other_index", ".idx is no index of a Megatron dataset"),
     "a cut index": data("cut_index", ".idx was cut: it has 40 of 82 bytes"),
     "cut data": data("cut_data", ".bin was cut: it has 19 of 20 bytes"),
+    "other words": Bad(DATA | {"--data-path": "{tmp}/other_words"},
+        ("--data-path={tmp}/other_words: has the token 60000, and the vocabulary ", "expected data of this"), MOCK),
     "one of two": Bad(DATA | {"--data-path": ["0.5", "{tmp}/good", "0.5", "{tmp}/none"]},
         ("--data-path={tmp}/none: ",), MOCK),
     "all of two": Bad(DATA | {"--data-path": ["{tmp}/no_index", "{tmp}/none"]}, ("(and 1 more of its 2)",), MOCK),
@@ -233,7 +242,7 @@ BAD = {
         (f"{flag_of(name)}={least - 1}: expected {least} to {most}; use {flag_of(name)} {least}",))
         for name, (least, most) in RANGES.items()},
     **{f"{name} not taken": Bad({flag_of(name): "-1"},
-        (f"{flag_of(name)}=-1: expected {words}; use {flag_of(name)} {example:g}",))
+        (f"{flag_of(name)}=-1: out of its range; expected {words}; use {flag_of(name)} {example:g}",))
         for name, (_, words, example) in NUMBERS.items()},
     **{f"{name} too large": Bad({flag_of(name): "9" * 25}, (f"{flag_of(name)}=99999", f"expected {least} to {most}"))
         for name, (least, most) in RANGES.items()},

@@ -17,10 +17,15 @@ from s2_megatron.config.errors import printable
 
 class Mistake(NamedTuple):
     """made: whether Megatron's arguments, as the parser left them, make it. text: of the error; {name} stands for the
-    argument of that name."""
+    argument of that name. of_machine: whether it depends on what is installed on the machine that trains."""
 
     made: Callable[[Namespace], bool]
     text: str
+    of_machine: bool = False
+
+
+def _has_no(package: str) -> bool:
+    return find_spec(package) is None
 
 
 def _has_part(args: Namespace, part: int) -> bool:
@@ -50,6 +55,11 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: args.multiple_validation_sets and not args.full_validation,
         "--multiple-validation-sets without --full-validation: expected both; add --full-validation",
     ),
+    "full_validation": Mistake(
+        lambda args: args.full_validation and not args.multiple_validation_sets,
+        "--full-validation without --multiple-validation-sets: Megatron 0.19.2 fails at the first evaluation "
+        "(training/training.py:4382); expected both; add --multiple-validation-sets, which takes a single set, too",
+    ),
     "multiple_validation_sets and a test set": Mistake(
         lambda args: args.multiple_validation_sets and _has_part(args, 2),
         "--multiple-validation-sets with a test set: Megatron evaluates that as if it were several; expected none; "
@@ -61,14 +71,16 @@ MISTAKES: dict[str, Mistake] = {
         "validate_results",
     ),
     "enable_ft_package": Mistake(
-        lambda args: args.enable_ft_package and find_spec("nvidia_resiliency_ext") is None,
+        lambda args: args.enable_ft_package and _has_no("nvidia_resiliency_ext"),
         "--enable-ft-package: nvidia-resiliency-ext is not installed; expected it; pip install "
         "'nvidia-resiliency-ext>=0.6', or leave the flag out",
+        of_machine=True,
     ),
     "adlr_autoresume": Mistake(
-        lambda args: args.adlr_autoresume and find_spec("userlib") is None,
+        lambda args: args.adlr_autoresume and _has_no("userlib"),
         "--adlr-autoresume: its package userlib, of NVIDIA's own cluster, is not installed; expected it; leave the "
         "flag out, and resume with --save and --load in the same folder",
+        of_machine=True,
     ),
     "data_args_path without a split": Mistake(
         lambda args: bool(args.data_args_path) and args.data_path is None and args.split is None,
@@ -81,9 +93,34 @@ MISTAKES: dict[str, Mistake] = {
         "samples; expected another; use --dataloader-type single, or cyclic",
     ),
     "optimizer": Mistake(
-        lambda args: args.optimizer not in ("adam", "sgd") and find_spec("emerging_optimizers") is None,
+        lambda args: args.optimizer not in ("adam", "sgd") and _has_no("emerging_optimizers"),
         "--optimizer={optimizer}: the package emerging-optimizers is not installed; expected it; pip install "
         "emerging-optimizers, or use --optimizer adam",
+        of_machine=True,
+    ),
+    "no_persist_layer_norm": Mistake(
+        lambda args: args.transformer_impl == "local" and not args.no_persist_layer_norm and _has_no("apex"),
+        "--transformer-impl local without NVIDIA Apex: torch's norms are used, which cannot persist; expected "
+        "--no-persist-layer-norm; add it",
+        of_machine=True,
+    ),
+    "fp32_residual_connection": Mistake(
+        lambda args: args.transformer_impl == "local" and args.fp32_residual_connection and _has_no("apex"),
+        "--fp32-residual-connection with --transformer-impl local: torch's norms leave activations in fp32 that the "
+        "weights are not in; expected Transformer Engine's layers; use --transformer-impl transformer_engine, or leave "
+        "--fp32-residual-connection out",
+        of_machine=True,
+    ),
+    "sft": Mistake(
+        lambda args: args.sft and _has_no("datasets"),
+        "--sft: the package datasets, by which Megatron reads conversations, is not installed; expected it; pip "
+        "install datasets",
+        of_machine=True,
+    ),
+    "config_logger_dir": Mistake(
+        lambda args: bool(args.config_logger_dir),
+        "--config-logger-dir={config_logger_dir}: Megatron 0.19.2 copies its process groups to write them, and they "
+        "cannot be; expected a run without it; leave the flag out: the checkpoints have the arguments",
     ),
     "lazy_mpu_init": Mistake(
         lambda args: args.lazy_mpu_init,
@@ -117,10 +154,10 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-def check_combinations(args: Namespace) -> None:
-    """Raises ValueError for the first of MISTAKES."""
+def check_combinations(args: Namespace, *, elsewhere: bool = False) -> None:
+    """Raises ValueError for the first of MISTAKES. elsewhere: another machine than this one trains."""
     for mistake in MISTAKES.values():
-        if mistake.made(args):
+        if not (elsewhere and mistake.of_machine) and mistake.made(args):
             values = {name: _shown(value) for name, value in vars(args).items()}
             raise ValueError(mistake.text.format(**values))
 

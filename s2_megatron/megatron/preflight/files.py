@@ -13,12 +13,16 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from s2_megatron.config.errors import printable
 
 DEFAULT_TOKENIZER = "GPT2BPETokenizer"  # of pretrain_gpt_s2.py, as of Megatron's pretrain_gpt.py
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 INDEX_FIELDS = struct.Struct("<9sQBQQ")  # header, version, dtype, sequences, documents
 DTYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # of Megatron's codes
+TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of the codes of integers
+TOKENS_LOOKED_AT = 2**20  # of each dataset, its first ones
 # Folders that are written, by the argument's name; of files, the folder that holds them.
 WRITTEN_FOLDERS = (
     "save", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "flight_recorder_dump_path",
@@ -200,6 +204,34 @@ def check_data(args: Namespace) -> None:
             more = f" (and {len(wrong) - 1} more of its {len(found)})" if len(wrong) > 1 else ""
             kind = "a file of conversations (--sft)" if args.sft else "an indexed dataset, PREFIX.idx and PREFIX.bin"
             raise ValueError(f"{wrong[0]}{more}; expected {kind}; correct the path, or write the file again")
+
+
+def _largest_token(prefix: str) -> int:
+    """Of a dataset's first tokens; -1 where there is nothing to read."""
+    try:
+        with open(f"{prefix}.idx", "rb") as file:
+            code = INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[2]
+        tokens = np.fromfile(f"{prefix}.bin", TOKEN_TYPES[code], TOKENS_LOOKED_AT)
+    except (OSError, KeyError, struct.error):  # check_data speaks of those
+        return -1
+    return int(tokens.max()) if tokens.size else -1
+
+
+def check_tokens(args: Namespace) -> None:
+    """Raises ValueError for data of another tokenizer: with tokens that this run's vocabulary does not have, at which
+    the embedding fails, on a GPU without a word about the reason. args: Megatron's, validated, its tokenizer built."""
+    vocabulary = getattr(args, "padded_vocab_size", None)
+    if not vocabulary or args.mock_data or args.sft:
+        return
+    for flag, found in _data_flags(args):
+        for prefix in found:
+            token = -1 if is_remote(prefix) else _largest_token(prefix)
+            if token >= vocabulary:
+                raise ValueError(
+                    f"{flag}={printable(prefix, 200)}: has the token {token}, and the vocabulary {vocabulary} tokens; "
+                    "expected data of this run's tokenizer; give the tokenizer that the data was made with, or make "
+                    "the data again"
+                )
 
 
 def check_tokenizer(args: Namespace) -> None:

@@ -96,7 +96,9 @@ def check_numbers(args: Namespace) -> None:
     for name, (taken, words, example) in NUMBERS.items():
         value = getattr(args, name)
         if value is not None and not taken(value):
-            raise ValueError(f"{flag_of(name)}={value:g}: expected {words}; use {flag_of(name)} {example:g}")
+            raise ValueError(
+                f"{flag_of(name)}={value:g}: out of its range; expected {words}; use {flag_of(name)} {example:g}"
+            )
 
 
 # Flags without which Megatron fails, some of them only when the model is built -> an example. A checkpoint may bring
@@ -198,8 +200,9 @@ def check_checkpoint_flags(args: Namespace) -> None:
         )
 
 
-def check_flags(args: Namespace) -> None:
-    """Everything of this module. Raises ValueError."""
+def check_flags(args: Namespace, *, elsewhere: bool = False) -> None:
+    """Everything of this module, schedule.py and combinations.py. elsewhere: another machine than this one trains.
+    Raises ValueError."""
     check_ranges(args)
     check_numbers(args)
     check_required(args)
@@ -207,5 +210,5 @@ def check_flags(args: Namespace) -> None:
     check_world(args)
     check_batches(args)
     check_schedule(args)
-    check_combinations(args)
+    check_combinations(args, elsewhere=elsewhere)
     check_checkpoint_flags(args)

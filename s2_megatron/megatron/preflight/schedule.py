@@ -61,21 +61,21 @@ def _check_steps(args: Namespace, step: int) -> None:
     """Of --step-batch-size-schedule, by Megatron's own parser. step: what a batch has to be a multiple of."""
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-    text = args.step_batch_size_schedule
-    setting = f"--step-batch-size-schedule={printable(text, 200)}"
+    text, micro = printable(args.step_batch_size_schedule, 200), args.micro_batch_size
     try:
-        calculator = StepBatchsizeNumMicroBatchesCalculator(args.micro_batch_size, step // args.micro_batch_size, False,
-            1, text, args.seq_length)  # fmt: skip
+        calculator = StepBatchsizeNumMicroBatchesCalculator(
+            micro, step // micro, False, 1, args.step_batch_size_schedule, args.seq_length
+        )
     except (ValueError, AssertionError, OverflowError) as error:
         raise ValueError(
-            f"{setting}: {printable(error, 200)}; expected TOKENS:BATCH words, the first with 0 tokens; use "
-            f"--step-batch-size-schedule '0:{step} 1B:{2 * step}'"
+            f"--step-batch-size-schedule={text}: {printable(error, 200)}; expected TOKENS:BATCH words, the first of 0 "
+            f"tokens; use --step-batch-size-schedule '0:{step} 1B:{2 * step}'"
         ) from error
     wrong = [batch for _, batch in calculator.schedule if batch % step]
     if wrong and args.load is None:  # a run that goes on may be past its first batches
         raise ValueError(
-            f"{setting}: a batch of {wrong[0]} samples, with --micro-batch-size={args.micro_batch_size} and data "
-            f"parallelism over {step // args.micro_batch_size} ranks; expected multiples of {step}; use one of them"
+            f"--step-batch-size-schedule={text}: a batch of {wrong[0]} samples, with --micro-batch-size={micro} and "
+            f"data parallelism over {step // micro} ranks; expected multiples of {step}; use one of them"
         )
 
 
@@ -149,52 +149,60 @@ def _check_warmup(args: Namespace, unit: str) -> None:
         )
 
 
-# What Megatron compares when it resumes an optimizer: the flags of each value
+# What Megatron compares when it resumes an optimizer: its name in the scheduler's state, the flags that set it
 COMPARED = {
-    "the highest learning rate": ("lr",),
-    "the lowest learning rate": ("min_lr",),
-    "the warm-up": ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
-    "the length of the decay": ("lr_decay_iters", "train_iters", "lr_decay_samples", "train_samples"),
-    "the form of the decay": ("lr_decay_style",),
-    "the first weight decay": ("start_weight_decay", "weight_decay"),
-    "the last weight decay": ("end_weight_decay", "weight_decay"),
-    "how long the weight decay changes": ("train_iters", "train_samples"),
-    "how the weight decay changes": ("weight_decay_incr_style",),
-}
-IN_SAMPLES = ("the warm-up", "the length of the decay", "how long the weight decay changes")
+    "max_lr": ("the highest learning rate", "lr"),
+    "min_lr": ("the lowest learning rate", "min_lr"),
+    "lr_warmup_steps": ("the warm-up in samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    "lr_decay_steps": (
+        "the length of the decay in samples", "lr_decay_iters", "train_iters", "lr_decay_samples", "train_samples",
+    ),
+    "lr_decay_style": ("the form of the decay", "lr_decay_style"),
+    "start_wd": ("the first weight decay", "start_weight_decay"),
+    "end_wd": ("the last weight decay", "end_weight_decay"),
+    "wd_incr_steps": ("how long the weight decay changes, in samples", "train_iters", "train_samples"),
+    "wd_incr_style": ("how the weight decay changes", "weight_decay_incr_style"),
+}  # fmt: skip
 
 
-def _compared(args: Namespace) -> tuple:
-    """The values of COMPARED, lengths in samples. args: Megatron's, validated."""
-    if args.train_samples:
-        decay, length, warmup = args.lr_decay_samples or args.train_samples, args.train_samples, args.lr_warmup_samples
-    else:
-        batch = args.global_batch_size
+def scheduler_state(args: Namespace) -> dict:
+    """What Megatron's scheduler is made of, named as in its state; lengths in samples. args: Megatron's, validated."""
+    if args.train_iters:
+        batch, warmup = args.global_batch_size, args.lr_warmup_iters * args.global_batch_size
         decay, length = (args.lr_decay_iters or args.train_iters) * batch, args.train_iters * batch
-        warmup = args.lr_warmup_iters * batch
+    else:
+        length, warmup = args.train_samples, args.lr_warmup_samples
+        decay = args.lr_decay_samples or length
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
-    wd = args.start_weight_decay, args.end_weight_decay, length, args.weight_decay_incr_style
-    return (float(args.lr), args.min_lr, warmup, decay, args.lr_decay_style, *wd)
+    return dict(
+        max_lr=float(args.lr),
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.start_weight_decay,
+        end_wd=args.end_weight_decay,
+        wd_incr_steps=length,
+        wd_incr_style=args.weight_decay_incr_style,
+    )
 
 
-def compare_schedules(args: Namespace, stored: Namespace, folder: str, iteration: int) -> None:
-    """Raises CheckpointError when a resumed run's schedule is not the one that its checkpoint was trained with, unless
-    a flag says which of them counts. args: Megatron's, validated. stored: those in the checkpoint."""
+def compare_schedules(args: Namespace, state: dict, stored: Namespace, where: str) -> None:
+    """Raises CheckpointError when a run that resumes its optimizer has another schedule than the checkpoint, unless a
+    flag says which of the two counts. args: Megatron's, validated. state: of the scheduler in the checkpoint. stored:
+    the arguments there. where: the flag, folder and iteration."""
     if args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler or args.skip_train:
         return
-    try:
-        theirs = _compared(stored)
-    except (AttributeError, TypeError):  # of another release, which Megatron compares for itself
-        return
-    for (name, flags), ours, then in zip(COMPARED.items(), _compared(args), theirs, strict=True):
-        if ours != then:
+    for name, ours in scheduler_state(args).items():
+        theirs = state.get(name, ours)  # older releases have other names, which Megatron knows
+        if theirs != ours:
+            what, *flags = COMPARED[name]
             given = [flag for flag in flags if getattr(args, flag, None) != getattr(stored, flag, None)]
-            stated = [f"{_flag(flag)} {printable(getattr(stored, flag, None))}" for flag in given or flags[:1]]
-            unit = " samples" if name in IN_SAMPLES else ""
+            changed = ", ".join(f"{_flag(flag)} {printable(getattr(stored, flag, None))}" for flag in given)
             raise CheckpointError(
-                f"--load={printable(folder, 200)}: iteration {iteration} was trained with another schedule: {name} is "
-                f"{printable(then)}{unit} there and {printable(ours)} here (there: {', '.join(stated)}); expected the "
-                "same; give the same flags, or add --override-opt-param-scheduler to go on with these, or "
-                "--use-checkpoint-opt-param-scheduler to go on with the checkpoint's"
+                f"{where} goes on with its optimizer, and {what} is {printable(theirs)} there ({changed or name}) and "
+                f"{printable(ours)} here; expected the same; give the same flags, or add "
+                "--override-opt-param-scheduler to go on with these, or --use-checkpoint-opt-param-scheduler to go on "
+                "with the checkpoint's"
             )

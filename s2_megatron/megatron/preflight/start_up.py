@@ -151,9 +151,10 @@ def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
     return parse_args(with_error_lines(provider), ignore_unknown)
 
 
-def check_before(args: Namespace) -> list[str]:
-    """Flags and files of a run, before Megatron validates its arguments. Returns warnings. Raises ValueError."""
-    check_flags(args)
+def check_before(args: Namespace, *, elsewhere: bool = False) -> list[str]:
+    """Flags and files of a run, before Megatron validates its arguments. elsewhere: another machine than this one
+    trains. Returns warnings. Raises ValueError."""
+    check_flags(args, elsewhere=elsewhere)
     return check_files(args)
 
 

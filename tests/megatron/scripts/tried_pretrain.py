@@ -17,7 +17,7 @@ def main():
 
     patches.start_manager = lambda context: start_manager(multiprocessing.get_context("fork"))
     if os.environ.get("UNCHECKED") == "1":
-        start_up.check_before = lambda args: []
+        start_up.check_before = lambda args, **options: []
         arguments.refuse_unsupported = lambda args, **options: None
         arguments.refuse_layers = lambda args, run: None
     pretrain_gpt_s2.main()
