@@ -82,7 +82,7 @@ def check_ranges(args: Namespace) -> None:
 NUMBERS = {
     "adam_beta1": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.9),
     "adam_beta2": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.95),
-    "adam_eps": (lambda value: value >= 0, "0 or more", 1e-8),
+    "adam_eps": (lambda value: value > 0, "above 0", 1e-8),  # 0 / 0 for every row of weights without a gradient
     "sgd_momentum": (lambda value: value >= 0, "0 or more", 0.9),
     "rotary_percent": (lambda value: 0 < value <= 1, "above 0 and up to 1", 1.0),
 }
