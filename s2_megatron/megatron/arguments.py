@@ -73,6 +73,9 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     Raises ValueError when the command line also has --yaml-cfg, with which Megatron drops every flag.
     """
     refuse_yaml_command_line()
+    # With Megatron's default, True, no process with --flight-recorder-dump-path ends (torch 2.11, NCCL 2.28): at exit
+    # torch dumps once more and waits. The dump at a timeout, which says who did not come, is another setting.
+    parser.set_defaults(flight_recorder_extra_dump_on_exec=False)
     group = parser.add_argument_group(title="S2-Attention")
     group.add_argument(
         "--s2-config",

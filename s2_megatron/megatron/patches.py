@@ -33,6 +33,7 @@ from s2_megatron.megatron.loss_log import LossLog, exact_number
 from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
 from s2_megatron.megatron.processes import (
     call_with_parent,
+    end_daemons_with_this_process,
     end_forks_with_this_process,
     end_with_torchrun,
     start_manager,
@@ -247,6 +248,7 @@ def guard_processes() -> None:
     _guarded = True
     end_with_torchrun()
     end_forks_with_this_process()
+    end_daemons_with_this_process()
 
     for name in _RESULT_QUEUES:
         if (module := _imported(name)) is not None:

@@ -12,6 +12,7 @@ is no fork of its parent watches the pipe that its parent holds the other end of
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import multiprocessing
@@ -79,6 +80,21 @@ def end_forks_with_this_process() -> None:
     if not _forking:
         _forking.update(parent=os.getpid(), main=False)
         os.register_at_fork(before=_before_fork, after_in_child=_in_child)
+
+
+def _kill_daemons() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def end_daemons_with_this_process() -> None:
+    """At the end of this process, kill its daemonic children of multiprocessing.
+
+    multiprocessing itself sends them SIGTERM there, which `end_with_parent` ignores, and waits for them: a trainer that
+    failed while it had a persistent checkpoint writer would never end.
+    """
+    atexit.register(_kill_daemons)  # functions are called in the opposite order: before multiprocessing's own
 
 
 def start_manager(context) -> SyncManager:

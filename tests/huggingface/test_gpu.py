@@ -41,6 +41,7 @@ def test_a_long_text_is_read_at_the_memorys_speed(kv_heads):
     mask = decode_mask(
         torch.ones(1, 1, 1, 2**19, dtype=torch.bool, device="cuda"), kv_heads, 8 // kv_heads, query.dtype
     )
+    decode_attention(query, keys, values, mask, 0.1)  # cuDNN plans at the first call, for half a second
     took = milliseconds(lambda: decode_attention(query, keys, values, mask, 0.1), 10)
     assert 2 * keys.nbytes / took / 1e9 > 0.8, f"{2 * keys.nbytes / took / 1e9:.2f} TB/s"
 

@@ -92,6 +92,7 @@ def test_flags():
         "s2_position_loss": None,
         "s2_loss_from_token": None,
         "s2_checksums": True,
+        "flight_recorder_extra_dump_on_exec": False,  # Megatron's, with whose default no process on GPUs ends
     }
 
 

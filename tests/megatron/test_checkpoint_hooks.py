@@ -319,6 +319,39 @@ def test_no_process_outlives_a_killed_trainer(tmp_path):
     assert not left
 
 
+# A trainer that fails once its persistent writer is at work.
+FAILING = """
+import multiprocessing, time
+from s2_megatron.megatron import processes
+
+def write(ready):
+    processes.end_with_parent()
+    ready.set()
+    time.sleep(600)
+
+def main():
+    processes.end_daemons_with_this_process()
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    context.Process(target=write, args=(ready,), daemon=True).start()
+    ready.wait()
+    raise IndexError("failed")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
+def test_a_trainer_that_fails_ends(tmp_path):
+    """multiprocessing waits for the writer, which does not listen to its SIGTERM."""
+    script = tmp_path / "trainer.py"
+    script.write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1 and "IndexError: failed" in done.stderr
+
+
 def ignores_sigterm(pid: int) -> bool:
     mask = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text()).group(1)
     return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)

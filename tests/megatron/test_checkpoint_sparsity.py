@@ -102,7 +102,7 @@ def results(folder) -> dict[str, dict]:
         "other_backend": case("config", s2_backend="reference"),
         "other_core": case("config", s2_dense_core="s2"),
         "other_length": case("config", seq_length="2048"),
-        "other_layout": case("config", world_size=8, tensor_model_parallel_size="2", pipeline_model_parallel_size="2"),
+        "other_layout": case("config", world_size=4, tensor_model_parallel_size="2", pipeline_model_parallel_size="2"),
         "legacy_same": case("config", folder / "legacy", **torch_format),
         "was_dense_stays_dense": case(None, folder / "was_dense", **torch_format),
         "was_dense_dense_config": case("dense", folder / "was_dense", **torch_format),

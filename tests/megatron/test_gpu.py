@@ -157,6 +157,12 @@ def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, script
     assert re.search(r"missing ranks: {1}", done.stdout + done.stderr), f"{done.stdout}\n{done.stderr}"
 
 
+def test_a_run_with_the_flight_recorder_ends(gpu_lab, tmp_path):
+    """With the dump that Megatron asks for at exit no process ends."""
+    flags = f"--train-iters 2 --s2-backend reference --flight-recorder-dump-path {tmp_path}"
+    gpu_lab.run("gpu_recorder", flags, model=MODEL, spec=SPECS["local"])
+
+
 @pytest.fixture
 def engine_only(spec):
     if spec != "transformer_engine":

@@ -72,14 +72,14 @@ def test_a_killed_rank_costs_the_iterations_since_the_last_local_checkpoint(lab)
 
 
 @needs_extension
-@pytest.mark.gpu
-def test_local_checkpoints_are_saved_in_the_background(lab):
-    """On a CPU Megatron cannot hand its tensors to the persistent writer: it detaches them when it leaves the GPU."""
-    folder = lab.folder / "local_async"
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
+def test_local_checkpoints_are_saved_in_the_background(lab, strategy):
+    folder = lab.folder / f"local_async_{strategy}"
     flags = f"{LOCAL} {ALGORITHM} --non-persistent-local-ckpt-dir {folder} --save {folder / 'all'} --load {folder}"
-    flags += " --save-interval 100 --async-save --use-persistent-ckpt-worker --async-strategy mcore"
-    lab.run("local_async", f"{flags} --train-iters 20 --exit-interval 10")
-    run = lab.run("local_async", f"{flags} --train-iters 20")
+    flags += f" --save-interval 100 --async-save --async-strategy {strategy}"
+    lab.run(f"local_async_{strategy}", f"{flags} --train-iters 20 --exit-interval 10")
+    run = lab.run(f"local_async_{strategy}", f"{flags} --train-iters 20")
     assert "of the local checkpoint" in run.output and sorted(run.losses) == list(range(1, 21))
 
 

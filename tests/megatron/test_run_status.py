@@ -59,13 +59,11 @@ def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
             assert re.fullmatch(r"iteration \d+ of 100000, by SIGTERM", found["line"])
 
 
-def test_an_error_is_kept(lab, tmp_path):
-    """Both ranks fail in the first step, at tokens that the embedding does not have."""
-    vocabulary = "--vocab-size 20 --make-vocab-size-divisible-by 4"
-    flags = f"--train-iters 2 --save {tmp_path} --save-interval 2 {vocabulary}"
-    lab.run("status_failed", flags, processes=2, fails=True)
+def test_an_error_is_kept(lab, tmp_path, scripts):
+    flags = f"--train-iters 3 --save {tmp_path} --save-interval 2"
+    lab.run("status_failed", flags, processes=2, fails=True, script=scripts / "failing_pretrain.py")
     state, line, iteration, status = words(tmp_path)
-    assert (state, iteration, status) == ("failed", 1, 1) and "IndexError" in line and "\n" not in line
+    assert (state, iteration, status) == ("failed", 2, 1) and "IndexError" in line and "\n" not in line
 
 
 def test_what_the_start_refuses_is_recorded(lab, tmp_path):

@@ -90,6 +90,11 @@ MADE = {
     "no data to validate with": {"--split": "100,0,0"},
     "rerun_mode": {"--rerun-mode": "report_stats"},
     "enable_ft_package": {"--enable-ft-package": None},
+    "use_persistent_ckpt_worker": {
+        "--use-persistent-ckpt-worker": None,
+        "--async-save": None,
+        "--non-persistent-ckpt-type": "local",
+    },
     "adlr_autoresume": {"--adlr-autoresume": None},
     "data_args_path without a split": {"--data-args-path": "{tmp}/data_args"},
     "use_sharp": {"--use-sharp": None},

@@ -76,6 +76,12 @@ MISTAKES: dict[str, Mistake] = {
         "'nvidia-resiliency-ext>=0.6', or leave the flag out",
         of_machine=True,
     ),
+    "use_persistent_ckpt_worker": Mistake(
+        lambda args: args.use_persistent_ckpt_worker and args.non_persistent_ckpt_type == "local",
+        "--use-persistent-ckpt-worker with --non-persistent-ckpt-type local: the model's tensors cannot be handed to "
+        "that worker, and the first local checkpoint fails; expected one of the two; leave "
+        "--use-persistent-ckpt-worker out (--async-save may stay)",
+    ),
     "adlr_autoresume": Mistake(
         lambda args: args.adlr_autoresume and _has_no("userlib"),
         "--adlr-autoresume: its package userlib, of NVIDIA's own cluster, is not installed; expected it; leave the "
