@@ -17,6 +17,7 @@ peers.py.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +69,9 @@ def load_plug(path: str) -> None:
     spec = importlib.util.spec_from_file_location("benchmark_plug", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"--plug {path}: not a Python file; give the path of a .py that uses @entry")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass looks its module up there
+    spec.loader.exec_module(module)
 
 
 def our_options() -> dict[str, dict]:

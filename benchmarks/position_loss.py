@@ -1,19 +1,17 @@
 """What `--s2-position-loss 16` costs, as a share of a training step: one run, in which blocks of steps with it and
 without it are interleaved.
 
-    python benchmarks/position_loss.py --json benchmarks/results/h200_position_loss.json    # one GPU, a minute
+    python benchmarks/position_loss.py --row 1p3b-32k-none-s2 --rounds 7 --steps 2          # one GPU, 80 seconds
     python benchmarks/position_loss.py --row tiny-512-none-hybrid --rounds 2 --steps 2       # on a CPU
 
-    1p3b-8k-none-s2, 8 rounds of 4 blocks of 4 steps, H200
-    off 180.0 ms, on 180.3 ms: +0.17% of a step [+0.02%, +0.31%]; met: under 1%
-
-(The numbers of this text are made up.)
+    1p3b-32k-none-s2, 7 rounds of 4 blocks of 2 steps, NVIDIA H200
+    off 585.9 ms, on 586.1 ms: -0.00% of a step [-0.14%, +0.14%]; met: under 1%
 
 The row is one of benchmarks/end_to_end.py, on one process; the default is the shortest step of the one-GPU rows, where
-a fixed cost weighs most. The cost has the sums of every microbatch, the reduction over ranks and its reading by the
-host in every iteration, and TensorBoard's 17 scalars; nothing else in the run reads a value from the device but
-Megatron's grad norm. The device is waited for at the borders of the blocks alone. The interval (95 %) is a bootstrap
-over the rounds; the aim is met when its upper end is.
+a fixed cost weighs most, and where the host's pace makes steps vary by some per cent. The cost has the sums of every
+microbatch, the reduction over ranks and its reading by the host in every iteration, and TensorBoard's 17 scalars;
+nothing else in the run reads a value from the device but Megatron's grad norm. The device is waited for at the borders
+of the blocks alone. The interval (95 %) is a bootstrap over the rounds; the aim is met when its upper end is.
 """
 
 from __future__ import annotations

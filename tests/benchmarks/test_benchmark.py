@@ -340,7 +340,10 @@ def test_the_file_of_a_run(cpu_clock, tmp_path, capsys, monkeypatch):
 def test_plug_and_lists(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "ENTRIES", ENTRIES)
     plug = tmp_path / "plug.py"
-    plug.write_text("from benchmarks.entries import entry\n\n@entry('my kernel')\ndef mine(case, tensors): pass\n")
+    plug.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom benchmarks.entries import entry\n"
+        "@dataclass\nclass Shape:\n    block: int\n\n@entry('my kernel')\ndef mine(case, tensors): pass\n"
+    )
     try:
         groups = benchmark.chosen_groups(flags("--plug", str(plug), "--entries", "S2,my kernel"))
         assert "my kernel" in groups[0].cases[0][1] and not is_ours("my kernel")
