@@ -47,7 +47,7 @@ setup(
     py_modules=["pretrain_gpt_s2"],
     entry_points={"console_scripts": ["s2-megatron = s2_megatron.tools.commands:main"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "megatron-core[training]>=0.19.2,<0.21",
         "numpy",
         "packaging",
