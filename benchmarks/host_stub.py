@@ -1,8 +1,8 @@
 """The host's part of a call without a GPU: all of the op's and Triton's Python, and no kernel.
 
 What is replaced: Triton's driver (it names a Hopper GPU), the compiler, and the compiled kernels, which do nothing.
-What a measurement under it leaves out of a real call: Triton's launcher in C, the encoding of TMA descriptors, and the
-switch to the tensors' device.
+What a measurement under it leaves out of a real call: Triton's launcher in C, the making of tensor maps, and the switch
+to the tensors' device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from s2_megatron.kernels import dispatch
+from s2_megatron.kernels.hopper import descriptors, gluon_versions, launch
 from s2_megatron.ops import api
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -40,7 +41,7 @@ class _Driver:
 
 
 class _Compiled:
-    """A compiled kernel that does nothing; launches take the same way through Python as those of Triton's."""
+    """A compiled kernel that does nothing."""
 
     function, packed_metadata = 0, None
 
@@ -50,13 +51,22 @@ class _Compiled:
     def run(self, *arguments) -> None:
         pass
 
-    def __getitem__(self, grid):
-        def runner(*arguments, stream=None):
-            if stream is None:
-                stream = driver.active.get_current_stream(driver.active.get_current_device())
-            self.run(*grid, stream, self.function, self.packed_metadata, self.launch_metadata(grid, stream), *arguments)
 
-        return runner
+class _RawLaunch(gluon_versions.RawLaunch):
+    """A launch of it again: the same way through Python up to the launcher in C, which does nothing. A tensor map is
+    its address; its shape and strides are left out."""
+
+    def __init__(self, compiled, grid, boxes, pointers, rest):
+        self._front, self._stream, self._one_list = [*grid, 0, compiled.function, *[None] * 10], 3, True
+        self.values = [*boxes, *[tensor.data_ptr() for tensor in pointers], *rest]
+        self.maps = [(number, number) for number, box in enumerate(boxes) if box is not None]
+        self.pointers = slice(len(boxes), len(boxes) + len(pointers))
+
+    def _in_c(self, *arguments) -> None:
+        pass
+
+    def tensor_map(self, number: int, address: int) -> int:
+        return address
 
 
 def _compile(function, key, signature, device, *more) -> _Compiled:
@@ -77,14 +87,13 @@ def stubbed(hopper: bool) -> Iterator[None]:
     Raises RuntimeError under TRITON_INTERPRET=1, which replaces Triton's launches itself."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 is set, and kernels are interpreted; unset it")
-    from s2_megatron.kernels.hopper import launch
-
     resolve, before = api.resolve_backend, driver._active
     driver.set_active(_Driver())
     try:
         with (
             mock.patch.object(JITFunction, "_do_compile", _compile),
             mock.patch.object(dispatch, "_is_hopper", _always(hopper)),
+            mock.patch.object(descriptors, "raw_launch", _RawLaunch),
             mock.patch.object(launch, "_multiprocessors", _always(MULTIPROCESSORS)),
             mock.patch.object(api, "resolve_backend", lambda name, device_type: resolve(name, "cuda")),
         ):

@@ -107,22 +107,23 @@ def joins_keys(query, key, value, more, call) -> bool:
 
 
 def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
-    """Writes out and lse."""
+    """Writes out and lse. Returns how to do it again, as far as the kernels for Hopper know."""
     kernels = _hopper(query, key, value, call, initial, more) or portable
     with on_device(query.device):
         if call.packed is not None:
             _fill_between(call.packed, 0.0, out)
             _fill_between(call.packed, float("-inf"), lse[..., None])
-        kernels.forward(query, key, value, out, lse, call, initial, kv_heads, more)
+        return kernels.forward(query, key, value, out, lse, call, initial, kv_heads, more)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
-    """Writes the three gradients, with call.deterministic bitwise repeatable (the portable kernels always are)."""
+    """Writes the three gradients, with call.deterministic bitwise repeatable (the portable kernels always are). Returns
+    how to do it again, as far as the kernels for Hopper know."""
     kernels = _hopper(query, key, value, call) or portable
     with on_device(query.device):
         if call.packed is not None:
             _fill_between(call.packed, 0.0, grad_query, grad_key, grad_value)
-        kernels.backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, call)
+        return kernels.backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, call)
 
 
 # The backward in parts: context parallelism sends and receives between them.

@@ -1,6 +1,6 @@
 """How the Hopper kernels are launched: once through Triton, which looks at every argument to choose what to compile,
-and from then on without that look, which takes as long as a short kernel. What it relies on is the same in Triton 3.6
-to 3.9, see gluon_versions.py.
+and from then on without that look, which takes as long as a short kernel: by Triton's launcher in C, with the arguments
+of the first launch but for the addresses (gluon_versions.py says what that relies on).
 
 Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of
 16 or longer than 32 bits, and by the constants. Launches that are equal in all of it, because the numbers are the same,
@@ -15,8 +15,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from s2_megatron.kernels.compile_options import OPTIONS
+from s2_megatron.kernels.hopper.gluon_versions import RawLaunch, current_stream, raw_launch
 
 BLOCK = 64  # rows of a box
+MOST_MAPS = 1024  # tensor maps that are remembered, of a box of a launch
 MATRIX = gl.NVMMASharedLayout(128, 16, rank=4)
 MATRIX_FP32 = gl.NVMMASharedLayout(128, 32, rank=4)
 
@@ -39,14 +41,30 @@ class Box(NamedTuple):
         return TensorDescriptor(self.tensor, shape, strides, [1, 1, BLOCK, self.columns], self.layout)
 
 
-class _Described(NamedTuple):
-    """What Triton's launcher reads of a descriptor; the last from 3.7 on."""
+class Repeat:
+    """A launch that is made again, with tensors of the same kind elsewhere in memory.
 
-    base: object
-    shape: list
-    strides: list
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
+    The tensor maps of a box (what TMA reads: 128 bytes on the host, passed by value) are made once for each address: a
+    training step meets the same ones again and again.
+    """
+
+    def __init__(self, raw: RawLaunch):
+        self._raw, self._maps = raw, [(place, number, {}) for place, number in raw.maps]
+
+    def start(self, stream: int, boxes: list[int | None], pointers: list[int]) -> None:
+        """boxes, pointers: addresses, for each box and each pointer of the first launch."""
+        raw = self._raw
+        values = raw.values.copy()
+        values[raw.pointers] = pointers
+        for place, number, maps in self._maps:
+            address = boxes[number]
+            found = maps.get(address)
+            if found is None:
+                if len(maps) >= MOST_MAPS:
+                    maps.clear()
+                found = maps[address] = raw.tensor_map(number, address)
+            values[place] = found
+        raw.start(stream, values)
 
 
 class Launches:
@@ -55,27 +73,28 @@ class Launches:
 
     def __init__(self, grid: int, arguments: dict):
         self.grid, self.arguments = (grid, 1, 1), arguments
-        self._compiled = {}
+        self._repeats = {}
 
     def __reduce__(self):  # compiled kernels can neither be copied nor pickled
         return type(self), (self.grid[0], self.arguments)
 
-    def start(self, kernel, boxes, pointers, strided, **constants):
+    def start(self, kernel, boxes, pointers, strided, **constants) -> Repeat | None:
         """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided:
-        {letter: tensor} whose strides are stride_<letter>b, h and s. constants: the other arguments, hashable."""
+        {letter: tensor} whose strides are stride_<letter>b, h and s. constants: the other arguments, hashable. Returns
+        how to make this launch again; None where this Triton's launcher is another than is known."""
         kind = (kernel.__name__, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())
-        known = self._compiled.get(kind)
-        if known is not None:
-            compiled, described, rest = known
-            compiled[self.grid](*[box and _Described(box.tensor, *sizes) for box, sizes in zip(boxes, described)], *pointers, *rest)
-            return
+        if (repeat := self._repeats.get(kind)) is not None:
+            repeat.start(current_stream(), [box and box.tensor.data_ptr() for box in boxes], [tensor.data_ptr() for tensor in pointers])
+            return repeat
         for letter, tensor in strided.items():
             constants.update(zip((f"stride_{letter}b", f"stride_{letter}h", f"stride_{letter}s"), tensor.stride()))
         named = {**self.arguments, **constants}
         descriptors = [box and box.descriptor() for box in boxes]
         compiled = kernel[self.grid](*descriptors, *pointers, **named, **OPTIONS)
-        if compiled is not None:  # None from whatever stands for Triton without a GPU
-            self._compiled[kind] = (compiled, [box and (box.shape, box.strides) for box in descriptors],
-                                    [named[name] for name in kernel.arg_names[len(boxes) + len(pointers):]])
+        rest = [named[name] for name in kernel.arg_names[len(boxes) + len(pointers):]]
+        raw = raw_launch(compiled, self.grid, descriptors, pointers, rest)
+        if raw is not None:
+            repeat = self._repeats[kind] = Repeat(raw)
+        return repeat

@@ -3,7 +3,7 @@ heads, rows, D], and an AttentionCall."""
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from s2_megatron.kernels.hopper.d256.grad_query import s2_hopper_d256_grad_query
 from s2_megatron.kernels.hopper.descriptors import BLOCK, MATRIX_FP32, Box, Launches
 from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
+from s2_megatron.kernels.hopper.repeats import Launched, RepeatedCall
 from s2_megatron.kernels.hopper.rows import s2_scale_kernel
 from s2_megatron.kernels.step_descriptor import MOST_MEMBERS
 from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
@@ -121,18 +122,44 @@ class Geometry:
         if _needs_lists(layout, placement, initial):
             self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps
         self.nothing = layout.tensors[0]  # stands for pointers that are not read
+        self.launched = Launched(query.device)
+        self.start = self.launched.start
+        self._repeatable = self.packed is None and placement is None and initial is None
+
+    def again(self, *given) -> RepeatedCall | None:
+        """How to make all launches so far again. given: the tensors of the call, in the order in which they will be given
+        then."""
+        return self.launched.again(given, self.nothing) if self._repeatable else None
 
     def query_tiles(self, tile):
         """Launches of the kernels with a program per query tile."""
         return self._launches("query", tile, self._query_tiles)
 
-    def key_tiles(self):
+    @cached_property
+    def key_tiles(self) -> Launches:
         """Launches of the kernel with a program per key tile."""
         return self._launches("key", self.tiles.backward, self._key_tiles)
+
+    def columns_in_parts(self) -> int:
+        arguments = self.key_tiles.arguments
+        return arguments["units"] * arguments.get("n_split", 0)
+
+    def key_counters(self) -> int:
+        """How many counters the kernel with a program per key tile has: of the tiles that are taken, and flags of the
+        halves of columns in parts."""
+        return 1 + 2 * self.columns_in_parts()
 
     def delta_tiles(self):
         """Launches of the portable kernel that makes the row sums."""
         return self._launches("delta", None, self._delta_tiles)
+
+    def scale_tiles(self):
+        """Launches of the kernel that rounds an fp32 dQ."""
+        return self._launches("scale", None, self._scale_tiles)
+
+    def _scale_tiles(self, tile):
+        return Launches(triton.cdiv(self.rows, 64) * self.batch * self.heads,
+                        dict(n_rows=self.rows, n_heads=self.heads, ROWS=64, HEAD_DIM=self.head_dim, BLOCK_D=self.block_dim))
 
     def _delta_tiles(self, tile):
         return Launches(triton.cdiv(self.rows, DELTA_ROWS) * self.batch * self.heads,
@@ -258,43 +285,47 @@ class Geometry:
 
     def counter(self):
         """What a kernel with a program per query tile counts its tiles with."""
-        return self.nothing if self.steps is None else torch.zeros(1, dtype=torch.int32, device=self.query.device)
+        return self.nothing if self.steps is None else self.launched.zero_counters(1)
 
 
 def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
-    """Writes out and lse."""
+    """Writes out and lse. Returns how to do it again for (query, key, value, out, lse), or None."""
     geometry = Geometry(query, key, value, call, initial, kv_heads, more)
     initial_out, initial_lse = (out, lse) if initial is None else initial
     by_rows = out.dtype != query.dtype or not _loadable(out)
     own, further = geometry.key_boxes()
     boxes = [Box(query, geometry.block_dim), *own, Box(query if by_rows else out, geometry.block_dim), *further]
-    geometry.query_tiles(geometry.tiles.forward).start(
-        s2_hopper_d256_forward_kernel if geometry.single else s2_hopper_forward_kernel, boxes,
+    geometry.start(
+        geometry.query_tiles(geometry.tiles.forward), s2_hopper_d256_forward_kernel if geometry.single else s2_hopper_forward_kernel, boxes,
         [out, lse, initial_out, initial_lse.contiguous(), geometry.counter()], dict(o=out, i=initial_out), scale=geometry.scale,
         CONTINUE=initial is not None, BY_ROWS=by_rows)
+    return geometry.again(query, key, value, out, lse)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):
     """Writes the three gradients. Unless call.deterministic, dQ may be added up in fp32 in whatever order its parts
-    come."""
+    come. Returns how to do it again for the same ten tensors, or None."""
     geometry = Geometry(query, key, value, call)
     one_pass = geometry.tiles.backward.one_pass and not call.deterministic
+    given = grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value
     grad_out = _loadable_gradient(grad_out)
-    delta = torch.empty_like(lse)
-    sums = torch.empty(query.shape, dtype=torch.float32, device=query.device) if one_pass else None
-    _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, sums)
-    _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums)
+    delta = geometry.launched.empty(*lse.shape)
+    sums = geometry.launched.empty(*query.shape) if one_pass else None
+    counters = geometry.launched.empty(geometry.key_counters(), dtype=torch.int32)
+    _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, sums, counters)
+    _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters, sums)
     if one_pass:
-        s2_scale_kernel[(triton.cdiv(geometry.rows, 64) * geometry.batch * geometry.heads,)](
-            sums, grad_query, geometry.scale, geometry.rows, geometry.heads, *grad_query.stride()[:3], ROWS=64, HEAD_DIM=geometry.head_dim,
-            BLOCK_D=geometry.block_dim, **OPTIONS)
+        geometry.start(geometry.scale_tiles(), s2_scale_kernel, [], [sums, grad_query], dict(o=grad_query), scale=geometry.scale)
     else:
         _launch_dq(geometry, grad_out, lse, delta, grad_query)
+    return geometry.again(*given)
 
 
 def backward_dkdv(grad_out, query, key, value, lse, delta, grad_key, grad_value, call, returned=None):
     """Writes dK and dV, with what `returned` adds to them."""
-    _launch_dkdv(Geometry(query, key, value, call), _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, returned=returned)
+    geometry = Geometry(query, key, value, call)
+    counters = geometry.launched.zero_counters(geometry.key_counters())
+    _launch_dkdv(geometry, _loadable_gradient(grad_out), lse, delta, grad_key, grad_value, counters, returned=returned)
 
 
 def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initial=None, kv_heads=None, more=None):
@@ -309,34 +340,32 @@ def _loadable_gradient(grad_out):
     return grad_out.contiguous()
 
 
-def _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, clear):
-    """As portable.launch_delta, without Triton's look at the arguments."""
+def _launch_delta(geometry, grad_out, grad_lse, out, lse, delta, clear, counters):
+    """As portable.launch_delta, without Triton's look at the arguments; also zeros into `counters`."""
     log_grad = lse if grad_lse is None else grad_lse
-    geometry.delta_tiles().start(
-        s2_delta_kernel, [], [out, grad_out, log_grad, lse, delta, delta if clear is None else clear],
-        dict(o=out, g=grad_out, l=log_grad), stride_od=out.stride(3), stride_gd=grad_out.stride(3),
-        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None)
+    geometry.start(
+        geometry.delta_tiles(), s2_delta_kernel, [], [out, grad_out, log_grad, lse, delta, delta if clear is None else clear, counters],
+        dict(o=out, g=grad_out, l=log_grad), n_counters=len(counters), stride_od=out.stride(3), stride_gd=grad_out.stride(3),
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, COUNTERS=True)
 
 
-def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, sums=None, returned=None):
-    """sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
-    launches = geometry.key_tiles()
+def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters, sums=None, returned=None):
+    """counters: zeros, geometry.key_counters() of them. sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
+    launches = geometry.key_tiles
     boxes = [Box(tensor, geometry.block_dim) for tensor in (geometry.query, geometry.key, geometry.value, grad_out)]
     joined = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
     by_rows = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = boxes[1:3] if by_rows else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
-    columns = launches.arguments["units"] * launches.arguments.get("n_split", 0)
-    # Of the key tiles that are taken; flags of columns in parts.
-    counter = torch.zeros(1 + 2 * columns, dtype=torch.int32, device=lse.device)
-    pointers = [lse, delta, grad_key, grad_value, counter, *((lse, counter, counter) if returned is None else returned)]
+    columns = geometry.columns_in_parts()
+    pointers = [lse, delta, grad_key, grad_value, counters, *((lse, counters, counters) if returned is None else returned)]
     strided = dict(dk=grad_key, dv=grad_value)
     more = dict(scale=geometry.scale, BY_ROWS=by_rows, RETURNED=returned is not None, GRAD_STEP=0 if all(joined) else 1)
     if geometry.single:
-        launches.start(s2_hopper_d256_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
+        geometry.start(launches, s2_hopper_d256_backward_kernel, boxes + grad_boxes, pointers, strided, **more)
     else:
-        part_sums = torch.empty(columns, 2, 2, BLOCK, geometry.block_dim, device=lse.device) if columns else lse
+        part_sums = geometry.launched.empty(columns, 2, 2, BLOCK, geometry.block_dim) if columns else lse
         sums_box = boxes[0] if sums is None else Box(sums, 64, MATRIX_FP32)
-        launches.start(s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
+        geometry.start(launches, s2_hopper_backward_kernel, [*boxes, *grad_boxes, sums_box], [*pointers, part_sums], strided, **more,
                        DQ=sums is not None, DS_STAGES=geometry.tiles.backward.ds_stages)
 
 
@@ -346,6 +375,6 @@ def _launch_dq(geometry, grad_out, lse, delta, grad_query, initial=None):
     own, further = geometry.key_boxes()
     boxes = [Box(geometry.query, geometry.block_dim), *own, Box(grad_out, geometry.block_dim), Box(geometry.query if by_rows else grad_query, geometry.block_dim),
              *further]
-    geometry.query_tiles(geometry.tiles.grad_query).start(
-        s2_hopper_d256_grad_query_kernel if geometry.single else s2_hopper_grad_query_kernel, boxes,
+    geometry.start(
+        geometry.query_tiles(geometry.tiles.grad_query), s2_hopper_d256_grad_query_kernel if geometry.single else s2_hopper_grad_query_kernel, boxes,
         [grad_query, lse, delta, start, geometry.counter()], dict(o=grad_query, i=start), scale=geometry.scale, CONTINUE=initial is not None, BY_ROWS=by_rows)

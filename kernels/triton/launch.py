@@ -96,9 +96,9 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
     batch, heads, rows, head_dim = out.shape
     log_grad = lse if grad_lse is None else grad_lse
     s2_delta_kernel[(triton.cdiv(rows, DELTA_ROWS) * batch * heads,)](
-        out, grad_out, log_grad, lse, delta, delta if clear is None else clear, rows, heads,
+        out, grad_out, log_grad, lse, delta, delta if clear is None else clear, delta, 0, rows, heads,
         *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=DELTA_ROWS, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, **OPTIONS)
+        GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, COUNTERS=False, **OPTIONS)
 
 
 def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_key, grad_value, call):

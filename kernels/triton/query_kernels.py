@@ -112,13 +112,14 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
 
 
 # The gradient of LSE has the strides of its user, which depend on the length.
-@triton.jit(do_not_specialize=["n_rows", "stride_lb", "stride_lh"])
-def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, clear_ptr, n_rows, n_heads,
+@triton.jit(do_not_specialize=["n_counters", "n_rows", "stride_lb", "stride_lh"])
+def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, clear_ptr, counters_ptr, n_counters, n_rows, n_heads,
                     stride_ob, stride_oh, stride_os, stride_od, stride_gb, stride_gh, stride_gs, stride_gd,
                     stride_lb, stride_lh, stride_ls,
-                    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr, CLEAR: tl.constexpr):
+                    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GRAD_LSE: tl.constexpr, CLEAR: tl.constexpr,
+                    COUNTERS: tl.constexpr):
     """delta = rowsum(out * grad_out) - grad_lse, fp32 [B, H, rows]. CLEAR: also zeros into clear, fp32 [B, H, rows,
-    D]."""
+    D]. COUNTERS: also into counters, int32 [n_counters]."""
     row_tiles = tl.cdiv(n_rows, ROWS)
     rows = (tl.program_id(0) % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     batch_head = (tl.program_id(0) // row_tiles).to(tl.int64)
@@ -133,6 +134,11 @@ def s2_delta_kernel(out_ptr, grad_out_ptr, grad_lse_ptr, lse_ptr, delta_ptr, cle
         lse = tl.load(lse_ptr + batch_head * n_rows + rows, mask=inside, other=0.0)
         delta -= tl.where(lse == float("-inf"), 0.0, grad_lse)
     tl.store(delta_ptr + batch_head * n_rows + rows, delta, mask=inside)
+    if COUNTERS:
+        if tl.program_id(0) == 0:
+            for first in range(0, n_counters, ROWS):
+                counters = first + tl.arange(0, ROWS)
+                tl.store(counters_ptr + counters, tl.zeros([ROWS], tl.int32), mask=counters < n_counters)
     if CLEAR:
         dims = tl.arange(0, BLOCK_D)
         keep = inside[:, None] & (dims < HEAD_DIM)[None, :]

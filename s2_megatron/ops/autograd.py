@@ -22,6 +22,7 @@ _CALL = (
 )
 
 _library = torch.library.Library("s2_megatron", "DEF")
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _layouts_of_graphs: dict[int, Layout] = {}  # the graph itself holds only their number
 
 
@@ -59,14 +60,18 @@ def _hold_for_graph(handle: int) -> None:
     _layouts_of_graphs[handle] = layout_of(handle)
 
 
-def _is_plain(*tensors) -> bool:
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd alone sees the call: no tracing, no dispatch mode, no functorch transform, no subclass."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta for tensor in tensors)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    for tensor in tensors:  # noqa: SIM110 (all() of a generator takes twice as long)
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_meta):
+            return False
+    return True
 
 
 def register_attention(forward: Callable, backward: Callable) -> Callable:
@@ -133,13 +138,18 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
             return out, lse
 
         @staticmethod
-        @once_differentiable  # a second derivative raises instead of missing a term
         def backward(ctx, grad_out, grad_lse):
+            if torch.is_grad_enabled():  # a second derivative raises instead of missing a term
+                return once_differentiable(Attention.gradients)(ctx, grad_out, grad_lse)
+            return Attention.gradients(ctx, grad_out, grad_lse)
+
+        @staticmethod
+        def gradients(ctx, grad_out, grad_lse):
             if grad_out is None and grad_lse is None:
                 return None, None, None, None
             saved, call = ctx.saved_tensors, ctx.call
             if isinstance(call, AttentionCall):
-                if _is_plain(*saved, *(grad for grad in (grad_out, grad_lse) if grad is not None)):
+                if _is_plain(*saved, grad_out, grad_lse):
                     return *differentiate(grad_out, grad_lse, *saved, call), None
                 call = _taken_apart(call)
             return *backward_op(grad_out, grad_lse, *saved, *call), None

@@ -5,6 +5,7 @@ B batch, H query heads, G KV heads, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -53,8 +54,12 @@ class Backend(Protocol):
     def joins_keys(self, query, key, value, more, call: AttentionCall) -> bool:
         """Whether `forward` and `backward_dq` take kv_heads and more for this call."""
 
-    def forward(self, query, key, value, out, lse, call: AttentionCall, initial=None, kv_heads=None, more=None) -> None:
+    def forward(
+        self, query, key, value, out, lse, call: AttentionCall, initial=None, kv_heads=None, more=None
+    ) -> Callable[..., None] | None:
         """Writes out (of any type) and lse. initial: (out, lse) of the same queries over earlier keys, continued.
+        Returns a function of (query, key, value, out, lse) in the call's format that does the same for all tensors of
+        the same kinds (ops/repeated.py), or None where there is no quicker way than this one.
 
         Where `joins_keys` says so: kv_heads, (first, end) of those whose query heads are computed; more, (key, value)
         of the placement's slots from own_slots on.
@@ -73,8 +78,9 @@ class Backend(Protocol):
         grad_key,
         grad_value,
         call: AttentionCall,
-    ) -> None:
-        """Writes the three gradients. grad_lse: [B, H, rows] or None."""
+    ) -> Callable[..., None] | None:
+        """Writes the three gradients. grad_lse: [B, H, rows] or None. Returns a function of the ten tensors, as
+        `forward`."""
 
     # The backward in parts: context parallelism sends and receives between them.
     def delta(self, grad_out, grad_lse, out, lse, row_sums) -> None:

@@ -136,6 +136,8 @@ class Layout:
         object.__setattr__(self, "_copies", {})
         object.__setattr__(self, "passed_checks", set())  # kinds of calls, of ops.checks.check_once
         object.__setattr__(self, "chosen_kernels", {})  # by kind of call, of kernels.dispatch
+        object.__setattr__(self, "known_forwards", {})  # by kind of call, of ops.repeated
+        object.__setattr__(self, "known_backwards", {})
         object.__setattr__(self, "_steps", {})
         _alive[self.handle] = self
 

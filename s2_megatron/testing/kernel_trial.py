@@ -117,6 +117,7 @@ def differences(device, kind: dict, pattern, n_blocks: int) -> dict[str, float]:
     shapes = [(rows, 1, number, kind["head_dim"]) for number in heads]
     inputs = [torch.randn(shape, generator=generator).to(device, getattr(torch, kind["dtype"])) for shape in shapes]
     compute = placed_results if kind["placed"] else attention_results
+    compute(inputs, layout, kind, "gluon")  # the second launch of a kind goes another way than the first one
     hopper, portable = (compute(inputs, layout, kind, backend) for backend in ("gluon", "triton"))
     for found in (hopper, portable):
         found["lse"] = found["lse"].movedim(-1, 0)[..., None]  # [rows, B, H, 1]

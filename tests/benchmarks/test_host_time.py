@@ -25,7 +25,7 @@ def run(*arguments, interpret=False) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("kernels, chosen, launch", [
-    ("hopper", "gluon (Hopper)", "hopper/launch.py"), ("portable", "triton (portable)", "triton/launch.py"),
+    ("hopper", "gluon (Hopper)", "hopper/repeats.py"), ("portable", "triton (portable)", "triton/launch.py"),
 ])  # fmt: skip
 def test_host_time_of_kernels_that_do_nothing(tmp_path, kernels, chosen, launch):
     path = tmp_path / "x.json"

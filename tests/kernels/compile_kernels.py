@@ -50,7 +50,7 @@ INT32 = (
     "query_rank_ptr",
     "slot_ptr",
 )
-INT32 += ("run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
+INT32 += ("counters_ptr", "run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
     known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
                  BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
-                 FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False)  # fmt: skip
+                 FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
     known.update(flags)
     options = dict(OPTIONS)
     if role in tiles:

@@ -2,8 +2,6 @@
 Without a GPU."""
 
 import copy
-from collections import defaultdict
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,29 +13,64 @@ from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels import trial
 from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.kernels.hopper import launch as hopper
-from s2_megatron.kernels.hopper.descriptors import Box
+from s2_megatron.kernels.hopper import repeats
+from s2_megatron.kernels.hopper.gluon_versions import RawLaunch
+from s2_megatron.ops import api
 from s2_megatron.ops.api import (
     AttentionCall,
     attention_backward,
     attention_backward_dkdv,
     attention_backward_dq,
     attention_forward,
+    canonical_view,
     empty_lse,
 )
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from tests.kernels.record_launches import launch_of
-from tests.ops.test_attention import pattern_of
+from tests.ops.test_attention import pattern_of, random_mask
 
 BF16, F16 = torch.bfloat16, torch.float16
 PATTERN = pattern_of(((2, 1), (None, 4)), 64, 4, 2)
 
 
-class Compiled(NamedTuple):
-    seen: object
-    start: object
+class Raw(RawLaunch):
+    """The launcher in C of a launch that Triton saw: it rebuilds the arguments from addresses."""
 
-    def __getitem__(self, grid):
-        return lambda *values: self.start(self, grid, values)
+    def __init__(self, made, launch, grid, boxes, pointers, rest):
+        self.made, self.seen, self.launched = made, launch, grid
+        self.values = [*boxes, *[None] * len(pointers), *rest]
+        self.maps = [(number, number) for number, box in enumerate(boxes) if box is not None]
+        self.pointers = slice(len(boxes), len(boxes) + len(pointers))
+
+    def tensor_map(self, number, address):
+        return number, address
+
+    def start(self, stream, values):
+        given = {}
+        for (name, known), value in zip(self.seen.arguments.items(), values, strict=True):
+            if isinstance(known, TensorDescriptor):
+                assert value[0] == len(given)
+                value = copy.copy(known)
+                value.base = Address(value_at(values, given), known.base)
+            elif isinstance(known, torch.Tensor) and isinstance(value, int):
+                value = Address(value, known)
+            given[name] = value
+        self.made.append((launch_of(self.seen.kernel, **given, **self.seen.options), self.launched, True))
+
+
+def value_at(values, given):
+    """The address of the box that comes next."""
+    return values[len(given)][1]
+
+
+class Address:
+    """A tensor at an address, of another one's type."""
+
+    def __init__(self, address, like):
+        self.address, self.dtype, self.device = address, like.dtype, like.device
+
+    def data_ptr(self):
+        return self.address
 
 
 class Triton:
@@ -51,38 +84,53 @@ class Triton:
         if not kernel.is_gluon() and kernel not in self.portable:
             return None
         self.made.append((launch_of(kernel, *args, **kwargs), grid, False))
-        return Compiled(self.made[-1][0], self.start)
+        return self.made[-1][0]
 
-    def start(self, compiled, grid, values):
-        """A compiled kernel is started with values for all of its arguments, in order."""
-        first, given = compiled.seen, {}
-        for (name, known), value in zip(first.arguments.items(), values, strict=True):
-            if isinstance(known, TensorDescriptor):
-                box = Box(value.base, known.block_shape[3], known.layout).descriptor()
-                assert (value.shape, value.strides, value.padding) == (box.shape, box.strides, box.padding)
-                value = box
-            given[name] = value
-        self.made.append((launch_of(first.kernel, **given, **first.options), grid, True))
+    def raw_launch(self, compiled, grid, boxes, pointers, rest):
+        """For a kernel that `run` returned."""
+        return compiled and Raw(self.made, compiled, grid, boxes, pointers, rest)
+
+
+def address_of(value):
+    """The address of an argument, or None of a number."""
+    value = value.base if isinstance(value, TensorDescriptor) else value
+    return value.data_ptr() if hasattr(value, "data_ptr") else None
 
 
 def same(one, two) -> bool:
-    """Whether two arguments are the same tensor, boxes of the same tensor, or equal numbers."""
-    if isinstance(one, TensorDescriptor):
-        return one.base is two.base and (one.shape, one.strides, one.block_shape) == (
-            two.shape,
-            two.strides,
-            two.block_shape,
-        )
-    return one is two if isinstance(one, torch.Tensor) else one == two
+    """Whether two arguments lie at the same address, are boxes of the same tensor, or equal numbers."""
+    if isinstance(one, TensorDescriptor) and any(
+        getattr(one, name) != getattr(two, name) for name in ("shape", "strides", "block_shape")
+    ):
+        return False
+    place = address_of(one)
+    return one == two if place is None else place == address_of(two)
 
 
 @pytest.fixture
-def started(monkeypatch):
+def triton_(monkeypatch):
+    """A Triton of one Hopper GPU, on a machine without."""
+    # Without a GPU the portable kernels are interpreted; these are looked at as Triton compiles them.
+    delta = JITFunction(hopper.s2_delta_kernel.fn, do_not_specialize=["n_counters", "n_rows", "stride_lb", "stride_lh"])
+    scale = JITFunction(hopper.s2_scale_kernel.fn, do_not_specialize=["n_rows"])
+    triton_ = Triton(delta, scale)
+    monkeypatch.setattr(hopper_launch, "raw_launch", triton_.raw_launch)
+    for module in (hopper_launch, repeats):
+        monkeypatch.setattr(module, "current_stream", lambda: 0)
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(trial, "NEWEST", trial.release())
+    monkeypatch.setattr(hopper, "s2_delta_kernel", delta)
+    monkeypatch.setattr(hopper, "s2_scale_kernel", scale)
+    return triton_
+
+
+@pytest.fixture
+def started(monkeypatch, triton_):
     """[whether Triton was left out] of all launches, each of which was compared with what it would be through
     Triton."""
-    # Without a GPU the portable kernels are interpreted; this one is looked at as Triton compiles it.
-    delta = JITFunction(hopper.s2_delta_kernel.fn, do_not_specialize=["n_rows", "stride_lb", "stride_lh"])
-    triton_, real, found = Triton(delta), hopper_launch.Launches.start, []
+    real, found = hopper_launch.Launches.start, []
 
     def start(launches, *args, **constants):
         real(hopper_launch.Launches(launches.grid[0], launches.arguments), *args, **constants)
@@ -94,12 +142,6 @@ def started(monkeypatch):
         found.append(again)
 
     monkeypatch.setattr(hopper_launch.Launches, "start", start)
-    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(trial, "NEWEST", trial.release())
-    monkeypatch.setattr(hopper, "s2_delta_kernel", delta)
-    monkeypatch.setattr(hopper, "s2_scale_kernel", defaultdict(lambda: lambda *args, **kwargs: None))
     return found
 
 
@@ -215,7 +257,7 @@ def test_packed_documents_come_through_triton(started):
     case, packed = Case(), PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
     for _ in range(2):
         case.attend(*tensors(form="thd"), form="thd", packed=packed)
-    assert started == [False] * 6  # forward, row sums, and dK, dV and dQ in one pass; twice
+    assert started == [False] * 8  # forward, row sums, dK, dV and dQ in one pass, dQ rounded; twice
 
 
 def test_what_has_been_launched_can_be_copied(started):
@@ -227,6 +269,82 @@ def test_what_has_been_launched_can_be_copied(started):
     assert (
         twin.grid == stored.grid
         and twin.arguments.keys() == stored.arguments.keys()
-        and stored._compiled
-        and not twin._compiled
+        and stored._repeats
+        and not twin._repeats
     )
+
+
+def check_same_launches(expected, got, given):
+    """Both are launches of one call, as Triton.made. given: the call's tensors, which must be where they are; what is
+    made for the call alone may lie elsewhere, every tensor of it in one place of its own."""
+    there, moved = {tensor.data_ptr() for tensor in given if tensor is not None}, {}
+    assert len(expected) == len(got) > 0 and all(through for *_, through in got)
+    for (one, one_grid, _), (two, two_grid, _) in zip(expected, got):
+        assert (one.kernel, one.variant, one_grid) == (two.kernel, two.variant, two_grid)
+        for name, value in one.arguments.items():
+            before, after = address_of(value), address_of(two.arguments[name])
+            if before is None or before in there or before == after:
+                assert same(value, two.arguments[name]), name
+            else:
+                assert after not in there and moved.setdefault(before, after) == after, name
+    assert len(set(moved.values())) == len(moved)
+    return moved
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("dim, deterministic, grad_lse, mask", [
+    (64, False, True, False), (64, True, False, False), (128, False, False, False), (192, False, True, False),
+    (128, False, False, True),
+])  # fmt: skip
+def test_a_call_is_made_again_with_addresses_alone(triton_, form, dim, deterministic, grad_lse, mask):
+    layout = build_layout(random_mask(64, 4, 2, 4) if mask else PATTERN)
+    call = AttentionCall(layout, 0.5, form, None, None, "gluon", deterministic)
+
+    def attend():
+        """The tensors of a forward and of a backward, which are made anew."""
+        inputs = tensors(dim=dim, form=form)
+        out, lse = api._op_forward(*inputs, call)
+        gradients = torch.randn_like(out), torch.randn_like(lse) if grad_lse else None
+        grads = api._op_backward(*gradients, *inputs, out, lse, call)
+        return (*inputs, out, lse), (*gradients, *inputs, out, lse, *grads)
+
+    attend()
+    assert len(layout.known_forwards) == len(layout.known_backwards) == 1
+    triton_.made.clear()
+    forward, backward = attend()
+    repeated = triton_.made[:]
+    assert len(layout.known_forwards) == len(layout.known_backwards) == 1
+
+    def views(given):
+        """As the kernels take them; LSE and its gradient are [B, H, rows]."""
+        return [canonical_view(t, form) if t is not None and t.ndim == 4 else t for t in given]
+
+    triton_.made.clear()
+    launch.forward(*views(forward), call)
+    count = len(triton_.made)
+    check_same_launches(triton_.made, repeated[:count], forward)
+    triton_.made.clear()
+    launch.backward(*views(backward), call)
+    moved = check_same_launches(triton_.made, repeated[count:], backward)
+    assert moved  # the row sums, at least
+
+
+def test_what_a_call_copies_is_not_made_again(triton_):
+    """A gradient that TMA cannot read: its copy lies elsewhere every time."""
+    layout, inputs = build_layout(PATTERN), tensors()
+    call = AttentionCall(layout, 0.5, backend="gluon")
+    out, lse = api._op_forward(*inputs, call)
+    api._op_backward(torch.ones(()).to(BF16).expand(out.shape), None, *inputs, out, lse, call)
+    assert len(layout.known_forwards) == 1 and not layout.known_backwards
+
+
+def test_packed_and_placed_calls_are_not_made_again(triton_):
+    case, packed = Case(), PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
+    for inputs, options in ((tensors(form="thd"), dict(packed=packed, form="thd")),
+                            (tensors(256), dict(placement=case.placement))):  # fmt: skip
+        call = case.call(**options)
+        for _ in range(2):
+            out, lse = api._op_forward(*inputs, call)
+            if "packed" in options:
+                api._op_backward(torch.randn_like(out), None, *inputs, out, lse, call)
+    assert not case.layout.known_forwards and not case.layout.known_backwards
