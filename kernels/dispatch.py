@@ -83,7 +83,7 @@ def prepare(call, rows, head_dim, dtype):
 
     query, key = (torch.empty(1, heads, rows, head_dim, dtype=dtype, device="meta") for heads in (layout.num_heads, layout.num_kv_heads))
     if hopper.refusal(query, key, key, call) is None:
-        tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows, placement.n_blocks * hopper.BLOCK)
+        tiles = hopper_tiles_for(hopper_block_dim(head_dim), rows, placement.n_blocks * layout.block_size)
         for tile in (tiles.forward, tiles.grad_query):
             placement.steps.query(bool(tile.pack and layout.heads_pair))
         if placement.own_slots == placement.n_slots:  # dK and dV of two tensors come from two calls

@@ -37,7 +37,7 @@ class Kind(NamedTuple):
     dtype: str
     head_dim: int
     heads_of_kv_head: int
-    n_ranges: int  # 0: a block mask
+    n_ranges: int  # 0: lists of blocks, as of a block mask
     heads_pair: bool
     mixed: bool  # the heads of a group have different strides
     packed: bool
@@ -81,7 +81,7 @@ def _version(numbers) -> str:
 
 def _kind(query, call) -> Kind:
     layout, pattern = call.layout, call.layout.pattern
-    ranged = hasattr(layout, "ranges")
+    ranged = hasattr(layout, "ranges") and layout.block_size == 64  # larger blocks come as lists, like a mask's
     return Kind(
         str(query.dtype).removeprefix("torch."), query.shape[3], pattern.num_heads // pattern.num_kv_heads,
         layout.ranges.shape[1] if ranged else 0, bool(layout.heads_pair), ranged and layout.pair_distances is not None,

@@ -57,7 +57,7 @@ def _loadable(tensor) -> bool:
 def _needs_lists(layout, placement, initial) -> bool:
     """Whether the steps of a call come as lists, because they do not follow from a table of ranges."""
     return (placement is not None or initial is not None or not hasattr(layout, "ranges") or layout.ranges.shape[1] > MOST_RANGES
-            or not layout.pattern.is_kv_efficient)
+            or layout.block_size != BLOCK or not layout.pattern.is_kv_efficient)
 
 
 def refusal(query, key, value, call, initial=None, more=None) -> str | None:
@@ -67,13 +67,14 @@ def refusal(query, key, value, call, initial=None, more=None) -> str | None:
         return f"{query.dtype} is not a 16-bit type"
     if query.shape[3] > 256 or query.shape[3] % 8:
         return f"head dim {query.shape[3]} is not a multiple of 8 up to 256"
-    if layout.block_size != BLOCK:
-        return f"block_size={layout.block_size} is not {BLOCK}"
+    if layout.block_size % BLOCK:
+        return f"block_size={layout.block_size} is no multiple of {BLOCK}, whose tiles would need masks inside (docs/kernels.md)"
     if query.shape[1] // key.shape[1] > MOST_MEMBERS:
         return f"more than {MOST_MEMBERS} query heads share a KV head"
     listed = _needs_lists(layout, placement, initial)
     if listed and packed is not None:
-        return "documents are packed, and the pattern is a block mask or has strides that do not divide each other"
+        return (f"documents are packed, and the pattern is a block mask, has strides that do not divide each other, or "
+                f"block_size={layout.block_size}")
     if placement is not None and placement.steps is None:
         return "keys or queries are placed by blocks without their pattern"
     if max(query.shape[2], 0 if listed else layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
@@ -111,13 +112,13 @@ class Geometry:
     def __init__(self, query, key, value, call, initial=None, kv_heads=None, more=None):
         layout, placement = call.layout, call.placement
         self.query, self.key, self.value = query, key, value
-        self.more, self.own_rows = more, 0 if more is None else placement.own_slots * BLOCK
+        self.more, self.own_rows = more, 0 if more is None else placement.own_slots * layout.block_size
         self.kv_heads = kv_heads
         self.layout, self.packed, self.scale = layout, call.packed, call.softmax_scale
         self.batch, self.heads, self.rows, self.head_dim = query.shape
         self.block_dim = hopper_block_dim(self.head_dim)
         self.single = self.block_dim == 256  # one key block a stage: the kernels of d256/
-        self.tiles = hopper_tiles_for(self.block_dim, self.rows, self.rows if placement is None else placement.n_blocks * BLOCK)
+        self.tiles = hopper_tiles_for(self.block_dim, self.rows, self.rows if placement is None else placement.n_blocks * layout.block_size)
         self.steps = None
         if _needs_lists(layout, placement, initial):
             self.steps = layout.steps(triton.cdiv(key.shape[2], BLOCK)) if placement is None else placement.steps

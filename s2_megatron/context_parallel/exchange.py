@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from s2_megatron.context_parallel.plan import ExchangePlan
+from s2_megatron.ops.attended_blocks import split_blocks
+from s2_megatron.ops.device_lists import parts_of_block
 
 # Bytes a second that a rank receives. Through NVLink, by NCCL beside attention: 150e9 and 167e9 measured on four H200s
 # (115 MB in 0.77 and 0.69 ms). Between hosts: a network of 400 Gb/s a GPU, not measured.
@@ -151,9 +153,12 @@ class BlockExchange:
     def __init__(self, plan: ExchangePlan, group, device):
         self.plan, self.group = plan, group
         self.heads, self.blocks = (torch.from_numpy(index).to(device) for index in (plan.send_heads, plan.send_blocks))
-        place = plan.send_blocks * plan.num_kv_heads + plan.send_heads
+        # Of what the kernels compute at once: parts of a large block, which lie one after the other in its slot.
+        self.parts = parts_of_block(plan.block_size)
+        place = split_blocks(plan.send_blocks, self.parts) * plan.num_kv_heads + plan.send_heads.repeat(self.parts)
         order = np.argsort(place, kind="stable")  # a block's slots stay in the order of ranks
-        starts = np.searchsorted(place[order], np.arange(len(plan.query_blocks) * plan.num_kv_heads + 1))
+        n_blocks = len(plan.query_blocks) * self.parts
+        starts = np.searchsorted(place[order], np.arange(n_blocks * plan.num_kv_heads + 1))
         # At least one entry: a kernel takes its address.
         parts = (starts, np.append(order, 0))
         self.return_starts, self.return_entries = (
@@ -193,7 +198,8 @@ class BlockExchange:
 
     def returned(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """What attention_backward_dkdv adds of a buffer that came back: the slots of every block, rank after rank."""
-        return (buffer, self.return_starts, self.return_entries) if len(buffer) else None
+        slots = buffer.unflatten(1, (self.parts, -1)).flatten(0, 1)
+        return (slots, self.return_starts, self.return_entries) if len(buffer) else None
 
 
 def slot_views(buffer: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,10 @@ only.
 H query heads, G KV heads. Row block r is the rows r * block_size ... of the query, and is the block query_blocks[r] of
 the whole sequence. A slot is where a key block lies in the key and value: key_slot[g, k], -1 when absent; without
 key_slot block k lies in slot k.
+
+Where a block of the pattern is larger than what the kernels compute, all of these are its parts, `split` of each: the
+part p of block b is the block b * split + p here. Below the diagonal the parts of two blocks attend each other like the
+blocks; in a diagonal block a part attends itself, by token, and the parts before it.
 """
 
 from __future__ import annotations
@@ -21,10 +25,18 @@ MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"
 CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 
 
-def heads_of(pattern: Pattern, n_blocks: int) -> list[HeadPattern | int]:
+def split_blocks(blocks: np.ndarray, split: int) -> np.ndarray:
+    """The parts of blocks, and of slots where -1 is none, along the last axis: [..., N] -> [..., N * split]."""
+    if split == 1:
+        return blocks
+    parts = blocks[..., None] * split + np.arange(split, dtype=blocks.dtype)
+    return np.where(blocks[..., None] < 0, blocks[..., None], parts).reshape(*blocks.shape[:-1], -1)
+
+
+def heads_of(pattern: Pattern, n_blocks: int, split: int = 1) -> list[HeadPattern | int]:
     """What a query head attends: a range pattern, or the index of a table; equal iff two heads attend the same."""
     if isinstance(pattern, BlockMaskPattern):
-        pattern.check_length(n_blocks * pattern.block_size)
+        pattern.check_length(n_blocks * (pattern.block_size // split))
         return [pattern.table_of(head) for head in range(pattern.num_heads)]
     return [HeadPattern(*head.canonical) for head in pattern.heads]
 
@@ -98,7 +110,13 @@ class Attended:
     """
 
     def __init__(
-        self, pattern: Pattern, head: HeadPattern | int, query_blocks: np.ndarray, blocks: np.ndarray, n_blocks: int
+        self,
+        pattern: Pattern,
+        head: HeadPattern | int,
+        query_blocks: np.ndarray,
+        blocks: np.ndarray,
+        n_blocks: int,
+        split: int = 1,
     ):
         n_rows = len(query_blocks)
         self.first, self.last = np.full(len(blocks) + 1, n_rows), np.full(len(blocks) + 1, -1)
@@ -108,8 +126,13 @@ class Attended:
         self._spans, self._mask = [], None
         if isinstance(pattern, BlockMaskPattern):
             indptr, indices = pattern.tables[head]
-            counts = np.diff(indptr)[query_blocks]
-            row, column = np.repeat(np.arange(n_rows), counts), place[indices[sequences(indptr[query_blocks], counts)]]
+            counts = np.diff(indptr)[query_blocks // split]
+            column = split_blocks(indices[sequences(indptr[query_blocks // split], counts)], split)
+            row = np.repeat(np.arange(n_rows), counts * split)
+            if split > 1:
+                causal = column <= query_blocks[row]
+                row, column = row[causal], column[causal]
+            column = place[column]
             self._mask = np.zeros((n_rows, len(blocks) + 1), dtype=bool)
             self._mask[row, column] = True
             self._mask[:, -1] = False
@@ -119,9 +142,10 @@ class Attended:
             return
         for start, end, stride in head.bounds():
             # Row blocks low .. high - 1 attend a block whose residue is the right one.
-            low = np.searchsorted(query_blocks, blocks + start)
-            high = np.full_like(low, n_rows) if end is None else np.searchsorted(query_blocks, blocks + end)
-            high = np.where((blocks + head.offset) % stride == 0, high, low)
+            whole = blocks // split
+            low = np.searchsorted(query_blocks, np.maximum((whole + start) * split, blocks))
+            high = np.full_like(low, n_rows) if end is None else np.searchsorted(query_blocks, (whole + end) * split)
+            high = np.where((whole + head.offset) % stride == 0, high, low)
             np.minimum(self.first[:-1], low, out=self.first[:-1], where=low < high)
             np.maximum(self.last[:-1], high - 1, out=self.last[:-1], where=low < high)
             self._spans.append(tuple(np.append(bound, 0).astype(np.int32) for bound in (low, high)))

@@ -24,15 +24,24 @@ def check_device(device) -> torch.device:
         raise ValueError(f"device={shown(device)}; expected a device of torch; use e.g. 'cuda' or 'cpu'") from error
 
 
+STEP_BLOCK = 64  # tokens of a block in the steps of the Hopper kernels
+
+
+def parts_of_block(block_size: int) -> int:
+    """How many blocks of the step lists a block of a pattern is. 1 where the Hopper kernels do not compute it: lists
+    know no tokens."""
+    return 1 if block_size % STEP_BLOCK else block_size // STEP_BLOCK
+
+
 class DeviceSteps:
     """The step lists of a pattern (query_steps.py, key_steps.py) as int32 tensors on a device, made when a kernel first
     asks for them.
 
-    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy.
+    query_blocks, key_slot (or None), n_blocks, n_slots: as of a Placement, NumPy, in parts_of_block parts each.
     """
 
     def __init__(self, pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, device):
-        self.pattern, self.n_slots = pattern, n_slots
+        self.pattern, self.n_slots, self._split = pattern, n_slots, parts_of_block(pattern.block_size)
         self._place, self._device = (query_blocks, key_slot, n_blocks), device
         self.cache = {}  # of launches
         self._made = {}
@@ -43,14 +52,14 @@ class DeviceSteps:
     def query(self, pack: bool) -> list[torch.Tensor]:
         """[rows, tiles, steps] of QueryLists."""
         if pack not in self._made:
-            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack))
+            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack, self._split))
         return self._made[pack]
 
     def key(self) -> list:
         """[rows, columns, steps] of KeyLists, columns that are long, other columns. The steps end with one too many,
         which is not used."""
         if "key" not in self._made:
-            lists = key_lists(self.pattern, *self._place, self.n_slots)
+            lists = key_lists(self.pattern, *self._place, self.n_slots, self._split)
             tensors = self._on_device(lists.rows, lists.columns, np.append(lists.steps, np.int32(0)))
             self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
             self._made["column steps"] = column_steps(lists)

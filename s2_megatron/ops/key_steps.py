@@ -109,7 +109,7 @@ def _group_columns(members: tuple, heads: dict, key_row: KeyRow, n_rows: int):
     return columns[order], steps, counts[order]
 
 
-def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int) -> KeyLists:
+def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: int, split: int = 1) -> KeyLists:
     """The lists of the KV heads of a RangePattern or BlockMaskPattern; arguments as in query_lists, n_slots: more than
     every slot.
 
@@ -119,7 +119,7 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
     key_slot names, or for too many steps.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
-    heads, key_rows = heads_of(pattern, n_blocks), key_rows_of(pattern, key_slot, n_blocks)
+    heads, key_rows = heads_of(pattern, n_blocks, split), key_rows_of(pattern, key_slot, n_blocks)
     ratio = pattern.num_heads // pattern.num_kv_heads
     if ratio > MOST_MEMBERS:
         raise ValueError(
@@ -141,7 +141,8 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
         key_row = row_of[number]
         if (members, key_row.order) not in known:
             attended = {
-                head: Attended(pattern, head, query_blocks, key_row.blocks, n_blocks) for head in dict.fromkeys(members)
+                head: Attended(pattern, head, query_blocks, key_row.blocks, n_blocks, split)
+                for head in dict.fromkeys(members)
             }
             columns, new_steps, counts = _group_columns(members, attended, key_row, len(query_blocks))
             columns[:, 2] += sum(map(len, steps))

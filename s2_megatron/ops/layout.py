@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device
+from s2_megatron.ops.attended_blocks import split_blocks
+from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device, parts_of_block
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.checks import check_integer, check_integers, shown
 from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
@@ -108,7 +109,9 @@ class Placement:
             fix = "use the slots of the first key, or None where there is one key"
             own_slots = check_integer("own_slots", own_slots, 1, n_slots, fix)
         if pattern is not None:
-            steps = DeviceSteps(pattern, ids, slots, n_blocks, n_slots, device)
+            split = parts_of_block(pattern.block_size)
+            parts = (split_blocks(ids, split), None if slots is None else split_blocks(slots, split))
+            steps = DeviceSteps(pattern, *parts, n_blocks * split, n_slots * split, device)
         return cls(
             torch.as_tensor(ids, dtype=torch.int32, device=device),
             torch.as_tensor(rank, dtype=torch.int32, device=device),
@@ -161,8 +164,8 @@ class Layout:
         raise NotImplementedError
 
     def steps(self, n_blocks: int) -> DeviceSteps:
-        """The step lists of a sequence of n_blocks blocks. They stay for every length, for a captured graph reads
-        them as long as it lives."""
+        """The step lists of a sequence of n_blocks blocks (of STEP_BLOCK tokens, where the pattern's are larger). They
+        stay for every length, for a captured graph reads them as long as it lives."""
         if n_blocks not in self._steps:
             self._steps[n_blocks] = DeviceSteps(
                 self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device

@@ -125,16 +125,17 @@ def _tile_steps(attended: Attended, n_rows: int, pack: bool) -> tuple[np.ndarray
     return np.stack([first, n_masked, n_free], axis=1).astype(np.int32), steps
 
 
-def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: bool) -> QueryLists:
+def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: bool, split: int = 1) -> QueryLists:
     """The lists of the query heads of a RangePattern or BlockMaskPattern.
 
     query_blocks: int [row blocks], ascending. key_slot: int [G, n_blocks] or None. n_blocks: of the whole sequence.
-    pack: only where the heads 2u and 2u + 1 share their KV head and their pattern. Memory beyond the result is
+    pack: only where the heads 2u and 2u + 1 share their KV head and their pattern. split: all these blocks are parts of
+    the pattern's, so many of each (ops/attended_blocks.py). Memory beyond the result is
     O(nonzeros of one head), for masks and a byte for every pair of a row block and a present key block.
     Raises ValueError when the slots do not fit into a step, or for too many steps.
     """
     query_blocks = np.asarray(query_blocks, dtype=np.int64)
-    heads, key_rows = heads_of(pattern, n_blocks), key_rows_of(pattern, key_slot, n_blocks)
+    heads, key_rows = heads_of(pattern, n_blocks, split), key_rows_of(pattern, key_slot, n_blocks)
     n_slots = max(int(row.slots.max(initial=-1)) for row in key_rows) + 1
     if n_slots > MOST_SLOTS:
         raise ValueError(f"{n_slots} key slots; expected {MOST_SLOTS} at most, a step holds no more")
@@ -149,7 +150,7 @@ def query_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, pack: b
     for head, number in lists:
         key_row = row_of[number]
         if (head, key_row.order) not in known:
-            attended = Attended(pattern, head, query_blocks, key_row.blocks, n_blocks)
+            attended = Attended(pattern, head, query_blocks, key_row.blocks, n_blocks, split)
             known[head, key_row.order] = _tile_steps(attended, len(query_blocks), pack)
         tile_rows, places = known[head, key_row.order]
         tiles.append(tile_rows + np.array([base, 0, 0], dtype=np.int32))

@@ -173,6 +173,15 @@ def test_block_masks(heads, diagonal, dim):
     check(random_mask(64, *heads, 8, diagonal=diagonal), dim, 500)
 
 
+@pytest.mark.parametrize("pattern", [
+    pattern_of(((2, 1), (None, 2)), 128, 2, 1), pattern_of(((1, 1), (None, 3)), 128, 2, 2), random_mask(128, 4, 2, 2, 4),
+    random_mask(128, 2, 2, 2, 4, diagonal=False), pattern_of(((1, 1), (None, 2)), 256, 2, 2),
+], ids=["ranges", "a window of one block", "mask", "mask without diagonal", "256"])  # fmt: skip
+def test_larger_blocks(pattern):
+    """Of 128 tokens and more: lists of parts of 64; the sequence ends inside of a part that is not its block's last."""
+    check(pattern, 64 if pattern.block_size == 256 else 128, 430)
+
+
 @pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_packed(ratio, dim):
@@ -192,6 +201,10 @@ def test_documents_do_not_see_nan(tiles, dim):  # noqa: F811
 @pytest.mark.parametrize("kind", ["paper", "mask"])
 def test_placed_blocks_and_continued(kind, dim):
     check_placed_blocks(dim, kind, 2, 8, "cpu", F16)
+
+
+def test_placed_blocks_of_128():
+    check_placed_blocks(64, "paper of 128", 2, 4, "cpu", F16)
 
 
 @pytest.mark.parametrize("dim", [64, 192])

@@ -66,7 +66,7 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     device = query.device
     plan, layout, scale = make_plan(pattern, rank, size, n_blocks), build_layout(pattern, device), 0.2
     own = torch.tensor(plan.query_blocks, device=device)
-    rows = (own[:, None] * 64 + torch.arange(64, device=device)).reshape(-1)
+    rows = (own[:, None] * plan.block_size + torch.arange(plan.block_size, device=device)).reshape(-1)
     where = [
         (group, block, slot)
         for group, row in enumerate(plan.remote_slot)
@@ -74,11 +74,11 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
         if slot >= 0
     ]
     buffer = torch.full(
-        (len(where), 64, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype
+        (len(where), plan.block_size, 2, *key.shape[1:2], key.shape[3]), float("nan"), device=device, dtype=key.dtype
     )
     for group, block, slot in where:
         for part, tensor in enumerate((key, value)):
-            buffer[slot, :, part] = tensor[block * 64 : block * 64 + 64, :, group]
+            buffer[slot, :, part] = tensor.unflatten(0, (-1, plan.block_size))[block, :, :, group]
     q, do, *kv = (tensor[rows] for tensor in (query, grad, key, value))
     call = AttentionCall(layout, scale, "sbhd", None, None, "gluon", True)
     state = Chosen(layout, Handed(plan, buffer), 1.0, *place(plan, pattern, device), {})
@@ -96,7 +96,7 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
         assert torch.equal(grad_part.to(key.dtype), rounded[number])
         grads[number][rows] += grad_part
         for group, block, slot in where:
-            grads[number][block * 64 : block * 64 + 64, :, group] += returned[slot, :, number]
+            grads[number].unflatten(0, (-1, plan.block_size))[block, :, :, group] += returned[slot, :, number]
     return rows, out, lse, dq, grads
 
 
@@ -104,33 +104,36 @@ def check_returned(plan, own, tensors, call):
     """dK and dV of a rank's own keys with what other ranks send back: the fp32 sums `own` plus that in the order of
     ranks, rounded once."""
     key, exchange = tensors[2], BlockExchange(plan, None, own[0].device)
-    slots = torch.randn(len(plan.send_heads), 64, 2, *key.shape[1:2], key.shape[3], device=key.device).to(key.dtype)
+    slots = torch.randn(len(plan.send_heads), plan.block_size, 2, *key.shape[1:2], key.shape[3], device=key.device).to(
+        key.dtype
+    )
     grads = [torch.full_like(key, float("nan")) for _ in own]
     attention_backward_dkdv(*tensors, *grads, call, exchange.returned(slots))
     for part, (grad, total) in enumerate(zip(grads, own)):
         total = total.clone()
         for slot, (head, block) in enumerate(zip(plan.send_heads, plan.send_blocks)):
-            total[block * 64 : block * 64 + 64, :, head] += slots[slot, :, part].float()
+            total.unflatten(0, (-1, plan.block_size))[block, :, :, head] += slots[slot, :, part].float()
         assert torch.equal(grad, total.to(grad.dtype)), part
 
 
 def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
     """Halves of a tile that lie apart (odd chunks), absent keys, slots, a softmax that goes on: no worse than twice the
     error of one call."""
-    if kind == "mask":
-        pattern = random_mask(64, 4, 2, 2, n_blocks)
+    block = 128 if kind.endswith("of 128") else 64
+    if kind.startswith("mask"):
+        pattern = random_mask(block, 4, 2, 2, n_blocks)
     elif kind == "dense heads":
         pattern = pattern_of(PAPER, 64, 8, 4, dense_heads=[1])
     else:
         pattern = pattern_of(
             {"several": RANGES["several"], "uneven": ((2, 1), (5, 3), (None, 4))}.get(kind, PAPER),
-            64,
+            block,
             8,
             4,
             "query" if kind == "query" else "kv",
         )
-    inputs, _ = make_inputs(pattern, n_blocks * 64, dim, dtype, device, 2, form="sbhd")
-    length, nothing = n_blocks * 64, torch.zeros(2, pattern.num_heads, n_blocks * 64, device=device)
+    inputs, _ = make_inputs(pattern, n_blocks * block, dim, dtype, device, 2, form="sbhd")
+    length, nothing = n_blocks * block, torch.zeros(2, pattern.num_heads, n_blocks * block, device=device)
     views = [tensor.permute(1, 2, 0, 3) for tensor in inputs]
     truth = eager(
         *(tensor.double() for tensor in views[:3]),

@@ -166,6 +166,14 @@ def test_lists_of_a_pattern(kind, dim, tiles):
     check(as_table(pattern_of(RANGES[kind], 64, 8, 4), 1500), dim, length=1500)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["paper", "block-local", "window", "several", "mask"])
+def test_blocks_of_128(dim, kind, tiles):
+    """As lists of parts of 64; the sequence ends inside of the first part of a block."""
+    pattern = random_mask(128, 8, 4, 4, 12) if kind == "mask" else pattern_of(RANGES[kind], 128, 8, 4)
+    check(pattern, dim, length=1450, batch=2)
+
+
 @pytest.mark.parametrize("dim", [128, 192])
 def test_strides_that_do_not_divide_each_other(dim):
     check(pattern_of(((2, 1), (5, 3), (None, 4)), 64, 4, 2), dim, length=1500, batch=2)
@@ -174,6 +182,11 @@ def test_strides_that_do_not_divide_each_other(dim):
 @pytest.mark.parametrize("dim", [128, 256])
 def test_more_ranges_than_a_plan_holds(dim):
     check(pattern_of((*((end, 1) for end in range(1, 14)), (None, 2)), 64, 2, 2), dim, length=1500)
+
+
+@pytest.mark.parametrize("kind", ["paper of 128", "mask of 128"])
+def test_placed_blocks_of_128(kind):
+    check_placed_blocks(128, kind, 4, 16, "cuda", BF16)
 
 
 @pytest.mark.parametrize("size, n_blocks", [(2, 24), (3, 30), (4, 8)])
@@ -279,6 +292,8 @@ def test_what_they_do_not_compute_is_said(capfd, monkeypatch):
             placement=Placement.make(range(4), 4, device="cuda"),
             backend="gluon",
         )
+    s2_attention(*tensors, build_layout(pattern_of(PAPER, 32, 2, 2), "cuda"))
+    assert "triton (portable), because block_size=32 is no multiple of 64" in capfd.readouterr().out
     s2_attention(*[tensor.float() for tensor in tensors], layout)
     assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
 

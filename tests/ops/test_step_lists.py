@@ -1,6 +1,7 @@
 """The step lists of query and key tiles against brute force: every list is read entry by entry and compared with
 Pattern.key_blocks, and so is its order."""
 
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -21,8 +22,10 @@ from s2_megatron.kernels.step_descriptor import (
     SLOT_MASK,
 )
 from s2_megatron.ops import attended_blocks
+from s2_megatron.ops.attended_blocks import heads_of, split_blocks
 from s2_megatron.ops.key_steps import key_lists
 from s2_megatron.ops.query_steps import query_lists
+from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern
 from tests.ops.step_cases import PATTERNS, attended, mask_of, placements, slot_of
 
@@ -164,6 +167,36 @@ def check(pattern, query_blocks, key_slot, n_blocks, n_slots):
     if pattern.num_heads // pattern.num_kv_heads % 2 == 0 and heads[::2] == heads[1::2]:
         check_query(pattern, query_blocks, key_slot, query_lists(*place, True), True)
     check_key(pattern, query_blocks, key_slot, n_blocks, n_slots, key_lists(*place, n_slots))
+
+
+def in_parts(pattern, split, n_blocks):
+    """The same attention as a mask of blocks of which `split` are one of the pattern's."""
+
+    def attends(head, query, keys):
+        return np.isin(keys // split, pattern.key_blocks(head, query // split)) & (keys <= query)
+
+    heads, groups = pattern.num_heads, pattern.num_kv_heads
+    return BlockMaskPattern.from_function(64, heads, groups, n_blocks * split, attends)
+
+
+@pytest.mark.parametrize("name, split", [*((name, 2) for name in PATTERNS), ("several", 4), ("mask-no-diagonal", 4)])
+def test_lists_of_parts_of_large_blocks(name, split):
+    """Patterns of larger blocks: their lists are those of the mask of smaller blocks that attends the same tokens."""
+    pattern, n_blocks = PATTERNS[name], 20
+    if isinstance(pattern, BlockMaskPattern):
+        pattern = mask_of(pattern.num_heads, 2, len(pattern.tables), n_blocks, diagonal=name != "mask-no-diagonal")
+    pattern = replace(pattern, block_size=64 * split)
+    mask = in_parts(pattern, split, n_blocks)
+    for where, (query_blocks, key_slot, count, n_slots) in placements(pattern, 16).items():
+        key_slot = None if key_slot is None else split_blocks(key_slot, split)
+        place = split_blocks(query_blocks, split), key_slot, count * split
+        if where == "odd":  # a sequence that ends inside of a large block
+            place = place[0][:-1], None, count * split - 1
+        heads = heads_of(pattern, n_blocks)
+        pairs = pattern.num_heads // pattern.num_kv_heads % 2 == 0 and heads[::2] == heads[1::2]
+        for pack in {False, pairs}:
+            check_query(mask, *place[:2], query_lists(pattern, *place, pack, split), pack)
+        check_key(mask, *place, n_slots * split, key_lists(pattern, *place, n_slots * split, split))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
