@@ -175,7 +175,8 @@ def test_block_masks(heads, diagonal, dim):
 
 @pytest.mark.parametrize("pattern", [
     pattern_of(((2, 1), (None, 2)), 128, 2, 1), pattern_of(((1, 1), (None, 3)), 128, 2, 2),
-    random_mask(128, 4, 2, 2, 4), random_mask(128, 2, 2, 2, 4, diagonal=False), pattern_of(((1, 1), (None, 2)), 256, 2, 2),
+    random_mask(128, 4, 2, 2, 4), random_mask(128, 2, 2, 2, 4, diagonal=False),
+    pattern_of(((1, 1), (None, 2)), 256, 2, 2),
 ], ids=["ranges", "a window of one block", "mask", "mask without diagonal", "256"])  # fmt: skip
 def test_larger_blocks(pattern):
     """Of 128 tokens and more: lists of parts of 64; the sequence ends inside of a part that is not its block's last."""
