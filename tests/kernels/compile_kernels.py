@@ -142,7 +142,9 @@ VARIANTS = {
     "mask": dict(TABLE=True, N_RANGES=1, EFFICIENT=False),
     "placed": dict(QUERY_IDS=True, KEY_SLOT=True, RUNS=True, CONTINUE=True),
     "uneven": dict(EFFICIENT=False),
+    "counters": dict(COUNTERS=True),
 }
+ONE_ROLE = {"uneven": "dkdv", "counters": "delta"}
 
 
 def kind_of(name: str, dtype: str) -> str:
@@ -207,8 +209,7 @@ def portable_entries() -> dict[str, Entry]:
     wanted += [
         (90, role, 128, "bf16", variant)
         for variant in VARIANTS
-        for role in ROLES[:3]
-        if variant != "uneven" or role == "dkdv"
+        for role in ([ONE_ROLE[variant]] if variant in ONE_ROLE else ROLES[:3])
     ]
     wanted += [(90, "delta", 128, "bf16", "")]
     return {
