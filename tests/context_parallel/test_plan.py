@@ -216,7 +216,7 @@ def test_what_kernels_read_is_there_before_the_first_call(comm_type, pattern, dt
         call = hopper.Geometry(query, key, key, AttentionCall(state.layout, 1.0, placement=placement))
         made_launches = [call.query_tiles(call.tiles.forward), call.query_tiles(call.tiles.grad_query)]
         if placement.own_slots == placement.n_slots:
-            made_launches.append(call.key_tiles())
+            made_launches.append(call.key_tiles)
         assert all(launches.arguments["list_steps_ptr"].device == cpu for launches in made_launches)
     assert (not made_now) == made
 

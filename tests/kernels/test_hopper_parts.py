@@ -15,7 +15,7 @@ def parts_of(pattern, rows, batch=1, dim=128):
         torch.empty(batch, heads, rows, dim, device="meta") for heads in (pattern.num_heads, pattern.num_kv_heads)
     )
     call = hopper.Geometry(query, key, key, AttentionCall(build_layout(pattern), 1.0))
-    arguments = call.key_tiles().arguments
+    arguments = call.key_tiles.arguments
     n_split, part_steps = arguments.get("n_split", 0), arguments.get("part_steps", 0)
     further = arguments["n_programs"] - (arguments["n_long"] + arguments["n_rest"]) * arguments["units"]
     assert n_split * arguments["units"] * 2 * 128 * call.block_dim * 4 <= 14 * 2**20
@@ -58,9 +58,7 @@ def test_a_placement_without_any_key(monkeypatch):
     pattern = s2_pattern(4, 2)
     placement = Placement.make(range(8), 16, torch.full((2, 16), -1), "cpu", pattern)
     query, key = (torch.empty(1, heads, 512, 64) for heads in (4, 2))
-    arguments = (
-        hopper.Geometry(query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement))
-        .key_tiles()
-        .arguments
-    )
+    arguments = hopper.Geometry(
+        query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement)
+    ).key_tiles.arguments
     assert arguments["n_split"] == 0

@@ -97,11 +97,9 @@ def key_walk(monkeypatch):
             torch.empty(batch, pattern.num_heads, query_rows, 64),
             torch.empty(batch, pattern.num_kv_heads, key_rows, 64),
         )
-        arguments = (
-            hopper.Geometry(query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement))
-            .key_tiles()
-            .arguments
-        )
+        arguments = hopper.Geometry(
+            query, key, key, AttentionCall(build_layout(pattern), 1.0, placement=placement)
+        ).key_tiles.arguments
         schedule = on_memory(arguments)
         tiles = []
 
@@ -125,7 +123,7 @@ def key_walk(monkeypatch):
 
         d256_query, d256_key = torch.empty(*query.shape[:3], 192), torch.empty(*key.shape[:3], 192)
         call = AttentionCall(build_layout(pattern), 1.0, placement=placement)
-        schedule = on_memory(hopper.Geometry(d256_query, d256_key, d256_key, call).key_tiles().arguments)
+        schedule = on_memory(hopper.Geometry(d256_query, d256_key, d256_key, call).key_tiles.arguments)
         produce = plain_functions(hopper_d256_backward_loads, load_pass=load_keys, load_queries=load_queries).produce
         produce(loads, schedule)
         check_passes(tiles, found)
