@@ -50,11 +50,12 @@ def _hopper(query, key, value, call, initial=None, more=None):
     chosen = call.layout.chosen_kernels
     kind = (call.backend, call.deterministic, *[(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16)
                                                 for tensor in (query, key, value)])
-    if kind not in chosen:
+    found = chosen.get(kind, chosen)  # one look: another thread may empty the table; None is a choice
+    if found is chosen:
         if len(chosen) >= MOST_KINDS:  # every length is one, and decoding meets many of them
             chosen.clear()
-        chosen[kind] = _chosen(query, key, value, call)
-    return chosen[kind]
+        chosen[kind] = found = _chosen(query, key, value, call)
+    return found
 
 
 def _chosen(query, key, value, call, initial=None, more=None):
@@ -123,7 +124,9 @@ def backward(grad_out, grad_lse, query, key, value, out, lse, grad_query, grad_k
     with on_device(query.device):
         if call.packed is not None:
             _fill_between(call.packed, 0.0, grad_query, grad_key, grad_value)
-        return kernels.backward(grad_out, grad_lse, query, key, value, out, lse.contiguous(), grad_query, grad_key, grad_value, call)
+        contiguous = lse.contiguous()
+        again = kernels.backward(grad_out, grad_lse, query, key, value, out, contiguous, grad_query, grad_key, grad_value, call)
+        return again if contiguous is lse else None  # would take the strides of its copy
 
 
 # The backward in parts: context parallelism sends and receives between them.

@@ -4,8 +4,8 @@ of the first launch but for the addresses (gluon_versions.py says what that reli
 
 Triton chooses by the types of tensors, by whether a pointer lies on 16 bytes, by whether an integer is 1, a multiple of
 16 or longer than 32 bits, and by the constants. Launches that are equal in all of it, because the numbers are the same,
-run the same machine code. Triton's launch hooks run for all of them; settings that ask for another compilation count at
-the first launch of a kind.
+run the same machine code. Triton's launch hooks run for all of them, and after a change of the settings that ask for
+another compilation launches go through Triton.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from s2_megatron.kernels.compile_options import OPTIONS
-from s2_megatron.kernels.hopper.gluon_versions import RawLaunch, current_stream, raw_launch
+from s2_megatron.kernels.hopper.gluon_versions import RawLaunch, compile_settings, current_stream, raw_launch
 
 BLOCK = 64  # rows of a box
 MOST_MAPS = 1024  # tensor maps that are remembered, of a box of a launch
@@ -81,11 +81,13 @@ class Launches:
     def start(self, kernel, boxes, pointers, strided, **constants) -> Repeat | None:
         """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided:
         {letter: tensor} whose strides are stride_<letter>b, h and s. constants: the other arguments, hashable. Returns
-        how to make this launch again; None where this Triton's launcher is another than is known."""
-        kind = (kernel.__name__, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
+        how to make this launch again; None where this Triton's launcher or settings are others than are known."""
+        settings = compile_settings()
+        kind = (kernel.__name__, settings, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())
-        if (repeat := self._repeats.get(kind)) is not None:
+        repeat = None if settings is None else self._repeats.get(kind)
+        if repeat is not None:
             repeat.start(current_stream(), [box and box.tensor.data_ptr() for box in boxes], [tensor.data_ptr() for tensor in pointers])
             return repeat
         for letter, tensor in strided.items():
@@ -94,7 +96,7 @@ class Launches:
         descriptors = [box and box.descriptor() for box in boxes]
         compiled = kernel[self.grid](*descriptors, *pointers, **named, **OPTIONS)
         rest = [named[name] for name in kernel.arg_names[len(boxes) + len(pointers):]]
-        raw = raw_launch(compiled, self.grid, descriptors, pointers, rest)
+        raw = None if settings is None else raw_launch(compiled, self.grid, descriptors, pointers, rest)
         if raw is not None:
             repeat = self._repeats[kind] = Repeat(raw)
         return repeat

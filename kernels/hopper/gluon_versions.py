@@ -9,6 +9,7 @@ installed Triton has, not by its version number: the public name comes first, wh
     copy_to_shared(buffer, pointers, mask=)      global to shared memory, by threads     `async_copy.async_load` from 3.8 on
     @aggregate                                   a class of values that go together      `gluon.aggregate` from 3.8 on, not exported before
     raw_launch(compiled, grid, arguments)        a launch as the launcher in C takes it  private in all of them; None where it is another
+    compile_settings()                           what Triton reads in every launch       `fpsan_homomorphic_casts` from 3.9 on
 """
 import copy
 import inspect
@@ -88,6 +89,15 @@ def aggregate(cls):
 def current_stream() -> int:
     """The stream of the current device that launches go to."""
     return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def compile_settings() -> tuple | None:
+    """Triton's settings that choose what is compiled beside a launch's arguments, read in every launch (a profiler that
+    looks into kernels sets one). None where a hook decides anew for each."""
+    if knobs.runtime.add_stages_inspection_hook is not None:
+        return None
+    compilation = knobs.compilation
+    return knobs.runtime.debug, compilation.instrumentation_mode, getattr(compilation, "fpsan_homomorphic_casts", False)
 
 
 class _OtherLauncher(Exception):

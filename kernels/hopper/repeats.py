@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from s2_megatron.kernels.hopper.descriptors import Repeat
-from s2_megatron.kernels.hopper.gluon_versions import current_stream
+from s2_megatron.kernels.hopper.gluon_versions import compile_settings, current_stream
 
 ALIGNED = 256  # bytes, as torch allocates
 
@@ -35,9 +35,12 @@ class Launched:
 
     def again(self, given, constant) -> RepeatedCall | None:
         """given: the call's tensors (or None), the results among them. constant: a tensor that outlives the call. None
-        when a launch cannot be repeated, or takes a tensor that was made for this call in another way."""
+        when a launch cannot be repeated, takes a tensor that was made for this call in another way, or one that is
+        given twice, so that another call may have two in its place."""
         known = [*given, constant, *self.zeros, *self.scratch]
-        number = {id(tensor): index for index, tensor in reversed([*enumerate(known)]) if tensor is not None}
+        number = {id(tensor): index for index, tensor in enumerate(known) if tensor is not None}
+        if len(number) < sum(tensor is not None for tensor in known):
+            return None
         launches = []
         for repeat, boxes, pointers in self.launches:
             if repeat is None or any(id(tensor) not in number for tensor in (*boxes, *pointers) if tensor is not None):
@@ -49,17 +52,21 @@ class Launched:
 
 class RepeatedCall:
     """The launches of a call, made again: RepeatedCall(tensors), in the order of `given`. The tensors have the shapes,
-    strides, types, device and alignment (to 16 bytes) of those."""
+    strides, types, device and alignment (to 16 bytes) of those. Returns whether it made them: not after a change of
+    Triton's settings."""
 
     def __init__(self, launched: Launched, launches, constant: torch.Tensor):
         self._device, self._launches, self._constant = launched.device, launches, constant
+        self._settings = compile_settings()
         self._zeros = [len(tensor) for tensor in launched.zeros]
         self._offsets, self._bytes = [], 0
         for tensor in launched.scratch:
             self._offsets.append(self._bytes)
             self._bytes += -(-tensor.nbytes // ALIGNED) * ALIGNED
 
-    def __call__(self, *given) -> None:
+    def __call__(self, *given) -> bool:
+        if compile_settings() != self._settings:
+            return False
         if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(*given)
@@ -71,3 +78,4 @@ class RepeatedCall:
         addresses.append(None)  # of a box that is none: the last one
         for repeat, boxes, pointers in self._launches:
             repeat.start(stream, [addresses[box] for box in boxes], [addresses[pointer] for pointer in pointers])
+        return True

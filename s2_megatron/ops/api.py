@@ -244,14 +244,17 @@ def _backward(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCa
     grads = [_empty_like(tensor, call) for tensor in (query, key, value)]
     if query.numel():
         views = [canonical_view(tensor, form) for tensor in (query, key, value, out)]
+        gradient = _gradient_view(grad_out, call)
         again = _implementation(call.backend).backward(
-            _gradient_view(grad_out, call),
+            gradient,
             grad_lse,
             *views,
             lse,
             *(canonical_view(g, form) for g in grads),
             call,
         )
+        if gradient.data_ptr() != grad_out.data_ptr():  # a copy, of other strides
+            again = None
     return grads, again
 
 
@@ -346,12 +349,12 @@ def _is_ending(query, key, call) -> bool:
 
 def _op_forward(query, key, value, call):
     known, kind = call.layout.known_forwards, kind_of_call(call, query, key, value)
-    if kind in known:
-        again, lse_shape = known[kind]
+    again, lse_shape = known.get(kind, (None, None))  # one look: another thread may empty the table
+    if again is not None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=query.device)
-        again(query, key, value, out, lse)
-        return out, lse
+        if again(query, key, value, out, lse):
+            return out, lse
     call = call.on_device(query.device)
     if not _is_ending(query, key, call):
         out, lse, again = _forward(query, key, value, call)
@@ -365,10 +368,11 @@ def _op_forward(query, key, value, call):
 def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
     known, tensors = call.layout.known_backwards, (grad_out, grad_lse, query, key, value, out, lse)
     kind = kind_of_call(call, *tensors)
-    if kind in known:
+    again = known.get(kind)
+    if again is not None:
         grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
-        known[kind](*tensors, *grads)
-        return grads
+        if again(*tensors, *grads):
+            return grads
     call = call.on_device(query.device)
     if not _is_ending(query, key, call):
         grads, again = _backward(*tensors, call)

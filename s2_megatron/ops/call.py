@@ -56,10 +56,11 @@ class Backend(Protocol):
 
     def forward(
         self, query, key, value, out, lse, call: AttentionCall, initial=None, kv_heads=None, more=None
-    ) -> Callable[..., None] | None:
+    ) -> Callable[..., bool] | None:
         """Writes out (of any type) and lse. initial: (out, lse) of the same queries over earlier keys, continued.
         Returns a function of (query, key, value, out, lse) in the call's format that does the same for all tensors of
-        the same kinds (ops/repeated.py), or None where there is no quicker way than this one.
+        the same kinds (ops/repeated.py) and returns True, or False when it no longer can; or None where there is no
+        quicker way than this one.
 
         Where `joins_keys` says so: kv_heads, (first, end) of those whose query heads are computed; more, (key, value)
         of the placement's slots from own_slots on.
@@ -78,7 +79,7 @@ class Backend(Protocol):
         grad_key,
         grad_value,
         call: AttentionCall,
-    ) -> Callable[..., None] | None:
+    ) -> Callable[..., bool] | None:
         """Writes the three gradients. grad_lse: [B, H, rows] or None. Returns a function of the ten tensors, as
         `forward`."""
 

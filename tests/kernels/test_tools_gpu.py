@@ -84,6 +84,22 @@ def test_captured_in_a_graph(kind, backend, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", KERNELS)
+def test_compiled_and_on_other_streams(backend):
+    """Calls of a known kind are made again from compiled code too, on the stream that is current then."""
+    leaves, options = make_call("sbhd", "cuda", 520, 64, 64, torch.bfloat16)
+    eager = attend(options, backend=backend, deterministic=True)
+    compiled = torch.compile(lambda query, key, value: eager(query, key, value), fullgraph=True)
+    expected = results(eager, leaves)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = results(compiled, leaves), results(eager, leaves)
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, two) for got in found for one, two in zip(got, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_memory_beyond_the_results(deterministic, backend):
     """At most one fp32 dQ, one fp32 per query row and head, and 16 MiB beyond q, k, v, out, LSE and the gradients."""

@@ -48,19 +48,24 @@ def test_settings_belong_to_a_kind():
 
 
 class Quick:
-    """A backend that computes nothing the first time, and can do it again. again: the tensors of all calls made
-    again."""
+    """A backend that computes nothing the first time, and can do it again, as long as it `can`. again: the tensors of
+    all calls made again."""
 
     def __init__(self):
-        self.first, self.again = [], []
+        self.first, self.again, self.can = [], [], True
 
     def forward(self, query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
         self.first.append("forward")
-        return lambda *given: self.again.append(given)
+        return self.repeat
 
     def backward(self, *given):
         self.first.append("backward")
-        return lambda *given: self.again.append(given)
+        return self.repeat
+
+    def repeat(self, *given) -> bool:
+        if self.can:
+            self.again.append(given)
+        return self.can
 
 
 @pytest.fixture
@@ -109,6 +114,59 @@ def test_strides_that_saved_tensors_come_back_with_count(quick):
             out = s2_attention(*inputs(), layout)
         out.sum().backward()
         assert quick.first.count("backward") == expected
+
+
+def test_what_can_no_longer_be_made_again_is_computed_as_the_first_time(quick):
+    layout = build_layout(PATTERN)
+    for quick.can in (True, True, False, True):
+        s2_attention(*inputs(), layout).sum().backward()
+    assert quick.first == ["forward", "backward"] * 2 and len(quick.again) == 4
+
+
+def test_a_copy_of_the_gradient_is_not_made_again(quick, monkeypatch):
+    """Its strides do not fit into 32 bits, and would be taken for those of the copy."""
+    monkeypatch.setattr(api, "addressable", lambda view: False)
+    layout = build_layout(PATTERN)
+    for count in (1, 2):
+        out, _ = attend(*inputs(), AttentionCall(layout, 0.5, backend="gluon"))
+        out.sum().backward()
+        assert quick.first.count("backward") == count
+    assert layout.known_forwards and not layout.known_backwards
+
+
+def test_another_thread_may_forget_what_is_known(quick, monkeypatch):
+    class Forgets(dict):
+        def __contains__(self, kind):
+            found = super().__contains__(kind)
+            self.clear()
+            return found
+
+    layout = build_layout(PATTERN)
+    for name in ("known_forwards", "known_backwards"):
+        object.__setattr__(layout, name, Forgets())
+    for _ in range(2):
+        s2_attention(*inputs(), layout).sum().backward()
+    assert quick.first == ["forward", "backward"] and len(quick.again) == 2
+
+
+def test_compiled_calls_are_made_again_with_their_own_tensors(quick):
+    layout = build_layout(PATTERN)
+
+    def attend(query, key, value):
+        return s2_attention(query, key, value, layout, return_lse=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for count in range(3):
+        given = inputs()
+        out, lse = compiled(*given)
+        grads = torch.autograd.grad(out.sum(), given)
+        assert quick.first == ["forward", "backward"] and len(quick.again) == 2 * count
+        if count:
+            forward, backward = quick.again[-2:]
+            assert all(map(same_memory, forward, (*given, out, lse)))
+            assert all(map(same_memory, backward[2:], (*given, out, lse, *grads)))
+    torch._dynamo.reset()
 
 
 def test_not_more_kinds_are_remembered_than_fit(quick, monkeypatch):
