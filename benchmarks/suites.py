@@ -141,6 +141,14 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
         own, other = interleaved(case, entry, case, than)
         return median(other["total_ms_samples"]) / median(own["total_ms_samples"])
 
+    def faster_than_dense(case):
+        """With the pattern of the aims; a run of another one (by flags) has cases of the same names."""
+        own, _ = interleaved(case, "S2", case, "FA-2 dense")
+        aimed = s2_pattern()
+        if (own["pattern"], own["block"]) != (aimed.describe(), aimed.block_size):
+            raise KeyError(case)
+        return faster(case, "FA-2 dense")
+
     def pace(case, against="128K 32/32 D128"):
         own, other = interleaved(case, "S2", against, "S2")
         return own["tflops"] / other["tflops"]
@@ -148,7 +156,7 @@ def verdicts(rows: list[dict], first_call: dict | None = None) -> list[Verdict]:
     main = {"8K": (5.3, 6.0), "32K": (12.5, 14.0), "128K": (20.0, 24.9)}
     for length, (must, goal) in main.items():
         case = f"{length} 32/32 D128"
-        add(f"{case}: times FlashAttention-2", lambda case=case: faster(case, "FA-2 dense"), must, goal)
+        add(f"{case}: times FlashAttention-2", lambda case=case: faster_than_dense(case), must, goal)
     case = "128K 32/32 D128"
     add(f"{case}, deterministic: times FlashAttention-2", lambda: faster(case, "FA-2 dense", "S2 deterministic"), 16.0)
     add(f"{case}: speed of deterministic over default", lambda: faster(case, "S2", "S2 deterministic"), None, 0.8)

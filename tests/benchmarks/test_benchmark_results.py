@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import plots, report
-from benchmarks.suites import verdicts
+from benchmarks.suites import s2_pattern, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -31,7 +31,8 @@ def test_only_interleaved_times_are_compared():
 
     def row(group, case, entry, milliseconds):
         times = dict(total_ms_samples=[milliseconds], tflops=1000 / milliseconds)
-        return dict(group=group, case=case, entry=entry, **times, extra_bytes=1, memory_limit=2)
+        kind = dict(pattern=s2_pattern().describe(), block=64)
+        return dict(group=group, case=case, entry=entry, **kind, **times, extra_bytes=1, memory_limit=2)
 
     case = "128K 32/32 D128"
     rows = [
@@ -46,6 +47,8 @@ def test_only_interleaved_times_are_compared():
         assert found[f"{case}, deterministic: times FlashAttention-2"] == 12.5
         assert found[f"{case}: speed of deterministic over default"] == 50 / 80
         assert found["128K 32/8 D128: speed over 32/32"] == pytest.approx(100 / 110)
+    others = [dict(found, block=128) for found in rows]  # of another pattern than the aims are for
+    assert f"{case}: times FlashAttention-2" not in {verdict.text for verdict in verdicts(others)}
     apart = [row("128K", case, "S2", 50.0), row("other", case, "FA-2 dense", 1000.0)]
     assert [verdict.text.partition(",")[0] for verdict in verdicts(apart)] == ["memory limit over use"]
 
