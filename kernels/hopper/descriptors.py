@@ -71,6 +71,8 @@ class Launches:
     """The launches of a kernel for one shape. grid: programs. arguments: all that follow from the shape and the
     pattern, by name."""
 
+    repeated = True  # to prepare a repeat takes as long as a launch
+
     def __init__(self, grid: int, arguments: dict):
         self.grid, self.arguments = (grid, 1, 1), arguments
         self._repeats = {}
@@ -81,8 +83,9 @@ class Launches:
     def start(self, kernel, boxes, pointers, strided, **constants) -> Repeat | None:
         """boxes (None: there is no such tensor), pointers (tensors): the kernel's first arguments, in order. strided:
         {letter: tensor} whose strides are stride_<letter>b, h and s. constants: the other arguments, hashable. Returns
-        how to make this launch again; None where this Triton's launcher or settings are others than are known."""
-        settings = compile_settings()
+        how to make this launch again; None where it is not `repeated`, and where this Triton's launcher or settings are
+        others than are known."""
+        settings = compile_settings() if self.repeated else None
         kind = (kernel.__name__, settings, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
                 *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
                 *[tensor.stride() for tensor in strided.values()], *constants.values())

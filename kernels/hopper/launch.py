@@ -169,7 +169,9 @@ class Geometry:
 
     def _launches(self, kind, tile, make):
         if self.packed is not None:
-            return make(tile)
+            launches = make(tile)
+            launches.repeated = False  # its tables are this batch's
+            return launches
         cache = (self.layout if self.steps is None else self.steps).cache
         entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
         if entry not in cache:

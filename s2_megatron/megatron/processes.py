@@ -83,6 +83,7 @@ def end_forks_with_this_process() -> None:
 
 
 def _kill_daemons() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises there for a DataLoader worker that was killed
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

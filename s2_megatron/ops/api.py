@@ -279,7 +279,8 @@ def attention_backward_dkdv(
     strides; heads may share memory (stride 0) where their slots differ. returned: gradients of the same keys that other
     queries gave, added in fp32 before the result is rounded: (buffer [slots, block, 2 (K, V), B, D], starts int32
     [blocks * G + 1], entries int32), of which the slots of block b of KV head g are entries[starts[b * G + g]] and
-    following, added in that order; for key in whole blocks, heads with memory of their own.
+    following, added in that order; for key in whole blocks, heads with memory of their own. Where the kernels compute
+    blocks in parts, block stands for a part.
     """
     views = [
         _gradient_view(grad_out, call),

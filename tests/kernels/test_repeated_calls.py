@@ -128,6 +128,16 @@ def test_other_launchers_are_left_to_triton(triton_, monkeypatch, run):
     assert not case.layout.known_forwards
 
 
+def test_nothing_is_prepared_for_launches_that_do_not_come_again(triton_, monkeypatch):
+    """Those of packed documents, whose tables change from batch to batch."""
+    monkeypatch.setattr(hopper_launch, "raw_launch", lambda *given: pytest.fail("prepared"))
+    packed = PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
+    inputs, call = tensors(form="thd"), Case().call(packed=packed, form="thd")
+    out, lse = api._op_forward(*inputs, call)
+    api._op_backward(torch.randn_like(out), None, *inputs, out, lse, call)
+    assert len(triton_.made) >= 3
+
+
 def test_packed_and_placed_calls_are_not_made_again(triton_):
     case, packed = Case(), PackedSequence(torch.tensor([0, 100, 200], dtype=torch.int32), 100)
     for inputs, options in ((tensors(form="thd"), dict(packed=packed, form="thd")),

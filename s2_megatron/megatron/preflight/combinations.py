@@ -17,11 +17,13 @@ from s2_megatron.config.errors import printable
 
 class Mistake(NamedTuple):
     """made: whether Megatron's arguments, as the parser left them, make it. text: of the error; {name} stands for the
-    argument of that name. of_machine: whether it depends on what is installed on the machine that trains."""
+    argument of that name. of_machine: whether it depends on what is installed on the machine that trains; of_script:
+    whether it is one in pretrain_gpt_s2.py alone, whose data and tasks other scripts need not have."""
 
     made: Callable[[Namespace], bool]
     text: str
     of_machine: bool = False
+    of_script: bool = False
 
 
 def _has_no(package: str) -> bool:
@@ -42,9 +44,10 @@ def _has_part(args: Namespace, part: int) -> bool:
 MISTAKES: dict[str, Mistake] = {
     "no data to validate with": Mistake(
         lambda args: bool(args.eval_iters or args.full_validation) and not _has_part(args, 1),
-        "no validation data, and --eval-iters={eval_iters} (Megatron's default is 100) asks for it, at the end of the "
-        "training at the latest; expected both or none; use --eval-iters 0, or give the second part of --split (or "
-        "--valid-data-path) some data",
+        "no validation data, and --eval-iters={eval_iters} (Megatron's default is 100) or --full-validation asks for "
+        "it, at the end of the training at the latest; expected both or none; use --eval-iters 0 without "
+        "--full-validation, or give the second part of --split (or --valid-data-path) some data",
+        of_script=True,
     ),
     "validation_set_names": Mistake(
         lambda args: bool(args.validation_set_names) and not args.multiple_validation_sets,
@@ -94,9 +97,10 @@ MISTAKES: dict[str, Mistake] = {
         "expected both; add --split 99,1,0",
     ),
     "dataloader_type": Mistake(
-        lambda args: args.dataloader_type == "external" and Path(sys.argv[0]).name == "pretrain_gpt_s2.py",
+        lambda args: args.dataloader_type == "external",
         "--dataloader-type=external: for a script whose datasets yield batches, and those of pretrain_gpt_s2.py yield "
         "samples; expected another; use --dataloader-type single, or cyclic",
+        of_script=True,
     ),
     "optimizer": Mistake(
         lambda args: args.optimizer not in ("adam", "sgd") and _has_no("emerging_optimizers"),
@@ -137,6 +141,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: args.rl_profile,
         "--rl-profile: for reinforcement learning, which this script does not do; expected a run without it; use "
         "--profile",
+        of_script=True,
     ),
     "use_sharp": Mistake(
         lambda args: args.use_sharp and args.sharp_enabled_group in (None, "dp"),
@@ -148,6 +153,7 @@ MISTAKES: dict[str, Mistake] = {
             isinstance(args.moe_layer_freq, list)
             and len(args.moe_layer_freq) != args.num_layers
             and args.num_experts is not None
+            and not args.use_checkpoint_args  # which brings both
         ),
         "--moe-layer-freq={moe_layer_freq} with --num-layers={num_layers}: expected one number for each layer, 1 for "
         "experts; use --moe-layer-freq 1, or a list of that length",
@@ -160,10 +166,23 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
+class _Arguments:
+    """Megatron's, with None for those that another release does not have."""
+
+    def __init__(self, args: Namespace):
+        self._args = args
+
+    def __getattr__(self, name: str):
+        return getattr(self._args, name, None)
+
+
 def check_combinations(args: Namespace, *, elsewhere: bool = False) -> None:
     """Raises ValueError for the first of MISTAKES. elsewhere: another machine than this one trains."""
+    other = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"
+    given = _Arguments(args)
     for mistake in MISTAKES.values():
-        if not (elsewhere and mistake.of_machine) and mistake.made(args):
+        skipped = (elsewhere and mistake.of_machine) or (other and mistake.of_script)
+        if not skipped and mistake.made(given):
             values = {name: _shown(value) for name, value in vars(args).items()}
             raise ValueError(mistake.text.format(**values))
 

@@ -121,7 +121,8 @@ def check_required(args: Namespace) -> None:
         raise ValueError("--save without --save-interval; expected both; add --save-interval 1000")
     for name, example in REQUIRED.items():
         stored = args.use_checkpoint_args and name in REQUIRED_OF_MODEL
-        if getattr(args, name) is None and not stored:
+        unused = args.skip_train and name == "lr"
+        if getattr(args, name) is None and not (stored or unused):
             raise ValueError(f"{flag_of(name)} is not given; expected a value; add {flag_of(name)} {example}")
 
 
@@ -165,6 +166,8 @@ def check_world(args: Namespace) -> None:
     sizes = {name: getattr(args, name) for name in list(RANGES) if name.endswith("_model_parallel_size")}
     sizes.pop("expert_model_parallel_size")  # lies inside of the data-parallel ranks
     sizes["context_parallel_size"] = args.context_parallel_size
+    if args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args:
+        return  # the sizes are in the checkpoint
     product = 1
     for size in sizes.values():
         product *= size

@@ -30,11 +30,14 @@ def check_batches(args: Namespace) -> None:
     ranks, micro = data_parallel_size(args), args.micro_batch_size
     if micro is None:
         return  # from a checkpoint's arguments, or missing, which is said elsewhere
-    if args.rampup_batch_size is not None:
+    ramp = getattr(args, "rampup_batch_size", None)
+    if ramp is not None:
         raise ValueError(
-            f"--rampup-batch-size={' '.join(map(str, args.rampup_batch_size))}: this Megatron ignores it; expected "
+            f"--rampup-batch-size={' '.join(map(str, ramp))}: this Megatron ignores it; expected "
             "another flag; use --step-batch-size-schedule, whose help shows its form"
         )
+    if args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args:
+        return  # how many ranks share a batch is in the checkpoint
     batch, step = args.global_batch_size, micro * ranks
     if args.step_batch_size_schedule is not None:
         _check_steps(args, step)
@@ -50,7 +53,8 @@ def check_batches(args: Namespace) -> None:
             f"--global-batch-size={batch} with --micro-batch-size={micro} and data parallelism over {ranks} ranks: "
             f"expected {step} or more, one microbatch for each rank; use --global-batch-size {step}"
         )
-    if args.train_samples is not None and args.step_batch_size_schedule is None and args.train_samples < batch:
+    steps = args.step_batch_size_schedule is not None or args.skip_train
+    if args.train_samples is not None and not steps and args.train_samples < batch:
         raise ValueError(
             f"--train-samples={args.train_samples} with a global batch of {batch} samples: not one iteration; expected "
             f"{batch} or more; use --train-samples {batch}"
@@ -153,14 +157,17 @@ def _check_warmup(args: Namespace, unit: str) -> None:
 COMPARED = {
     "max_lr": ("the highest learning rate", "lr"),
     "min_lr": ("the lowest learning rate", "min_lr"),
-    "lr_warmup_steps": ("the warm-up in samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    "lr_warmup_steps": ("the warm-up in samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction",
+        "global_batch_size"),
     "lr_decay_steps": (
         "the length of the decay in samples", "lr_decay_iters", "train_iters", "lr_decay_samples", "train_samples",
+        "global_batch_size",
     ),
     "lr_decay_style": ("the form of the decay", "lr_decay_style"),
     "start_wd": ("the first weight decay", "start_weight_decay"),
     "end_wd": ("the last weight decay", "end_weight_decay"),
-    "wd_incr_steps": ("how long the weight decay changes, in samples", "train_iters", "train_samples"),
+    "wd_incr_steps": ("how long the weight decay changes, in samples", "train_iters", "train_samples",
+        "global_batch_size"),
     "wd_incr_style": ("how the weight decay changes", "weight_decay_incr_style"),
 }  # fmt: skip
 

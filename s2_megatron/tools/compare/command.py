@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-offset",
         type=float,
         metavar="NATS",
-        help="standard deviation of the loss of runs that differ in nothing but rounding and seed; used for fewer "
+        help="standard deviation of the loss of runs that differ in nothing but rounding (or seed); used for fewer "
         f"than three pairs (default: {SMALL_RUNS.nats}, {SMALL_RUNS.source}; from {LARGE_TOKENS / 1e6:g}M tokens on "
         f"{LARGE_RUNS.nats}, {LARGE_RUNS.source})",
     )

@@ -32,9 +32,9 @@ class RunOffset(NamedTuple):
 
 
 # Training loss over the last quarter, rounding alone: benchmarks/results/cpu_run_offset.json.
-SMALL_RUNS = RunOffset(0.0037, "nine quickstarts of this project, 0.6M tokens each")
+SMALL_RUNS = RunOffset(0.0037, "nine quickstarts of this project that differ in rounding alone, 0.6M tokens each")
 # Validation loss, rounding and seed, as published with the records of that speed run.
-LARGE_RUNS = RunOffset(0.0013, "ten runs of modded-nanogpt, a GPT-2 124M on FineWeb at a validation loss of 3.28")
+LARGE_RUNS = RunOffset(0.0013, "ten runs of modded-nanogpt that differ in rounding and seed, a GPT-2 124M on FineWeb")
 # The runs of LARGE_RUNS have more. Nothing is known of what lies between the two, so the larger offset reaches up to
 # here.
 LARGE_TOKENS = 500e6
@@ -125,7 +125,7 @@ def difference_of_pairs(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run_offs
     """The difference of two arms.
 
     pairs: (losses of the arm's run, of the baseline's run) at the same steps, float [n] each, n >= 2; a pair per seed.
-    run_offset: standard deviation, in nats, of the loss of runs that differ in nothing but rounding and seed.
+    run_offset: standard deviation, in nats, of the loss of runs that differ in nothing but rounding (and seed).
     """
     count = len(pairs)
     differences = [arm - baseline for arm, baseline in pairs]

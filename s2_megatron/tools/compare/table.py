@@ -60,7 +60,7 @@ def verdict_line(result: ArmResult, comparison: Comparison) -> str:
     pairs = "one pair of runs" if difference.pairs == 1 else f"{difference.pairs} pairs of runs"
     return text + (
         f"It is {pairs}: ±{difference.step_error:.4f} from the steps (bootstrap, blocks of {difference.block}) and "
-        f"±{difference.offset_error:.4f} because runs that differ in nothing but rounding and seed end "
+        f"±{difference.offset_error:.4f} because runs of equal settings end "
         f"{offset.nats:g} apart ({offset.source}). "
         f"{SPREAD_PAIRS} seeds or more replace that number by their own spread."
     )
