@@ -71,7 +71,7 @@ class Launches:
     """The launches of a kernel for one shape. grid: programs. arguments: all that follow from the shape and the
     pattern, by name."""
 
-    repeated = True  # to prepare a repeat takes as long as a launch
+    repeated = True  # False: there is one launch alone, and to prepare its repeat would take as long again
 
     def __init__(self, grid: int, arguments: dict):
         self.grid, self.arguments = (grid, 1, 1), arguments

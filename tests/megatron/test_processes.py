@@ -37,6 +37,13 @@ if __name__ == "__main__":
 """
 
 
+def command(folder: Path, trainer: str) -> dict:
+    """The arguments of subprocess for a trainer of this source."""
+    script = folder / "trainer.py"
+    script.write_text(trainer)
+    return dict(args=[sys.executable, str(script)], text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
 def running(pid: int) -> bool:
     try:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
@@ -46,10 +53,7 @@ def running(pid: int) -> bool:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
 def test_no_process_outlives_a_killed_trainer(tmp_path):
-    script = tmp_path / "trainer.py"
-    script.write_text(CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    trainer = subprocess.Popen(**command(tmp_path, CHILDREN), stdout=subprocess.PIPE)
     try:
         pids = [int(word) for word in trainer.stdout.readline().split()]
         assert len(pids) == 4 and all(map(running, pids))
@@ -94,10 +98,7 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
 def test_a_trainer_that_fails_ends(tmp_path):
     """multiprocessing waits for the writer, which does not listen to its SIGTERM."""
-    script = tmp_path / "trainer.py"
-    script.write_text(FAILING)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(**command(tmp_path, FAILING), capture_output=True, timeout=300)
     assert done.returncode == 1 and "IndexError: failed" in done.stderr and "killed by signal" not in done.stderr
 
 
@@ -109,10 +110,7 @@ def ignores_sigterm(pid: int) -> bool:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 def test_sigterm_to_every_process_leaves_those_that_a_save_needs(tmp_path):
     """As SLURM sends it; the trainer handles it and saves."""
-    script = tmp_path / "trainer.py"
-    script.write_text(CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    trainer = subprocess.Popen(**command(tmp_path, CHILDREN), stdout=subprocess.PIPE)
     try:
         manager, _, writer, _ = (int(word) for word in trainer.stdout.readline().split())
         deadline = time.monotonic() + 600
