@@ -133,12 +133,18 @@ def end_all(jobs: list[subprocess.Popen | forks.Forked]) -> None:
 @dataclass
 class Lab:
     """Folders and defaults of a test session's runs. device_flags: what this machine's processes need. forked: as in
-    run_processes."""
+    run_processes. gpus: whether the runs see GPUs."""
 
     folder: Path
     device_flags: str
     timeout: float = 900
     forked: bool = False
+    gpus: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What every run has beside this process's variables."""
+        return {} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""}
 
     @property
     def sparsity(self) -> Path:
@@ -188,7 +194,7 @@ class Lab:
         command = [*launcher, str(script), *self.flags(*extra, model=model, spec=spec, sparsity=sparsity)]
         if log_flag:
             command += ["--s2-loss-log", str(log)]
-        environment = {"LOSS_LOG": str(log), **(environment or {})}
+        environment = {"LOSS_LOG": str(log), **self.environment, **(environment or {})}
         code, output = run_processes(command, processes, self.timeout, environment, python_path, forked)
         assert (code != 0) == fails, f"{name}: exit code {code}\n{output[-6000:]}"
         records, evaluations = read_loss_log(log)
@@ -202,7 +208,7 @@ class Lab:
     def python(self, script: str, *arguments, processes: int = 1) -> str:
         """Run one of tests/megatron/scripts; what it printed."""
         command = [*([] if self.forked else [sys.executable]), str(SCRIPTS / script), *map(str, arguments)]
-        code, output = run_processes(command, processes, self.timeout, forked=self.forked)
+        code, output = run_processes(command, processes, self.timeout, self.environment, forked=self.forked)
         assert code == 0, f"{script}: exit code {code}\n{output[-6000:]}"
         return output
 

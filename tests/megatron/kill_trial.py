@@ -133,6 +133,7 @@ class Trial:
         mark = uuid.uuid4().hex
         environment = {
             **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+            **self.lab.environment,
             MARK: mark,
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",

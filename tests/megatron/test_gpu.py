@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from tests.megatron.test_local_checkpoints import check_saved_in_the_background, needs_extension
+
 pytestmark = pytest.mark.gpu
 
 # Head dim 64, 16 blocks of 64 tokens.
@@ -40,7 +42,9 @@ def gpu_lab(lab, gpus):
     sparsity = lab.folder / "gpu" / "sparsity.yaml"
     sparsity.parent.mkdir(exist_ok=True)
     sparsity.write_text(lab.sparsity.read_text().replace("block_size: 16", "block_size: 64"))
-    return dataclasses.replace(lab, device_flags=f"--distributed-backend nccl --s2-config {sparsity}", timeout=300)
+    return dataclasses.replace(
+        lab, device_flags=f"--distributed-backend nccl --s2-config {sparsity}", timeout=300, gpus=True
+    )
 
 
 @pytest.fixture(scope="module", params=SPECS)
@@ -161,6 +165,12 @@ def test_a_run_with_the_flight_recorder_ends(gpu_lab, tmp_path):
     """With the dump that Megatron asks for at exit no process ends."""
     flags = f"--train-iters 2 --s2-backend reference --flight-recorder-dump-path {tmp_path}"
     gpu_lab.run("gpu_recorder", flags, model=MODEL, spec=SPECS["local"])
+
+
+@needs_extension
+@pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
+def test_local_checkpoints_are_saved_in_the_background(gpu_lab, strategy):
+    check_saved_in_the_background(gpu_lab, strategy, model=MODEL, spec=SPECS["local"])
 
 
 @pytest.fixture

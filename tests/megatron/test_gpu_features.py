@@ -79,7 +79,7 @@ def gpu_lab(lab, count_gpus):
     sparsity = lab.sparsity.read_text().replace("block_size: 16", "block_size: 64") + "mtp_layers: S\n"
     (folder / "sparsity.yaml").write_text(sparsity)
     flags = f"--distributed-backend nccl --s2-config {folder / 'sparsity.yaml'}"
-    return dataclasses.replace(lab, device_flags=flags, timeout=240)
+    return dataclasses.replace(lab, device_flags=flags, timeout=240, gpus=True)
 
 
 @pytest.fixture(scope="module")
