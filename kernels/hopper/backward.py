@@ -292,9 +292,12 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     numbers = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], vector)
     tiles = make_pipeline(2, 2, 3 if DQ else 2)  # filled by TMA and by the numbers
-    ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)
-    ds_steps = gl.allocate_shared_memory(gl.int32, [DS_STAGES, 1], vector)
-    ds = GradScores(ds_buffers, ds_steps, make_pipeline(DS_STAGES, 2, 1))
+    if DQ:
+        ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)
+        ds_steps = gl.allocate_shared_memory(gl.int32, [DS_STAGES, 1], vector)
+        ds = GradScores(ds_buffers, ds_steps, make_pipeline(DS_STAGES, 2, 1))
+    else:
+        ds: gl.constexpr = None  # a pipeline that is made has to be used: see pipeline.py
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = KeySchedule(ranges_ptr, order_ptr, documents_ptr, distance_ptr, counter_ptr, lists, heads, rows, key_rows, n_programs, n_long,

@@ -1,5 +1,10 @@
 """Stages of shared memory: one partition of a program fills them, others empty them, one stage after the other and
-round again."""
+round again.
+
+A pipeline that is made has to be used. Triton gives the memory of one that nobody uses to something else, such as the
+word through which an atomic's result reaches a warpgroup, and the hardware caches barriers: it may write one back over
+that word later. tests/kernels/test_compile.py looks for such words.
+"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

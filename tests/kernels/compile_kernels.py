@@ -6,7 +6,8 @@
 
 The first (--all: of every entry, --gluon: of those in Gluon that a second Triton compiles in CI) prints JSON:
 {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes stored,
-"serialised": [codes], "late": exponentials under no product, of Gluon kernels}}}, all but the first for sm_90. --write
+"serialised": [codes], "late": exponentials under no product, "over_barriers": words of shared memory that are a barrier
+first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write
 takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
 Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is
 stored in Triton's cache folder, for the same Triton, kernel and arguments.
@@ -112,7 +113,31 @@ def compile_and_measure(entry: Entry) -> dict:
     found["serialised"] = sorted(set(re.findall(r"C75\d\d", text)))  # wgmma that ptxas made wait for each other
     if entry.kernel.is_gluon():
         found["late"] = late_exponentials(kernel.asm["cubin"])
+        found["over_barriers"] = barriers_overwritten(kernel.asm["ptx"])
     return found
+
+
+def barriers_overwritten(ptx: str) -> list[int]:
+    """Offsets in shared memory of barriers that the PTX initialises and then reads or writes as plain memory, by a
+    constant address, as it does with the words that hand an atomic's result to all threads.
+
+    Triton gives the memory of a barrier that nothing waits for to something else and leaves out `mbarrier.inval`, which
+    PTX asks for first ("Parallel synchronization and communication instructions: mbarrier").
+    """
+    bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
+    known = dict.fromkeys(["global_smem", *bases], 0)
+    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
+        if base in bases:
+            known[register] = int(offset)
+
+    def offsets(pattern: str) -> set[int]:
+        found = re.findall(pattern + r"[^\[\n;]*\[\s*([%\w]+)(?:\s*\+\s*(\d+))?\s*\]", ptx)
+        return {known[base] + int(more or 0) for base, more in found if base in known}
+
+    barriers = offsets(r"\bmbarrier\.init")
+    assert barriers, "no barrier has a constant address: Triton's PTX is another than this knows"
+    plain = offsets(r"\b(?:ld|st)\.shared")
+    return sorted(barrier for barrier in barriers if any(barrier - 4 < offset < barrier + 8 for offset in plain))
 
 
 def late_exponentials(cubin: bytes) -> int:

@@ -22,7 +22,11 @@ KINDS = ("sbhd", "padded", "mask", "uneven")
 
 
 class Load:
-    """Matmuls of random sizes on a stream of their own; nothing on a CPU."""
+    """Matmuls of random sizes on a stream of their own, and NaN in memory that the next call will take; nothing on a
+    CPU.
+
+    Without the NaN a call finds the sums of the one before, which are equal, where it reads before it has written.
+    """
 
     def __init__(self, device, seed=0):
         self.random, self.device = random.Random(seed), torch.device(device)
@@ -37,6 +41,8 @@ class Load:
             for _ in range(self.random.randrange(4)):
                 rows, inner, columns = (self.random.randrange(64, 4097) for _ in range(3))
                 self.matrix[:rows, :inner] @ self.matrix[:inner, :columns]
+        for size in (2**16, 2**20, 2**21 + 2**18, 2**23):
+            torch.full((size // 4,), float("nan"), device=self.device)
 
 
 def count_differences(step, count: int, disturb) -> dict[str, int]:
