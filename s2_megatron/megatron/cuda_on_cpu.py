@@ -30,6 +30,8 @@ ON_GPUS_ONLY = {
     "nccl_ub": "--use-nccl-ub",
     "cpu_offloading_num_layers": "--cpu-offloading-num-layers",
     "gpu_sniff_test_interval": "--gpu-sniff-test-interval",
+    "record_memory_history": "--record-memory-history",
+    "optimizer_cuda_graph": "--optimizer-cuda-graph",
 }
 # Packages that Megatron uses when they are installed and that work on a GPU only.
 GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")

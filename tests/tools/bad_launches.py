@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
-from s2_megatron.megatron.preflight.combinations import MISTAKES
+from s2_megatron.megatron.preflight.combinations import MISTAKES, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
 from s2_megatron.megatron.preflight.flags import NUMBERS, RANGES, REQUIRED, flag_of
 from tests.checkpoints import write_checkpoint
@@ -39,18 +39,22 @@ def make_files(tmp: Path) -> None:
     (tmp / "file").write_text("a file")
     (tmp / "data_args").write_text(f"1 {tmp}/good")
     (tmp / "empty").mkdir()
-    lengths = struct.pack("<2i2q3q", 5, 5, 0, 10, 0, 1, 2)
-    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 2, 3)
-    for name, index, data in (
-        ("good", header + lengths, bytes(20)),
+    (tmp / "words").mkdir()
+    (tmp / "words" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
+    (tmp / "logits").mkdir()
+    (tmp / "logits" / "cp0_dp0__1.tar").write_bytes(b"")
+    index, long_index = _index(2), _index(100)
+    for name, head, data in (
+        ("good", long_index, bytes(1000)),
+        ("few", index, bytes(20)),
         ("no_index", None, bytes(20)),
-        ("no_data", header + lengths, None),
+        ("no_data", index, None),
         ("other_index", b"something else entirely, and long enough", bytes(20)),
-        ("cut_index", (header + lengths)[:40], bytes(20)),
-        ("cut_data", header + lengths, bytes(19)),
-        ("other_words", header + lengths, struct.pack("<10H", *range(59991, 60001))),
+        ("cut_index", index[:40], bytes(20)),
+        ("cut_data", index, bytes(19)),
+        ("other_words", long_index, struct.pack("<500H", *range(59501, 60001))),
     ):
-        for suffix, content in ((".idx", index), (".bin", data)):
+        for suffix, content in ((".idx", head), (".bin", data)):
             if content is not None:
                 (tmp / f"{name}{suffix}").write_bytes(content)
     for name in ("cut", "no_tracker", "bad_tracker", "no_arguments"):
@@ -58,6 +62,14 @@ def make_files(tmp: Path) -> None:
         write_checkpoint(tmp / name, 150, tracker=name != "no_tracker")
     (tmp / "cut" / "iter_0000150" / "__0_0.distcp").write_bytes(b"")
     (tmp / "bad_tracker" / "latest_checkpointed_iteration.txt").write_text("")
+
+
+def _index(documents: int) -> bytes:
+    """Of an indexed dataset of documents of 5 tokens, uint16."""
+    fields = struct.pack("<QBQQ", 1, 8, documents, documents + 1)
+    lengths, starts = [5] * documents, [10 * at for at in range(documents)]
+    each = struct.pack(f"<{documents}i{documents}q{documents + 1}q", *lengths, *starts, *range(documents + 1))
+    return b"MMIDIDX\x00\x00" + fields + each
 
 
 DATA = {"--data-path": "{tmp}/good", "--split": "99,1,0"}
@@ -109,7 +121,21 @@ MADE = {
     "rl_profile": {"--rl-profile": None},
     "moe_layer_freq": {"--moe-layer-freq": "[1]", "--num-experts": "2"},
     "moe_use_upcycling": {"--moe-use-upcycling": None, "--num-experts": "2"},
-}
+    **{f"{name} without a folder": {flag_of(name): "2"} for name in WRITTEN_INTERVALS},
+    **{
+        name: {flag_of(name): "2", "--save": "{tmp}/save", "--save-interval": "10"}
+        for name in ("save_activations_interval", "save_dgrads_interval")
+    },
+    "pipeline_model_parallel_comm_backend": {"--pipeline-model-parallel-comm-backend": "ucc"},
+    "fault_injector": {"--fault-injector-ranks": "0"},
+    "apply_layernorm_1p": {"--apply-layernorm-1p": None},
+    "use_te_activation_func": {"--use-te-activation-func": None, "--swiglu": None},
+    "logits_load_dir without logits": {"--logits-load-dir": "{tmp}/empty"},
+    "logits_load_dir": {"--logits-load-dir": "{tmp}/logits"},
+    "fim_data": {"--fim-data": None},
+    "rotary_interleaved": {"--position-embedding-type": "yarn", "--rotary-interleaved": None},
+    "kv_channels": {"--kv-channels": "3"},
+}  # fmt: skip
 
 
 def mistake(name: str) -> Bad:
@@ -119,6 +145,7 @@ def mistake(name: str) -> Bad:
     return Bad(MADE[name], (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0]), without)
 
 
+SWITCHES = ("--use-nccl-ub", "--record-memory-history", "--optimizer-cuda-graph")
 TWO_RANKS = "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"
 SAMPLES = ("--train-iters",)
 # The batches, the learning rate and the weight decay of preflight/schedule.py; GOOD trains 10 iterations.
@@ -162,7 +189,7 @@ SCHEDULES = {
     "an optimizer's numbers": Bad({"--exp-avg-dtype": "bf16"}, ("exp_avg_dtype can only be fp32",)),
     "graphs without a GPU": Bad({"--cuda-graph-impl": "local", "--s2-backend": "reference"},
         ("--cuda-graph-impl local on a machine without a GPU; expected none",), ("--s2-config",)),
-    **{f"{flag} on a CPU": Bad({flag: None if flag == "--use-nccl-ub" else "1"}, (f"{flag} on a machine without",))
+    **{f"{flag} on a CPU": Bad({flag: None if flag in SWITCHES else "1"}, (f"{flag} on a machine without",))
         for flag in ON_GPUS_ONLY.values()},
 }  # fmt: skip
 
@@ -207,6 +234,12 @@ BAD = {
         ("--data-args-path={tmp}/none: No such file",), MOCK),
     "parts of data": Bad({"--per-split-data-args-path": "{tmp}/file"}, ("not in Megatron's form; expected",), MOCK),
     "a split": Bad(DATA | {"--split": "99:1"}, ("--split=99:1: expected up to three numbers",), MOCK),
+    "a split that Megatron reads otherwise": Bad(DATA | {"--split": "1e-9,1,1"},
+        ("--split=1e-9,1,1: expected up to three numbers in plain digits",), MOCK),
+    "too few documents": Bad(DATA | {"--data-path": "{tmp}/few"}, ("--split=99,1,0 with --data-path={tmp}/few: its "
+        "part for validation gets none of the 2 documents", "use --split 50,50,0"), MOCK),
+    "too few documents for the default": Bad({"--data-path": "{tmp}/good"}, ("--split=969, 30, 1 (Megatron's default) "
+        "with --data-path={tmp}/good: its part for test gets none of the 100 documents", "use --split 99,1,0"), MOCK),
     "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
     # Tokenizer
     "no vocabulary": Bad({}, ("--tokenizer-type=NullTokenizer without --vocab-size",), ("--vocab-size",)),
@@ -217,6 +250,9 @@ BAD = {
     "a folder without one": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/empty"},
         ("--tokenizer-model={tmp}/empty: no tokenizer in this folder; expected tokenizer.json",)),
     "a tokenizer's name": Bad({"--tokenizer-type": "WordTokenizer"}, ("WordTokenizer",)),
+    "no tokens of FIM": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/words",
+        "--fim-data": None, "--fim-prefix-token": "a"},
+        ("--fim-data with --tokenizer-model={tmp}/words: its tokenizer has no <fim_middle>",)),
     # Checkpoints
     "an empty tracker": Bad({"--load": "{tmp}/bad_tracker"}, ("is empty; the newest complete checkpoint is of "
         "iteration 150; do: echo 150 > {tmp}/bad_tracker/latest_checkpointed_iteration.txt",)),

@@ -5,6 +5,8 @@ A new one is an entry of MISTAKES; tests/tools/bad_launches.py needs a launch th
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
+from s2_megatron.megatron.preflight.files import is_remote
 
 
 class Mistake(NamedTuple):
@@ -40,6 +43,34 @@ def _has_part(args: Namespace, part: int) -> bool:
         return bool(own[part])
     return bool(shares[part:] and shares[part] > 0)
 
+
+def _has_ucc() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_ucc_available()
+
+
+def _odd_heads(args: Namespace) -> bool:
+    """Whether RoPE, which turns pairs of channels, gets heads of an odd number of them."""
+    if not (args.hidden_size and args.num_attention_heads) or args.use_checkpoint_args:
+        return False  # a checkpoint brings them
+    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
+    part = channels if args.position_embedding_type == "yarn" else int(channels * args.rotary_percent)
+    turned = args.position_embedding_type in ("rope", "yarn") and not args.multi_latent_attention
+    return turned and part % 2 == 1 and part == channels
+
+
+def _is_local(folder: str | None) -> bool:
+    return bool(folder) and not is_remote(folder)
+
+
+# Intervals at which Megatron writes tensors into the folder of --save.
+WRITTEN_INTERVALS = (
+    "save_params_interval",
+    "save_activations_interval",
+    "save_wgrads_interval",
+    "save_dgrads_interval",
+)
 
 MISTAKES: dict[str, Mistake] = {
     "no data to validate with": Mistake(
@@ -162,6 +193,94 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: args.moe_use_upcycling,
         "--moe-use-upcycling: Megatron 0.19.2 calls its own load_checkpoint with arguments that it does not have "
         "(training/training.py:2170); expected a model of experts from the start; leave the flag out",
+    ),
+    **{
+        f"{name} without a folder": Mistake(
+            lambda args, name=name: getattr(args, name) is not None and args.save is None,
+            f"--{name.replace('_', '-')}={{{name}}} without --save: the tensors are written there; expected both; add "
+            "--save FOLDER --save-interval 1000",
+        )
+        for name in WRITTEN_INTERVALS
+    },
+    **{
+        name: Mistake(
+            lambda args, name=name: getattr(args, name) is not None and _has_no("transformer_engine"),
+            f"--{name.replace('_', '-')}={{{name}}}: Transformer Engine is not installed, and Megatron looks for its "
+            "layers; expected it; pip install 'transformer-engine[pytorch]', or leave the flag out",
+            of_machine=True,
+        )
+        for name in ("save_activations_interval", "save_dgrads_interval")
+    },
+    "pipeline_model_parallel_comm_backend": Mistake(
+        lambda args: (
+            args.pipeline_model_parallel_comm_backend == "ucc"
+            and (not _has_ucc() or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
+        ),
+        "--pipeline-model-parallel-comm-backend=ucc: this PyTorch has no UCC, or CUDA_DEVICE_MAX_CONNECTIONS is 1, "
+        "which Megatron refuses with it; expected NCCL, or UCC and more connections; leave the flag out, or "
+        "export CUDA_DEVICE_MAX_CONNECTIONS=8",
+        of_machine=True,
+    ),
+    "fault_injector": Mistake(
+        lambda args: (
+            not (args.fault_injector_ranks is None and args.fault_injector_num_ranks is None)
+            and _has_no("nvidia_resiliency_ext")
+        ),
+        "--fault-injector-ranks or --fault-injector-num-ranks: nvidia-resiliency-ext, which injects the faults, is not "
+        "installed; expected it; pip install 'nvidia-resiliency-ext>=0.6', or leave the flags out",
+        of_machine=True,
+    ),
+    "apply_layernorm_1p": Mistake(
+        lambda args: (
+            args.transformer_impl == "local"
+            and args.layernorm_zero_centered_gamma
+            and (args.normalization == "RMSNorm" or _has_no("apex"))
+        ),
+        "--apply-layernorm-1p with --transformer-impl local: torch's norms, which it takes for RMSNorm and without "
+        "NVIDIA Apex, have no such weights; expected Transformer Engine's layers; use --transformer-impl "
+        "transformer_engine, or leave --apply-layernorm-1p out",
+        of_machine=True,
+    ),
+    "use_te_activation_func": Mistake(
+        lambda args: args.transformer_impl == "local" and args.use_te_activation_func and args.swiglu,
+        "--use-te-activation-func with --transformer-impl local and --swiglu: those layers leave the gate of SwiGLU to "
+        "an activation that they do not have; expected Transformer Engine's layers; use --transformer-impl "
+        "transformer_engine, or leave --use-te-activation-func out",
+    ),
+    "logits_load_dir without logits": Mistake(
+        lambda args: (
+            _is_local(args.logits_load_dir)
+            and not args.logits_load_ignore_errors
+            and not any(Path(args.logits_load_dir).glob("cp*_dp*__*.tar"))
+        ),
+        "--logits-load-dir={logits_load_dir}: no teacher's logits there; expected a folder of cpN_dpN__N.tar files; "
+        "name the one of --logits-save-dir, or leave the flag out",
+    ),
+    "logits_load_dir": Mistake(
+        lambda args: (
+            _is_local(args.logits_load_dir)
+            and not args.logits_load_ignore_errors
+            and multiprocessing.get_start_method() != "fork"
+        ),
+        "--logits-load-dir={logits_load_dir}: Megatron 0.19.2 can start the process that reads it only by fork, which "
+        "is not the default from Python 3.14 on; expected Python 3.12 or 3.13; use one of these, or leave the flag out",
+        of_machine=True,
+    ),
+    "fim_data": Mistake(
+        lambda args: args.fim_data and args.tokenizer_type == "NullTokenizer",
+        "--fim-data with --tokenizer-type NullTokenizer: samples are cut as text, and its tokens are numbers; expected "
+        "a tokenizer with the tokens of --fim-prefix-token and the like; use --tokenizer-type HuggingFaceTokenizer",
+    ),
+    "rotary_interleaved": Mistake(
+        lambda args: args.position_embedding_type == "yarn" and args.rotary_interleaved,
+        "--rotary-interleaved with --position-embedding-type yarn: Megatron's YaRN has no interleaved form; expected "
+        "one of the two; leave --rotary-interleaved out, or use --position-embedding-type rope",
+    ),
+    "kv_channels": Mistake(
+        _odd_heads,
+        "--kv-channels={kv_channels} with --hidden-size={hidden_size} and --num-attention-heads={num_attention_heads}: "
+        "heads of an odd number of channels, and RoPE turns pairs; expected an even number; use --kv-channels 64, or "
+        "128",
     ),
 }
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,48 @@ def check_data(args: Namespace) -> None:
             raise ValueError(f"{wrong[0]}{more}; expected {kind}; correct the path, or write the file again")
 
 
+def _documents(prefix: str) -> int:
+    """Of a dataset that check_data has passed."""
+    with open(f"{prefix}.idx", "rb") as file:
+        return INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[3]
+
+
+def _empty_parts(split: str, documents: int) -> list[str]:
+    """The parts of a split that are to have data, and get none of so many documents; by Megatron's own arithmetic."""
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+
+    ends = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
+    return [
+        name
+        for name, part in zip(("training", "validation", "test"), ends, strict=True)
+        if part is not None and round(part[0] * documents) == round(part[1] * documents)
+    ]
+
+
+def check_parts(args: Namespace) -> None:
+    """Raises ValueError for a part of --split that gets no document of a dataset: Megatron 0.19.2 then counts epochs of
+    no tokens without end (core/datasets/gpt_dataset.py:693)."""
+    own = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"  # whose datasets may be others
+    if own or args.mock_data or args.sft or args.dataloader_fast_cache_load:
+        return
+    split = args.split or "969, 30, 1"  # Megatron's default
+    for flag, found in _data_flags(args):
+        if not flag.startswith(("--data-path", "--data-args-path")):
+            continue  # one list for each part
+        for prefix in found:
+            documents = 0 if is_remote(prefix) else _documents(prefix)
+            empty = _empty_parts(split, documents) if documents else []
+            if empty:
+                better = [text for text in ("99,1,0", "90,10,0", "50,50,0") if not _empty_parts(text, documents)]
+                use = f"--split {better[0]}" if better else "--split 100,0,0 and --eval-iters 0"
+                default = "" if args.split else " (Megatron's default)"
+                raise ValueError(
+                    f"--split={printable(split)}{default} with {flag}={printable(prefix, 200)}: its part for "
+                    f"{empty[0]} gets none of the {documents} documents, and Megatron would look for them without end; "
+                    f"expected one or more in each part that is not 0; use {use}"
+                )
+
+
 def _largest_token(prefix: str) -> int:
     """Of a dataset's first tokens; -1 where there is nothing to read."""
     try:
@@ -256,6 +299,27 @@ def check_tokenizer(args: Namespace) -> None:
                 f"--tokenizer-model={printable(model, 200)}: no tokenizer in this folder; expected tokenizer.json; "
                 "name the folder that save_pretrained wrote"
             )
+        if args.fim_data:
+            _check_fim_tokens(args, model)
+
+
+def _check_fim_tokens(args: Namespace, model: str) -> None:
+    """Raises ValueError for a Hugging Face tokenizer that lacks a token that --fim-data puts into samples: its unknown
+    token would stand there."""
+    wanted = [getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")]
+    try:
+        content = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))
+        words = content["model"]["vocab"]  # {token: id}, or [[token, score], ...]
+        known = {*(words if isinstance(words, dict) else (word for word, _ in words))}
+        known |= {token["content"] for token in content["added_tokens"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # of another form
+    missing = next((token for token in wanted if token not in known), None)
+    if missing is not None:
+        raise ValueError(
+            f"--fim-data with --tokenizer-model={printable(model, 200)}: its tokenizer has no {printable(missing)}; "
+            "expected the tokens of --fim-prefix-token and the like in it; name its own by these flags, or add them"
+        )
 
 
 def _is_hub_name(model: str) -> bool:
@@ -295,6 +359,7 @@ def check_files(args: Namespace) -> list[str]:
     check_written(args)
     check_read(args)
     check_data(args)
+    check_parts(args)
     check_tokenizer(args)
     warning = space_warning(args)
     return [] if warning is None else [warning]

@@ -7,6 +7,7 @@ the first thing that is wrong.
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,9 @@ RANGES = {
     "seq_length": (1, MOST_SEQ_LENGTH),
     "max_position_embeddings": (1, MOST_SEQ_LENGTH),
     "mtp_num_layers": (0, MOST_LAYERS),
+    "rotary_base": (1, 10**12),
     "rotary_seq_len_interpolation_factor": (1, MOST_SEQ_LENGTH),
+    "moe_layer_freq": (1, MOST_LAYERS),
     "vocab_size": (1, LARGE),
     "make_vocab_size_divisible_by": (1, 2**20),
     "tensor_model_parallel_size": (1, 2**16),
@@ -49,11 +52,20 @@ RANGES = {
     "eval_iters": (0, 10**12),
     "eval_interval": (1, 10**12),
     "save_interval": (1, 10**12),
+    "save_params_interval": (1, 10**12),
+    "save_activations_interval": (1, 10**12),
+    "save_tokens_per_expert_interval": (1, 10**12),
+    "save_wgrads_interval": (1, 10**12),
+    "save_dgrads_interval": (1, 10**12),
+    "check_weight_hash_across_dp_replicas_interval": (1, 10**12),
+    "gpu_sniff_test_interval": (1, 10**12),
+    "log_memory_interval": (1, 10**12),
     "log_interval": (1, 10**12),
     "tensorboard_log_interval": (1, 10**12),
     "exit_interval": (1, 10**12),
     "exit_duration_in_mins": (1, LARGE),
     "distributed_timeout_minutes": (1, LARGE),
+    "distributed_timeout_seconds_after_init": (1, LARGE),
     "num_workers": (0, 2**16),
     "ckpt_step": (1, 10**12),
     "seed": (1, LARGE),
@@ -84,6 +96,8 @@ NUMBERS = {
     "adam_beta2": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.95),
     "adam_eps": (lambda value: value > 0, "above 0", 1e-8),  # 0 / 0 for every row of weights without a gradient
     "sgd_momentum": (lambda value: value >= 0, "0 or more", 0.9),
+    "hidden_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.1),
+    "attention_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.0),
     "rotary_percent": (lambda value: 0 < value <= 1, "above 0 and up to 1", 1.0),
 }
 
@@ -146,17 +160,19 @@ def check_settings(args: Namespace) -> None:
     shares = _split(args.split)
     if shares is not None and not (len(shares) <= 3 and shares[0] > 0 and min(shares) >= 0 and sum(shares) < 1e12):
         raise ValueError(
-            f"--split={printable(args.split)}: expected up to three numbers, 0 or more, the first above 0; use --split "
-            "99,1,0"
+            f"--split={printable(args.split)}: expected up to three numbers in plain digits, 0 or more, the first "
+            "above 0; use --split 99,1,0"
         )
 
 
 def _split(text: str | None) -> list[float] | None:
-    """The parts of --split, as Megatron reads them: [-1.0] for what is no list of numbers."""
+    """The parts of --split: [-1.0] for what is no list of numbers, and for one that Megatron reads as another, such
+    as 1e-9: it takes every run of digits and points for a number."""
     if text is None:
         return None
     try:
-        return [float(part) for part in text.replace("/", ",").split(",")]
+        shares = [float(part) for part in text.replace("/", ",").split(",")]
+        return shares if shares == [float(part) for part in re.findall(r"[.0-9]+", text)] else [-1.0]
     except ValueError:
         return [-1.0]
 
