@@ -5,6 +5,8 @@ A sequence is noise, random tokens, in which slots of two tokens hold something:
     recall     (key, value) at many places; at the end, or anywhere in the second half, (key, answer)
     needle     the same with one pair and one question
     tracking   (key0, value), (key1, key0), (key2, key1) ...; at the end (key2, answer): the answer of key0's value
+    short      in training alone: problems of 64 tokens, one behind the other, of pairs with their questions and of
+               values beside their answers
 
 An answer is the value in another range of ids, so that `--s2-loss-from-token` counts the answers alone. No key is asked
 twice, hence no answer stands near its question. Every sequence is one document of exactly the model's length, so that
@@ -27,9 +29,10 @@ import numpy as np
 from examples.quality.corpus import Corpus
 from examples.quickstart.dataset import write_documents
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 TASKS = ("recall", "needle", "tracking")
-FORMS = ("recall", "recall, spread", "needle", "tracking")  # of training sequences
+FORMS = ("recall", "recall, spread", "needle", "tracking")  # of training sequences, beside short ones
+SHORT, SHORT_PAIRS, SHORT_ECHOES = 64, 2, 3  # tokens of a short problem; pairs; values with answers, in each half
 START = 0
 NOISE, KEYS, VALUES, ANSWERS = (16, 256), (272, 1024), (1296, 256), (1792, 256)  # first id, number
 VOCABULARY = 2048
@@ -97,6 +100,21 @@ def recall(
     return Sequence(ids.astype(np.uint16), np.stack([2 * asked, 2 * places + 1, np.zeros_like(asked)], axis=1))
 
 
+def short(rng: np.random.Generator, length: int) -> Sequence:
+    """length // 64 problems; their pairs in the first half of each, their questions in the second, and in both halves
+    values with their answers. Without `questions`: no model is tested with it."""
+    ids, half = _noise(rng, length), SHORT // 4
+    keys = iter(_draw(rng, KEYS, SHORT_PAIRS * (length // SHORT), distinct=True).reshape(-1, SHORT_PAIRS))
+    for begin in range(0, length // SHORT * 2 * half, 2 * half):
+        key, values = next(keys), _draw(rng, VALUES, SHORT_PAIRS)
+        for slots, second in ((begin, values), (begin + half, _answer(values))):
+            places = slots + 1 + rng.permutation(half - 1)[: SHORT_PAIRS + SHORT_ECHOES]
+            echoed = _draw(rng, VALUES, SHORT_ECHOES)
+            _write(ids, places[:SHORT_PAIRS], key, second)
+            _write(ids, places[SHORT_PAIRS:], echoed, _answer(echoed))
+    return Sequence(ids.astype(np.uint16), np.zeros((0, 3), dtype=np.int64))
+
+
 def tracking(rng: np.random.Generator, length: int, chains: int, hops: int) -> Sequence:
     """`chains` values, each handed on `hops` times from variable to variable; of each chain one variable is asked
     for."""
@@ -112,10 +130,12 @@ def tracking(rng: np.random.Generator, length: int, chains: int, hops: int) -> S
 
 
 def training_sequence(index: int, length: int, settings: TaskSettings) -> np.ndarray:
-    """uint16 [length]; the tasks alternate, and recall comes in both its forms."""
+    """uint16 [length]; the tasks and short problems alternate, and recall comes in both its forms."""
     rng = np.random.default_rng([TRAINING_SEED, index])
-    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds]
+    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds] + ["short"]
     form = forms[index % len(forms)]
+    if form == "short":
+        return short(rng, length).ids
     if form == "tracking":
         return tracking(rng, length, settings.chains, settings.hops).ids
     pairs = settings.needles if form == "needle" else settings.pairs

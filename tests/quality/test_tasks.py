@@ -15,7 +15,19 @@ from examples.quality.page import table
 from examples.quality.recall import DEPTHS, held_out_sequences, score
 from examples.quality.run import COMPLETE, parse_arguments, require_new_sequences, run
 from examples.quality.studies import STUDIES
-from examples.quality.tasks import ANSWERS, KEYS, NOISE, TASKS, VALUES, VOCABULARY, prepare_tasks, training_sequence
+from examples.quality.tasks import (
+    ANSWERS,
+    KEYS,
+    NOISE,
+    SHORT,
+    SHORT_ECHOES,
+    SHORT_PAIRS,
+    TASKS,
+    VALUES,
+    VOCABULARY,
+    prepare_tasks,
+    training_sequence,
+)
 from s2_megatron.megatron.loss_log import read_loss_log
 
 TINY, FULL = STUDIES["retrieval-tiny"], STUDIES["retrieval8k"]
@@ -67,9 +79,31 @@ def test_needles_lie_at_every_depth_and_residue():
         assert depths.min() >= 30 and residues.min() >= 15
 
 
-def test_training_asks_in_the_second_half_alone_and_never_repeats():
-    sequences = [training_sequence(index, TINY.model.seq_length, TINY.tasks) for index in range(32)]
-    assert len({each.tobytes() for each in sequences}) == 32
+def of_training(study, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(sequences of the tasks, sequences of short problems), no two of them equal."""
+    made = [training_sequence(index, study.model.seq_length, study.tasks) for index in range(count)]
+    assert len({each.tobytes() for each in made}) == count
+    return [each for index, each in enumerate(made) if index % 5 != 4], made[4::5]
+
+
+def test_short_problems_hold_their_answers():
+    """Every answer stands beside its value, or behind a key that stands earlier in the same 64 tokens."""
+    for study in (TINY, FULL, STUDIES["retrieval32k"]):
+        for ids in of_training(study, 10)[1]:
+            ids, asked = ids.astype(int), 0
+            for place in np.flatnonzero(within(ids, ANSWERS)):
+                before = ids[place - 1]
+                if within(before, KEYS):
+                    answer, value, hops = solve(ids, place - 1)
+                    assert answer == ids[place] and hops == 0 and value // SHORT == place // SHORT
+                    asked += 1
+                else:
+                    assert ids[place] - ANSWERS[0] == before - VALUES[0]
+            assert asked == SHORT_PAIRS * study.model.seq_length // SHORT and ids[0] == 0
+
+
+def test_training_asks_in_the_second_half_alone():
+    sequences, _ = of_training(TINY, 40)
     answers = np.stack([within(each.astype(int), ANSWERS) for each in sequences])
     half = TINY.model.seq_length // 2
     assert not answers[:, :half].any() and (answers.sum(axis=1) > 0).all()
@@ -135,6 +169,11 @@ def test_a_study_trains_on_the_answers_and_tests_the_model(tmp_path):
         for name, value in read_loss_log(log)[1]["iteration 20 on validation set"].items()
         if name.startswith("tokens by position/")
     }
-    # Megatron's samples are the sequences: no question stands in the first half of one.
+    # Megatron's samples are the sequences: only short problems, of which each begins 64 tokens, have answers in the
+    # first half.
+    short, shorts = SHORT_PAIRS + 2 * SHORT_ECHOES, sum(index % 5 == 4 for index in range(1004, 1024))
+    first = counted.pop("000-031", 0) + counted.pop("032-063", 0)
+    assert first % short == 0 and 0 < first <= short * shorts
     assert set(counted) == {"064-095", "096-127", "trailing"}
-    assert sum(counted.values()) - counted["trailing"] < TINY.tasks.pairs * TINY.batch * TINY.eval_batches
+    most = max(TINY.tasks.pairs, short)
+    assert sum(counted.values()) - counted["trailing"] < most * TINY.batch * TINY.eval_batches
