@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The kernels on a GPU under compute-sanitizer (memcheck, racecheck), 1000 repeats, CUDA graphs and torch.compile: one
-# line for each, exit status 1 when one fails. Needs a GPU with the CUDA toolkit; 150 seconds at most.
+# line for each, exit status 1 when one fails. Needs a GPU with the CUDA toolkit; about four minutes.
 #
 #   scripts/sanitize.sh                  every part, of triton and, on Hopper, gluon
 #   scripts/sanitize.sh --help           what the parts are, and how to choose some

@@ -26,15 +26,15 @@ def reports(log: str) -> list[str]:
     return [paragraph for paragraph in paragraphs if not FRAME.search(paragraph)]
 
 
-def unexplained(log: str, tool: str, backend: str, explained: list[dict]) -> list[str]:
-    """Reports that no entry explains. An entry has tool, backend, report (a regular expression for the whole report)
+def unexplained(reports: list[str], tool: str, backend: str, explained: list[dict]) -> list[str]:
+    """Those that no entry explains. An entry has tool, backend, report (a regular expression for the whole report)
     and why."""
     known = [
         re.compile(entry["report"], re.DOTALL)
         for entry in explained
         if (entry["tool"], entry["backend"]) == (tool, backend)
     ]
-    return [report for report in reports(log) if not any(pattern.search(report) for pattern in known)]
+    return [report for report in reports if not any(pattern.search(report) for pattern in known)]
 
 
 def kind_of(report: str) -> str:

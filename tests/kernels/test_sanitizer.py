@@ -60,9 +60,9 @@ def test_only_what_is_explained_may_be_reported():
         "report": r"s2_forward_hopper.*hopper\.py:2",
         "why": "an mbarrier orders them",
     }
-    assert [report.split()[0] for report in unexplained(RACE, "racecheck", "gluon", [entry])] == ["Error:"]
-    assert len(unexplained(RACE, "racecheck", "triton", [entry])) == 2, "explained for another backend"
-    assert unexplained(INVALID, "memcheck", "triton", [entry])
+    assert [report.split()[0] for report in unexplained(reports(RACE), "racecheck", "gluon", [entry])] == ["Error:"]
+    assert len(unexplained(reports(RACE), "racecheck", "triton", [entry])) == 2, "explained for another backend"
+    assert unexplained(reports(INVALID), "memcheck", "triton", [entry])
 
 
 HAZARD = """\
@@ -80,8 +80,8 @@ HAZARD = """\
 ])  # fmt: skip
 def test_barriers_explain_what_two_warp_groups_do(kind, reader, writer, explained):
     log = HAZARD.format(kind=kind, address="0x24660", block=1, reader=reader, writer=writer)
-    assert bool(unexplained(log, "racecheck", "gluon", json.loads(EXPLAINED.read_text()))) != explained
-    assert unexplained(log, "racecheck", "triton", json.loads(EXPLAINED.read_text()))
+    assert bool(unexplained(reports(log), "racecheck", "gluon", json.loads(EXPLAINED.read_text()))) != explained
+    assert unexplained(reports(log), "racecheck", "triton", json.loads(EXPLAINED.read_text()))
 
 
 def test_equal_reports_are_of_one_kind():
