@@ -5,12 +5,13 @@ A sequence is noise, random tokens, in which slots of two tokens hold something:
     recall     (key, value) at many places; at the end, or anywhere in the second half, (key, answer)
     needle     the same with one pair and one question
     tracking   (key0, value), (key1, key0), (key2, key1) ...; at the end (key2, answer): the answer of key0's value
-    short      in training alone: problems of 64 tokens, one behind the other, of pairs with their questions and of
-               values beside their answers
+    short      in training alone: problems of 64 tokens, of pairs with their questions and of values beside their
+               answers
 
 An answer is the value in another range of ids, so that `--s2-loss-from-token` counts the answers alone. No key is asked
-twice, hence no answer stands near its question. Every sequence is one document of exactly the model's length, so that
-Megatron's samples are these sequences.
+twice, hence no answer of a tested task stands near its question. Without short problems small models learn nothing for
+long: what a value's answer is and that a key is to be looked for would have to come together, from questions far away.
+Every sequence is one document of exactly the model's length, so that Megatron's samples are these sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from examples.quickstart.dataset import write_documents
 FORMAT_VERSION = 2
 TASKS = ("recall", "needle", "tracking")
 FORMS = ("recall", "recall, spread", "needle", "tracking")  # of training sequences, beside short ones
-SHORT, SHORT_PAIRS, SHORT_ECHOES = 64, 2, 3  # tokens of a short problem; pairs; values with answers, in each half
+SHORT, SHORT_PAIRS, SHORT_ECHOES = 64, 2, 1  # tokens of a short problem; pairs; values with answers, in each half
 START = 0
 NOISE, KEYS, VALUES, ANSWERS = (16, 256), (272, 1024), (1296, 256), (1792, 256)  # first id, number
 VOCABULARY = 2048
@@ -100,13 +101,14 @@ def recall(
     return Sequence(ids.astype(np.uint16), np.stack([2 * asked, 2 * places + 1, np.zeros_like(asked)], axis=1))
 
 
-def short(rng: np.random.Generator, length: int) -> Sequence:
-    """length // 64 problems; their pairs in the first half of each, their questions in the second, and in both halves
-    values with their answers. Without `questions`: no model is tested with it."""
+def short(rng: np.random.Generator, length: int, answers: int) -> Sequence:
+    """As many problems as give `answers` answers, anywhere; their pairs in the first half of each, their questions in
+    the second, and in both halves values with their answers. Without `questions`: no model is tested with it."""
     ids, half = _noise(rng, length), SHORT // 4
-    keys = iter(_draw(rng, KEYS, SHORT_PAIRS * (length // SHORT), distinct=True).reshape(-1, SHORT_PAIRS))
-    for begin in range(0, length // SHORT * 2 * half, 2 * half):
-        key, values = next(keys), _draw(rng, VALUES, SHORT_PAIRS)
+    count = min(length // SHORT, max(1, answers // (SHORT_PAIRS + 2 * SHORT_ECHOES)))
+    keys = _draw(rng, KEYS, SHORT_PAIRS * count, distinct=True).reshape(count, SHORT_PAIRS)
+    for begin, key in zip(2 * half * rng.permutation(length // SHORT)[:count], keys):
+        values = _draw(rng, VALUES, SHORT_PAIRS)
         for slots, second in ((begin, values), (begin + half, _answer(values))):
             places = slots + 1 + rng.permutation(half - 1)[: SHORT_PAIRS + SHORT_ECHOES]
             echoed = _draw(rng, VALUES, SHORT_ECHOES)
@@ -130,12 +132,15 @@ def tracking(rng: np.random.Generator, length: int, chains: int, hops: int) -> S
 
 
 def training_sequence(index: int, length: int, settings: TaskSettings) -> np.ndarray:
-    """uint16 [length]; the tasks and short problems alternate, and recall comes in both its forms."""
+    """uint16 [length]; the tasks and short problems alternate, and recall comes in both its forms. Behind the share for
+    training, in what Megatron validates with, there are no short problems."""
     rng = np.random.default_rng([TRAINING_SEED, index])
-    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds] + ["short"]
+    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds]
+    if index < TRAINING_SHARE * settings.sequences:
+        forms.append("short")
     form = forms[index % len(forms)]
     if form == "short":
-        return short(rng, length).ids
+        return short(rng, length, settings.pairs).ids
     if form == "tracking":
         return tracking(rng, length, settings.chains, settings.hops).ids
     pairs = settings.needles if form == "needle" else settings.pairs

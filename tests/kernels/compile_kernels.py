@@ -122,22 +122,31 @@ def barriers_overwritten(ptx: str) -> list[int]:
     constant address, as it does with the words that hand an atomic's result to all threads.
 
     Triton gives the memory of a barrier that nothing waits for to something else and leaves out `mbarrier.inval`, which
-    PTX asks for first ("Parallel synchronization and communication instructions: mbarrier").
+    PTX asks for first ("Parallel synchronization and communication instructions: mbarrier"). Addresses that depend on
+    the thread are not looked at.
     """
-    bases = set(re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx))
-    known = dict.fromkeys(["global_smem", *bases], 0)
-    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", ptx):
-        if base in bases:
-            known[register] = int(offset)
+    known = dict.fromkeys(["global_smem", *re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx)], 0)
+    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (-?\d+);", ptx):
+        if base in known:  # which stands above
+            known[register] = known[base] + int(offset)
 
-    def offsets(pattern: str) -> set[int]:
-        found = re.findall(pattern + r"[^\[\n;]*\[\s*([%\w]+)(?:\s*\+\s*(\d+))?\s*\]", ptx)
-        return {known[base] + int(more or 0) for base, more in found if base in known}
+    def found(operations: str) -> list[tuple[int | None, int]]:
+        """(offset, or None where it is not constant; bytes) of every one."""
+        pattern = rf"\b({operations})[^\[\n;]*\[\s*([%\w]+)(?:\s*\+\s*(-?\d+))?\s*\]"
+        return [
+            (known[base] + int(more or 0) if base in known else None, width(operation))
+            for operation, base, more in re.findall(pattern, ptx)
+        ]
 
-    barriers = offsets(r"\bmbarrier\.init")
-    assert barriers, "no barrier has a constant address: Triton's PTX is another than this knows"
-    plain = offsets(r"\b(?:ld|st)\.shared")
-    return sorted(barrier for barrier in barriers if any(barrier - 4 < offset < barrier + 8 for offset in plain))
+    def width(operation: str) -> int:
+        parts = dict(re.findall(r"\.([vbufs])(\d+)", operation))
+        return int(parts.pop("v", 1)) * max(map(int, parts.values()), default=32) // 8
+
+    barriers = {offset for offset, _ in found(r"mbarrier\.init[\w.:]*")}
+    assert barriers and None not in barriers, "a barrier without a constant address: Triton's PTX is another than known"
+    barriers -= {offset for offset, _ in found(r"mbarrier\.inval[\w.:]*")}
+    plain = {each for each in found(r"(?:ld|st|atom|red)(?:\.\w+)*?\.shared[\w.:]*") if each[0] is not None}
+    return sorted(at for at in barriers if any(at - size < offset < at + 8 for offset, size in plain))
 
 
 def late_exponentials(cubin: bytes) -> int:

@@ -170,7 +170,7 @@ def test_a_run_with_the_flight_recorder_ends(gpu_lab, tmp_path):
 @needs_extension
 @pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
 def test_local_checkpoints_are_saved_in_the_background(gpu_lab, strategy):
-    check_saved_in_the_background(gpu_lab, strategy, model=MODEL, spec=SPECS["local"])
+    check_saved_in_the_background(gpu_lab, strategy, "gpu", model=MODEL, spec=SPECS["local"])
 
 
 @pytest.fixture

@@ -71,12 +71,13 @@ def test_a_killed_rank_costs_the_iterations_since_the_last_local_checkpoint(lab)
     assert not list(trial.local.rglob("iter_0000018*"))
 
 
-def check_saved_in_the_background(lab, strategy, **options):
-    folder = lab.folder / f"local_async_{strategy}"
+def check_saved_in_the_background(lab, strategy, where="cpu", **options):
+    name = f"local_async_{strategy}_{where}"
+    folder = lab.folder / name
     flags = f"{LOCAL} {ALGORITHM} --non-persistent-local-ckpt-dir {folder} --save {folder / 'all'} --load {folder}"
     flags += f" --save-interval 100 --async-save --async-strategy {strategy}"
-    lab.run(f"local_async_{strategy}", f"{flags} --train-iters 20 --exit-interval 10", **options)
-    run = lab.run(f"local_async_{strategy}", f"{flags} --train-iters 20", **options)
+    lab.run(name, f"{flags} --train-iters 20 --exit-interval 10", **options)
+    run = lab.run(name, f"{flags} --train-iters 20", **options)
     assert "of the local checkpoint" in run.output and sorted(run.losses) == list(range(1, 21))
 
 

@@ -39,8 +39,6 @@ def make_files(tmp: Path) -> None:
     (tmp / "file").write_text("a file")
     (tmp / "data_args").write_text(f"1 {tmp}/good")
     (tmp / "empty").mkdir()
-    (tmp / "words").mkdir()
-    (tmp / "words" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
     (tmp / "logits").mkdir()
     (tmp / "logits" / "cp0_dp0__1.tar").write_bytes(b"")
     index, long_index = _index(2), _index(100)
@@ -250,9 +248,6 @@ BAD = {
     "a folder without one": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/empty"},
         ("--tokenizer-model={tmp}/empty: no tokenizer in this folder; expected tokenizer.json",)),
     "a tokenizer's name": Bad({"--tokenizer-type": "WordTokenizer"}, ("WordTokenizer",)),
-    "no tokens of FIM": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/words",
-        "--fim-data": None, "--fim-prefix-token": "a"},
-        ("--fim-data with --tokenizer-model={tmp}/words: its tokenizer has no <fim_middle>",)),
     # Checkpoints
     "an empty tracker": Bad({"--load": "{tmp}/bad_tracker"}, ("is empty; the newest complete checkpoint is of "
         "iteration 150; do: echo 150 > {tmp}/bad_tracker/latest_checkpointed_iteration.txt",)),

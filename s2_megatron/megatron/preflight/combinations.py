@@ -260,7 +260,8 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: (
             _is_local(args.logits_load_dir)
             and not args.logits_load_ignore_errors
-            and multiprocessing.get_start_method() != "fork"
+            and (multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0])
+            != "fork"
         ),
         "--logits-load-dir={logits_load_dir}: Megatron 0.19.2 can start the process that reads it only by fork, which "
         "is not the default from Python 3.14 on; expected Python 3.12 or 3.13; use one of these, or leave the flag out",

@@ -229,7 +229,7 @@ def check_parts(args: Namespace) -> None:
     """Raises ValueError for a part of --split that gets no document of a dataset: Megatron 0.19.2 then counts epochs of
     no tokens without end (core/datasets/gpt_dataset.py:693)."""
     own = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"  # whose datasets may be others
-    if own or args.mock_data or args.sft or args.dataloader_fast_cache_load:
+    if own or args.mock_data or args.sft or getattr(args, "dataloader_fast_cache_load", False):
         return
     split = args.split or "969, 30, 1"  # Megatron's default
     for flag, found in _data_flags(args):
@@ -244,7 +244,7 @@ def check_parts(args: Namespace) -> None:
                 default = "" if args.split else " (Megatron's default)"
                 raise ValueError(
                     f"--split={printable(split)}{default} with {flag}={printable(prefix, 200)}: its part for "
-                    f"{empty[0]} gets none of the {documents} documents, and Megatron would look for them without end; "
+                    f"{empty[0]} gets none of the {documents} documents, and Megatron fails or looks without end; "
                     f"expected one or more in each part that is not 0; use {use}"
                 )
 
@@ -299,27 +299,6 @@ def check_tokenizer(args: Namespace) -> None:
                 f"--tokenizer-model={printable(model, 200)}: no tokenizer in this folder; expected tokenizer.json; "
                 "name the folder that save_pretrained wrote"
             )
-        if args.fim_data:
-            _check_fim_tokens(args, model)
-
-
-def _check_fim_tokens(args: Namespace, model: str) -> None:
-    """Raises ValueError for a Hugging Face tokenizer that lacks a token that --fim-data puts into samples: its unknown
-    token would stand there."""
-    wanted = [getattr(args, f"fim_{name}_token") for name in ("prefix", "middle", "suffix", "pad", "eod")]
-    try:
-        content = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))
-        words = content["model"]["vocab"]  # {token: id}, or [[token, score], ...]
-        known = {*(words if isinstance(words, dict) else (word for word, _ in words))}
-        known |= {token["content"] for token in content["added_tokens"]}
-    except (OSError, ValueError, LookupError, TypeError):
-        return  # of another form
-    missing = next((token for token in wanted if token not in known), None)
-    if missing is not None:
-        raise ValueError(
-            f"--fim-data with --tokenizer-model={printable(model, 200)}: its tokenizer has no {printable(missing)}; "
-            "expected the tokens of --fim-prefix-token and the like in it; name its own by these flags, or add them"
-        )
 
 
 def _is_hub_name(model: str) -> bool:
