@@ -101,9 +101,9 @@ def recall(
     return Sequence(ids.astype(np.uint16), np.stack([2 * asked, 2 * places + 1, np.zeros_like(asked)], axis=1))
 
 
-def short(rng: np.random.Generator, length: int, answers: int) -> Sequence:
-    """As many problems as give `answers` answers, anywhere; their pairs in the first half of each, their questions in
-    the second, and in both halves values with their answers. Without `questions`: no model is tested with it."""
+def short(rng: np.random.Generator, length: int, answers: int) -> np.ndarray:
+    """uint16 [length]: as many problems as give `answers` answers, anywhere; their pairs in the first half of each,
+    their questions in the second, and in both halves values with their answers."""
     ids, half = _noise(rng, length), SHORT // 4
     count = min(length // SHORT, max(1, answers // (SHORT_PAIRS + 2 * SHORT_ECHOES)))
     keys = _draw(rng, KEYS, SHORT_PAIRS * count, distinct=True).reshape(count, SHORT_PAIRS)
@@ -114,7 +114,7 @@ def short(rng: np.random.Generator, length: int, answers: int) -> Sequence:
             echoed = _draw(rng, VALUES, SHORT_ECHOES)
             _write(ids, places[:SHORT_PAIRS], key, second)
             _write(ids, places[SHORT_PAIRS:], echoed, _answer(echoed))
-    return Sequence(ids.astype(np.uint16), np.zeros((0, 3), dtype=np.int64))
+    return ids.astype(np.uint16)
 
 
 def tracking(rng: np.random.Generator, length: int, chains: int, hops: int) -> Sequence:
@@ -140,7 +140,7 @@ def training_sequence(index: int, length: int, settings: TaskSettings) -> np.nda
         forms.append("short")
     form = forms[index % len(forms)]
     if form == "short":
-        return short(rng, length, settings.pairs).ids
+        return short(rng, length, settings.pairs)
     if form == "tracking":
         return tracking(rng, length, settings.chains, settings.hops).ids
     pairs = settings.needles if form == "needle" else settings.pairs

@@ -54,7 +54,7 @@ class KeyCall:
     v_buffers: gl.shared_memory_descriptor
     tiles: Pipeline
     numbers: gl.shared_memory_descriptor  # of the work tiles
-    ds: GradScores
+    ds: GradScores  # None without DQ
     dk: Result
     dv: Result
     parts: PartSums

@@ -86,10 +86,11 @@ class Launches:
         how to make this launch again; None where it is not `repeated`, and where this Triton's launcher or settings are
         others than are known."""
         settings = compile_settings() if self.repeated else None
-        kind = (kernel.__name__, settings, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
-                *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
-                *[tensor.stride() for tensor in strided.values()], *constants.values())
-        repeat = None if settings is None else self._repeats.get(kind)
+        kind = None if settings is None else (
+            kernel.__name__, settings, *[box and (box.tensor.shape, box.tensor.stride(), box.tensor.dtype) for box in boxes],
+            *[(tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in pointers],
+            *[tensor.stride() for tensor in strided.values()], *constants.values())
+        repeat = self._repeats.get(kind)
         if repeat is not None:
             repeat.start(current_stream(), [box and box.tensor.data_ptr() for box in boxes], [tensor.data_ptr() for tensor in pointers])
             return repeat

@@ -38,6 +38,7 @@ from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.tiles import tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
+from tests.kernels import shared_memory
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 INT64 = ("row_starts_ptr", "column_starts_ptr")
@@ -80,7 +81,8 @@ def compiled(entry: Entry):
 
 def stored_place(entry: Entry):
     """Where in Triton's cache folder the needs of an entry are stored."""
-    known = [Path(__file__).read_text(), triton.__version__, entry.kernel.cache_key, entry.capability]
+    readers = [Path(file).read_text() for file in (__file__, shared_memory.__file__)]
+    known = [*readers, triton.__version__, entry.kernel.cache_key, entry.capability]
     known += [sorted(entry.signature.items()), sorted((name, repr(value)) for name, value in entry.constants.items())]
     known += [sorted(entry.attributes.items()), sorted(entry.options.items())]
     return get_cache_manager(hashlib.sha256(repr(known).encode()).hexdigest())
@@ -113,40 +115,8 @@ def compile_and_measure(entry: Entry) -> dict:
     found["serialised"] = sorted(set(re.findall(r"C75\d\d", text)))  # wgmma that ptxas made wait for each other
     if entry.kernel.is_gluon():
         found["late"] = late_exponentials(kernel.asm["cubin"])
-        found["over_barriers"] = barriers_overwritten(kernel.asm["ptx"])
+        found["over_barriers"] = shared_memory.barriers_overwritten(kernel.asm["ptx"])
     return found
-
-
-def barriers_overwritten(ptx: str) -> list[int]:
-    """Offsets in shared memory of barriers that the PTX initialises and then reads or writes as plain memory, by a
-    constant address, as it does with the words that hand an atomic's result to all threads.
-
-    Triton gives the memory of a barrier that nothing waits for to something else and leaves out `mbarrier.inval`, which
-    PTX asks for first ("Parallel synchronization and communication instructions: mbarrier"). Addresses that depend on
-    the thread are not looked at.
-    """
-    known = dict.fromkeys(["global_smem", *re.findall(r"mov\.b32\s+(%r\d+), global_smem;", ptx)], 0)
-    for register, base, offset in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), (-?\d+);", ptx):
-        if base in known:  # which stands above
-            known[register] = known[base] + int(offset)
-
-    def found(operations: str) -> list[tuple[int | None, int]]:
-        """(offset, or None where it is not constant; bytes) of every one."""
-        pattern = rf"\b({operations})[^\[\n;]*\[\s*([%\w]+)(?:\s*\+\s*(-?\d+))?\s*\]"
-        return [
-            (known[base] + int(more or 0) if base in known else None, width(operation))
-            for operation, base, more in re.findall(pattern, ptx)
-        ]
-
-    def width(operation: str) -> int:
-        parts = dict(re.findall(r"\.([vbufs])(\d+)", operation))
-        return int(parts.pop("v", 1)) * max(map(int, parts.values()), default=32) // 8
-
-    barriers = {offset for offset, _ in found(r"mbarrier\.init[\w.:]*")}
-    assert barriers and None not in barriers, "a barrier without a constant address: Triton's PTX is another than known"
-    barriers -= {offset for offset, _ in found(r"mbarrier\.inval[\w.:]*")}
-    plain = {each for each in found(r"(?:ld|st|atom|red)(?:\.\w+)*?\.shared[\w.:]*") if each[0] is not None}
-    return sorted(at for at in barriers if any(at - size < offset < at + 8 for offset, size in plain))
 
 
 def late_exponentials(cubin: bytes) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.kernels.trial import OLDEST
+from tests.kernels.shared_memory import barriers_overwritten
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 # Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
@@ -125,3 +126,32 @@ def test_no_barrier_becomes_plain_memory(which, request):
     _, found = request.getfixturevalue(which)
     gluon = {name: needs["over_barriers"] for name, needs in found.items() if is_gluon(name)}
     assert len(gluon) > 30 and {name: words for name, words in gluon.items() if words} == {}
+
+
+BARRIER = """
+    mov.b32 %r1, global_smem;
+    add.s32 %r2, %r1, 1000;
+    @%p1 mbarrier.init.shared::cta.b64 [%r2], 2;
+    st.shared.v2.b32 [global_smem+2000], {0, 1};
+"""
+
+
+@pytest.mark.parametrize("ptx, found", [
+    ("", []),
+    ("st.shared.b32 [%r1+996], 1;", []),
+    ("st.shared.b32 [%r1+1008], 1;", []),
+    ("mbarrier.try_wait.parity.shared.b64 complete, [%r2], %r5;", []),
+    ("@%p1 st.shared::cta.b32 [ %r2 + 0 ], %r4;", [1000]),
+    ("ld.shared.b32 %r4, [global_smem+1004];", [1000]),
+    ("st.shared.v4.b32 [%r1+992], {%r4, %r4, %r4, %r4};", [1000]),
+    ("add.s32 %r3, %r2, 4;\n ld.volatile.shared.b32 %r5, [%r3];", [1000]),
+    ("mbarrier.inval.shared::cta.b64 [%r2];\n st.shared.b32 [%r2], 1;", []),
+])  # fmt: skip
+def test_what_overwrites_a_barrier(ptx, found):
+    assert barriers_overwritten(BARRIER + ptx) == found
+
+
+@pytest.mark.parametrize("ptx", ["", "mbarrier.init.shared.b64 [%r9], 1;", BARRIER.partition("st.shared")[0]])
+def test_unknown_ptx_is_not_taken_for_right(ptx):
+    with pytest.raises(AssertionError, match="Triton's PTX is another than known"):
+        barriers_overwritten(ptx)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.preflight.files import is_remote
+from s2_megatron.megatron.preflight.files import DEFAULT_SPLIT, is_remote
 
 
 class Mistake(NamedTuple):
@@ -35,7 +35,7 @@ def _has_no(package: str) -> bool:
 
 def _has_part(args: Namespace, part: int) -> bool:
     """Whether there is data to validate with (1), or to test with (2)."""
-    shares = [float(share) for share in (args.split or "969,30,1").replace("/", ",").split(",")]
+    shares = [float(share) for share in (args.split or DEFAULT_SPLIT).replace("/", ",").split(",")]
     own = (args.train_data_path, args.valid_data_path, args.test_data_path)
     if args.per_split_data_args_path:
         return True  # the lists are in a file

@@ -207,6 +207,9 @@ def check_data(args: Namespace) -> None:
             raise ValueError(f"{wrong[0]}{more}; expected {kind}; correct the path, or write the file again")
 
 
+DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
+
+
 def _documents(prefix: str) -> int:
     """Of a dataset that check_data has passed."""
     with open(f"{prefix}.idx", "rb") as file:
@@ -228,10 +231,10 @@ def _empty_parts(split: str, documents: int) -> list[str]:
 def check_parts(args: Namespace) -> None:
     """Raises ValueError for a part of --split that gets no document of a dataset: Megatron 0.19.2 then counts epochs of
     no tokens without end (core/datasets/gpt_dataset.py:693)."""
-    own = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"  # whose datasets may be others
-    if own or args.mock_data or args.sft or getattr(args, "dataloader_fast_cache_load", False):
+    other = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"  # whose datasets may be others
+    if other or args.mock_data or args.sft or getattr(args, "dataloader_fast_cache_load", False):
         return
-    split = args.split or "969, 30, 1"  # Megatron's default
+    split = args.split or DEFAULT_SPLIT
     for flag, found in _data_flags(args):
         if not flag.startswith(("--data-path", "--data-args-path")):
             continue  # one list for each part

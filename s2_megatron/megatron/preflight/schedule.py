@@ -53,8 +53,8 @@ def check_batches(args: Namespace) -> None:
             f"--global-batch-size={batch} with --micro-batch-size={micro} and data parallelism over {ranks} ranks: "
             f"expected {step} or more, one microbatch for each rank; use --global-batch-size {step}"
         )
-    steps = args.step_batch_size_schedule is not None or args.skip_train
-    if args.train_samples is not None and not steps and args.train_samples < batch:
+    unjudged = args.step_batch_size_schedule is not None or args.skip_train
+    if args.train_samples is not None and not unjudged and args.train_samples < batch:
         raise ValueError(
             f"--train-samples={args.train_samples} with a global batch of {batch} samples: not one iteration; expected "
             f"{batch} or more; use --train-samples {batch}"
