@@ -28,6 +28,7 @@ from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
 from examples.quality.studies import STUDIES, Study, density
+from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss
 from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
 from s2_megatron.tools.compare.readers import read_run
@@ -38,8 +39,6 @@ PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "pattern
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
 VARIED = ("lr", "min_lr")
 RULES = ("rules8k", "lm32k")  # the studies of patterns.md
-# Largest gap to dense at equal tokens.
-TARGETS = {"hybrid": 0.005, "s2": 0.01}
 TITLES = {
     "lm8k": "Language modelling at 8K",
     "lm32k": "Language modelling at 32K",
@@ -109,25 +108,11 @@ def _gap(value: float, baseline: float) -> str:
 
 
 def targets(scale: Scale) -> list[str]:
-    """One line for every target of a language model that the data can decide; what is missed first. Models that go on
-    from others have none."""
+    """Lines for a language model from random weights; models that go on from others have no target."""
     if scale.study.tasks is not None or scale.study.start is not None:
         return []
-    found = []
-    dense = scale.comparison.results[0]
-    for result in scale.comparison.results[1:]:
-        limit = TARGETS.get(result.arm.name)
-        if limit is None:
-            continue
-        mean, low, high = result.difference.relative
-        order, verdict = (2, "met") if high <= limit else (0, "missed") if low > limit else (1, "not decided")
-        interval = f"{_percent(mean)}, 95 % interval {_percent(low)} to {_percent(high)}"
-        found.append((order, f"{result.arm.name} at most {100 * limit:g} % above dense at equal tokens: **{verdict}**"
-                      f" ({interval})."))  # fmt: skip
-        ahead = result.at_equal["hours"] / dense.at_equal["hours"] - 1
-        found.append((0 if ahead >= 0 else 2, f"{result.arm.name} ahead of dense at equal time: "
-                      f"**{'met' if ahead < 0 else 'missed'}** ({_percent(ahead)})."))  # fmt: skip
-    return [text for _, text in sorted(found, key=lambda entry: entry[0])]
+    planned = read_planned(scale.folder, scale.study.baseline)
+    return target_lines(scale.comparison.results, planned, scale.study.step_tokens)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -221,12 +206,13 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
     """A study's results with one number of tokens, as lines of Markdown. picture: of the curves, from the page."""
     study, comparison = scale.study, scale.comparison
     tests = {} if study.tasks is None else read_tests(scale.folder)
+    held = targets(scale)
     return [
         *about_runs(scale),
         *(recall_section(study, tests, table) if tests else []),
         *([] if study.start is None else _continued_lines(scale, picture)),
-        *(f"- {line}" for line in targets(scale)),
-        *([""] if targets(scale) else []),
+        *(f"- {line}" for line in held),
+        *([""] if held else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         *([] if study.tasks is not None else position_lines(comparison, table)),

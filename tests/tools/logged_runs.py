@@ -46,17 +46,18 @@ def write_loss_log(
     seconds: float = 0.5,
     first: int = 1,
     append: bool = False,
+    rate=lambda step: 0.1,
     **arguments,
 ) -> Path:
-    """A --s2-loss-log file. values: the losses from iteration `first` on."""
+    """A --s2-loss-log file. values: the losses from iteration `first` on. rate: learning rate of a step."""
     records = []
     if header:
         run = {"arguments": ARGUMENTS | arguments, "flops_per_token": {"attended": 5e6, "dense": 6e6}}
         records.append({"run": run, "iteration": first, "time": start})
     for step, loss in enumerate(values, start=first):
         records.append(
-            {"iteration": step, "lm loss": float(loss), "grad_norm": 1 / step, "learning_rate": 0.1, "skipped": 0,
-             "samples": step * BATCH, "time": start + seconds * step}
+            {"iteration": step, "lm loss": float(loss), "grad_norm": 1 / step, "learning_rate": rate(step),
+             "skipped": 0, "samples": step * BATCH, "time": start + seconds * step}
         )  # fmt: skip
         if step % 100 == 0:
             records.append({"iteration": step, "validation": f"iteration {step}", "lm loss": float(loss) + 0.1})

@@ -79,6 +79,24 @@ def test_json_has_what_the_table_shows(dense, s2, capsys):
     assert arm["speed_up"] == pytest.approx(hours[0] / hours[1])
 
 
+def test_a_schedule_that_had_not_ended_is_named(tmp_path, dense, s2, capsys):
+    """The slower run is measured at equal time in the middle of its schedule; constant rates have no such point."""
+
+    def falling(step):
+        return 0.1 * (1 - 0.9 * step / 300)
+
+    slow = write_loss_log(tmp_path / "slow.jsonl", losses(1, 11), seconds=0.6, rate=falling)
+    fast = write_loss_log(tmp_path / "fast.jsonl", losses(1, 21), rate=falling, **s2_arguments())
+    assert main([str(slow), str(fast), "--json"]) == 0
+    # At step 250 of 300: 2.5 times the last one.
+    assert json.loads(capsys.readouterr().out)["remarks"] == [
+        "dense: at equal time (512 K tokens) its learning rate was still up to 2.5 times its last; a run whose "
+        "schedule ends there has a lower loss than this one had."
+    ]
+    assert main([dense, s2, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == []
+
+
 def test_several_seeds(tmp_path, capsys):
     runs = []
     for seed in (1, 2, 3):

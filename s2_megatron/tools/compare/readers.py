@@ -16,10 +16,10 @@ from datetime import datetime
 from pathlib import Path
 
 from s2_megatron.megatron.loss_log import HEADER, read_records
-from s2_megatron.tools.compare.runs import TRAINING_LOSS, Piece, Run, join
+from s2_megatron.tools.compare.runs import LEARNING_RATE, TRAINING_LOSS, Piece, Run, join
 
 # Fields of a loss log's records that have another name than Megatron's TensorBoard tag.
-_LOSS_LOG_NAMES = {"grad_norm": "grad-norm", "learning_rate": "learning-rate", "samples": "samples vs steps"}
+_LOSS_LOG_NAMES = {"grad_norm": "grad-norm", "learning_rate": LEARNING_RATE, "samples": "samples vs steps"}
 _NO_SERIES = {"iteration", "validation", "time", "skipped"}
 
 

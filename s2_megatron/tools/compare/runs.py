@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 TRAINING_LOSS = "lm loss"
+LEARNING_RATE = "learning-rate"
 VALIDATION_LOSS = "lm loss validation"
 AXES = ("tokens", "hours", "flops", "dense-flops")
 

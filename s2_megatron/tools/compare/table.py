@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from rich.table import Table
 
 from s2_megatron.tools.compare.measure import (
@@ -12,9 +13,12 @@ from s2_megatron.tools.compare.measure import (
     ArmResult,
     Comparison,
 )
+from s2_megatron.tools.compare.runs import LEARNING_RATE
 from s2_megatron.tools.compare.statistics import CONFIDENCE, SPREAD_PAIRS, Difference
 
 AXIS_NAMES = {"tokens": "tokens", "hours": "hours", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
+# At equal time a run's learning rate is "still high" above this many times its last.
+HIGH_RATE = 1.2
 _AMOUNT_NAMES = {
     "tokens": "tokens",
     "hours": "time",
@@ -116,9 +120,31 @@ def footnote() -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What joining the pieces of each run showed."""
-    return [
+    """What joining the pieces of each run showed, and which arms' learning rates were still high at equal time or
+    FLOPs."""
+    joined = [
         f"{run.name}: {remark}" for result in comparison.results for run in result.arm.runs for remark in run.remarks
+    ]
+    return joined + [line for result in comparison.results for line in _unfinished(result, comparison.limits)]
+
+
+def _unfinished(result: ArmResult, limits: dict[str, float]) -> list[str]:
+    run = result.arm.runs[0]
+    if LEARNING_RATE not in run.series or "tokens" not in run.axes:
+        return []
+    rate, points, highest = run.series[LEARNING_RATE], [], HIGH_RATE
+    for axis in [axis for axis in ("hours", "flops") if axis in limits]:
+        step = np.interp(limits[axis], run.axis(axis), run.steps)
+        ratio = float(np.interp(step, rate.steps, rate.values) / max(rate.values[-1], 1e-30))
+        if ratio > HIGH_RATE:
+            tokens = float(run.at(np.array([step]), "tokens")[0])
+            points.append(f"equal {_AMOUNT_NAMES[axis]} ({amount_text('tokens', tokens)})")
+            highest = max(highest, ratio)
+    if not points:
+        return []
+    return [
+        f"{result.arm.name}: at {' and '.join(points)} its learning rate was still up to {highest:.1f} times its last; "
+        "a run whose schedule ends there has a lower loss than this one had."
     ]
 
 
