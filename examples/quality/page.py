@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,7 +320,23 @@ def rules_text(data: Path, pictures: bool) -> str:
 
 
 PAGES = ((PAGE, results_text), (PATTERNS, rules_text))
+COLUMNS = 120
 NO_RESULTS = "Nothing yet: none of these studies has been trained to its end on a GPU.\n\n"
+
+
+def wrapped(text: str) -> str:
+    """Markdown with its prose in lines of at most COLUMNS; tables, pictures and code stay as they are."""
+    lines, is_code = [], False
+    for line in text.split("\n"):
+        is_code ^= line.startswith("```")
+        if is_code or line.startswith(("|", "!", "```")) or len(line) <= COLUMNS:
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines)
 
 
 def with_results(page: str, results: str) -> str:
@@ -328,7 +345,7 @@ def with_results(page: str, results: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no line {BEGIN!r} followed by {END!r}; add both where the results belong")
-    return f"{before}{begin}\n\n{results or NO_RESULTS}{end}{after}"
+    return f"{before}{begin}\n\n{wrapped(results) or NO_RESULTS}{end}{after}"
 
 
 def main() -> None:
