@@ -3,7 +3,7 @@
     python -m examples.quality.run rules8k --stage estimate --seeds 1 2
 
 The forecast is too long for dense layers with heads of 64 (the tables take them as heads of 128): of the model of
-`lm8k`, 8 sequences of 8K a step, it says 241 ms dense and 130 ms all-S2; a first trial on an H200 took 183 and 121 ms.
+`lm8k`, 8 sequences of 8K a step, it says 241 ms dense and 130 ms all-S2; one H200 took 189 and 125 ms.
 """
 
 from __future__ import annotations

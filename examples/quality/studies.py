@@ -185,8 +185,8 @@ STUDIES = {
             "rules8k",
             Model(8, 512, 1408, 8, 8, 8192),
             block_size=64,
-            batch=8,
-            micro_batch=8,
+            batch=4,  # in lm8k the arms part after 600 to 1100 steps
+            micro_batch=4,
             tokens=100_000_000,
             rate_tokens=20_000_000,
             evaluations=2,
