@@ -18,7 +18,8 @@ PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
     "first two": lambda layers: range(2),
     "middle two": lambda layers: range(layers // 2 - 1, layers // 2 + 1),
     "last two": lambda layers: range(layers - 2, layers),
-    "every fourth": lambda layers: range(0, layers, 4),
+    "every fourth": lambda layers: range(3, layers, 4),  # the last of each four, as Llama 4 has them
+    "middle one": lambda layers: (layers // 2 - 1,),
 }
 
 
@@ -79,6 +80,7 @@ def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
         Arm("dense-middle", dense="middle two"),
         Arm("dense-last", dense="last two"),
         Arm("dense-fourth", dense="every fourth"),
+        Arm("dense-one", dense="middle one"),
         Arm(BASELINE, dense="all"),
         Arm("dense-heads", spec=dict(dense_heads={"spread": dense_heads})),
         *(stride_arm(each) for each in _strides(stride) if each != stride),
@@ -105,6 +107,7 @@ def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Questio
         "dense-last": "last two layers dense",
         "dense-fourth": "every fourth layer dense",
     }
+    one = {"dense-one": "one layer in the middle dense"}
     offsets = {
         SHARDED: "by head",
         "offsets-layer": "by layer",
@@ -116,7 +119,7 @@ def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Questio
         Question(
             "placement",
             "Which layers are dense",
-            {SHARDED: "no layer dense", **placed, BASELINE: "every layer dense"},
+            {SHARDED: "no layer dense", **placed, **one, BASELINE: "every layer dense"},
             reference=BASELINE,
         ),
         Question(

@@ -45,7 +45,8 @@ def test_the_arms_of_a_question_differ_in_what_it_asks(study):
     last = study.model.num_layers - 1
     middle = study.model.num_layers // 2
     assert dense[SHARDED] == [] and dense["hybrid"] == [0, 1] and dense["dense-last"] == [last - 1, last]
-    assert dense["dense-middle"] == [middle - 1, middle] and dense["dense-fourth"] == list(range(0, last, 4))
+    assert dense["dense-middle"] == [middle - 1, middle] and dense["dense-one"] == [middle - 1]
+    assert dense["dense-fourth"] == list(range(3, last + 1, 4))
     ranges = {
         arm: {head.ranges for layer in sparsity.layers for head in layer.pattern.heads}
         for name in ("stride", "window")
