@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from examples.quality.after_training import measure_recall
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
@@ -31,8 +32,7 @@ from examples.quality.run import (
     compare_runs,
     has_result,
     machine,
-    measure_recall,
-    remove_stale_recall,
+    remove_stale_tests,
     require_new_sequences,
     tell_end,
     tell_missing_rates,
@@ -107,7 +107,7 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
 def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, tell, options, job: Job, device) -> str:
     """Write what stays of a finished run; the outcome."""
     if job.study.tasks is not None and not job.role:
-        outcome = measure_recall(place, job, device, budget, tell)
+        outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
         if outcome != FINISHED:
             return outcome
     if job.role == SWITCHED:
@@ -184,7 +184,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
     begin_again(jobs)
-    remove_stale_recall(place, jobs)
+    remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None
     outcomes = run_jobs(
         jobs,

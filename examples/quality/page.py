@@ -20,6 +20,7 @@ import numpy as np
 from examples.quality.continuations import ALL
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
+from examples.quality.copies_page import copies_lines
 from examples.quality.launch import ROOT
 from examples.quality.positions import losing_lines, mean_positions, position_lines
 from examples.quality.recall_page import read_tests
@@ -217,6 +218,7 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         *([] if study.tasks is not None else position_lines(comparison, table)),
+        *copies_lines(scale.folder, study.arm_names, study.baseline, table),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -293,6 +295,7 @@ def results_text(data: Path, pictures: bool) -> str:
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
                 lines += [*about_runs(scale), *rules_section(found, table)]
+                lines += copies_lines(scale.folder, study.arm_names, study.baseline, table)
                 continue
             picture = scale.folder / "curves.png"
             if pictures:

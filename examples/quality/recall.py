@@ -3,8 +3,7 @@
     python -m examples.quality.recall retrieval8k --load runs/quality/retrieval8k/.../checkpoints --json recall.json
 
 The residue is that of the key block with the value, modulo the stride: a head attends blocks of one residue beyond its
-window, so a model that cannot pass on what the others hold fails at some residues and not at others. The checkpoint is
-loaded by the project's own reader of Megatron checkpoints.
+window, so a model that cannot pass on what the others hold fails at some residues and not at others.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from examples.quality.continuations import ALL
 from examples.quality.results import write_json
 from examples.quality.studies import Study
 from examples.quality.tasks import ANSWERS, Sequence, held_out_sequence
+from examples.quality.trained import TOKENS_AT_ONCE, load_trained
 
 DEPTHS = 8  # equal parts of the context
-TOKENS_AT_ONCE = 65536
 
 
 def held_out_sequences(study: Study, task: str) -> list[Sequence]:
@@ -62,15 +61,7 @@ def score_checkpoint(study: Study, checkpoints: Path) -> dict:
     """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
     import torch
 
-    from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
-    from s2_megatron.tools.hf.checkpoint_model import load_model
-
-    found = checkpoint_to_load(checkpoints)
-    if found is None:
-        raise ValueError(f"--load {checkpoints}: no checkpoint; expected that of a trained model; train it first")
-    on_gpu = torch.cuda.is_available()  # before load_model, which makes it true on a CPU
-    model = load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
-    device = next(model.parameters()).device
+    model, device = load_trained(checkpoints)
     first, number = ANSWERS
     result = {}
     with torch.no_grad():

@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.quality.after_training import measure_copies, measure_recall
 from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
-from examples.quality.launch import ROOT, Job, command, environment
-from examples.quality.results import LearningRates, read_json, trained_rate, write_json, write_run
+from examples.quality.launch import ROOT, Job, command
+from examples.quality.results import LearningRates, trained_rate, write_json, write_run
 from examples.quality.studies import Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
-    CUT,
     FAILED,
     FINISHED,
     Budget,
@@ -133,6 +132,9 @@ class Place:
     def recall(self, arm: str, seed: int) -> Path:
         return self.result(arm, seed).with_suffix(".recall.json")
 
+    def copies(self, arm: str, seed: int) -> Path:
+        return self.result(arm, seed).with_suffix(".copies.json")
+
 
 def machine(device: str) -> dict:
     """What computed the runs."""
@@ -204,8 +206,10 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     on_gpu = found[0][0] is not None
 
     def finished(job: Job, device: str | None) -> str:
-        if job.study.tasks is not None:
-            outcome = measure_recall(place, job, device, budget, tell)
+        if job.study.tasks is None:
+            measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
+        else:
+            outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
             if outcome != FINISHED:
                 return outcome
         write_run(place.result(job.arm, job.seed), job, place.corpus, about)
@@ -216,7 +220,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
     there = [job for job in jobs if has_result(place, job)]
-    remove_stale_recall(place, [job for job in jobs if job not in there])
+    remove_stale_tests(place, [job for job in jobs if job not in there])
     if there:
         tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
     outcomes = run_jobs(
@@ -247,42 +251,12 @@ def has_result(place: Place, job: Job) -> bool:
     return True
 
 
-def remove_stale_recall(place: Place, jobs: Sequence[Job]) -> None:
+def remove_stale_tests(place: Place, jobs: Sequence[Job]) -> None:
     """Remove the tests of earlier models of the jobs that are still to be trained."""
     for job in jobs:
         if not job.role and final_evaluation(job) is None:
             place.recall(job.arm, job.seed).unlink(missing_ok=True)
-
-
-def measure_recall(place: Place, job: Job, device: str | None, budget: Budget, tell) -> str:
-    """Test a finished run's model in a process of its own, unless that has been done. Returns the outcome; CUT when the
-    budget ends first: the next command tests it."""
-    path = place.recall(job.arm, job.seed)
-    if path.exists():
-        return FINISHED
-    seconds = budget.left()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arguments = [job.study.name, f"--load={job.folder / 'checkpoints'}", f"--json={path}"]
-    with job.log.open("a") as output:
-        command = [sys.executable, "-m", "examples.quality.recall", *arguments]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment(device),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=None if math.isinf(seconds) else max(0.0, seconds),
-            )
-        except subprocess.TimeoutExpired:
-            tell(f"{job.name}: the budget ended before its test; repeat the command to test it")
-            return CUT
-    if done.returncode != 0:
-        tell(f"{job.name}: its test ended with status {done.returncode}; the output is at the end of {job.log}")
-        return FAILED
-    scores = ", ".join(f"{task} {100 * result['accuracy']:.1f} %" for task, result in read_json(path, {}).items())
-    tell(f"tested {job.name}: {scores}")
-    return FINISHED
+            place.copies(job.arm, job.seed).unlink(missing_ok=True)
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:

@@ -36,7 +36,9 @@ def arguments(folder, *more):
 def test_the_arms_train_on_the_same_batches(study):
     folder, _ = study
     (scale,) = [path for path in (folder / "results" / "lm-tiny").iterdir() if path.is_dir()]
-    assert sorted(path.name for path in scale.iterdir()) == ["corpus.json", "dense_seed1.jsonl", "s2_seed1.jsonl"]
+    assert sorted(path.name for path in scale.iterdir()) == [
+        "corpus.json", "dense_seed1.copies.json", "dense_seed1.jsonl", "s2_seed1.copies.json", "s2_seed1.jsonl",
+    ]  # fmt: skip
     logs = {arm: read_records(scale / f"{arm}_seed1.jsonl") for arm in ("dense", "s2")}
     headers = {arm: records[0][HEADER] for arm, records in logs.items()}
     assert headers["dense"]["flops_per_token"]["attended"] > headers["s2"]["flops_per_token"]["attended"]
@@ -60,6 +62,17 @@ def test_evaluations_have_losses_by_position(study):
     assert len(positions) == TINY.position_buckets + 1 and "lm loss by position/trailing" in positions
 
 
+def test_where_the_loss_lies_adds_up_to_the_loss(study):
+    """The checkpoint's own reader, over the validation documents, finds the loss that Megatron logged."""
+    folder, _ = study
+    (log,) = (folder / "results").rglob("s2_seed1.jsonl")
+    found = json.loads(log.with_suffix(".copies.json").read_text())
+    assert found["window"] == TINY.local_tokens and sum(found["tokens"]) == found["sequences"] * TINY.model.seq_length
+    mean = np.average([loss or 0 for loss in found["losses"]], weights=found["tokens"])
+    logged = read_loss_log(log)[1][f"iteration {STEPS} on validation set"]["lm loss"]
+    assert mean == pytest.approx(logged, rel=0.05)  # Megatron takes other cuts of these documents
+
+
 def test_the_same_command_goes_on_and_says_what_is_left(study):
     folder, _ = study
     said = []
@@ -78,6 +91,7 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
     assert [row.split(" | ")[1] for row in rows[:-1]] == ["100.0 %", "39.2 %"]
     # The last one is that of the losses by position: a gap in percent for each quarter of the context.
     assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[-1].split(" | ")) == 1 + TINY.position_buckets
+    assert "| 8-gram beyond it | " in text and "Where the loss lies, over " in text
     assert text.count("- s2 loses to dense") + text.count("- s2 does not lose to dense") == 1
     page.draw(scale, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000

@@ -17,7 +17,7 @@ from examples.quality.arms import ARMS
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, training_seconds
-from examples.quality.run import Place, remove_stale_recall
+from examples.quality.run import Place, remove_stale_tests
 from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
 from s2_megatron.config.load import SparsityConfig
@@ -237,5 +237,5 @@ def test_the_test_of_an_earlier_model_goes(tmp_path):
     end = {"validation": f"iteration {jobs[1].iterations} on validation set", "lm loss": 4.0, "iteration": 1}
     jobs[1].losses.write_text(json.dumps(end) + "\n")
     assert final_evaluation(jobs[1]) is not None
-    remove_stale_recall(place, jobs)
+    remove_stale_tests(place, jobs)
     assert [place.recall(job.arm, job.seed).exists() for job in jobs] == [False, True]

@@ -1,0 +1,60 @@
+"""What is measured of a trained model before its checkpoint is removed, in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.quality.corpus import Corpus
+from examples.quality.launch import ROOT, Job, environment
+from examples.quality.results import read_json
+from examples.quality.workers import CUT, FAILED, FINISHED, Budget
+
+
+def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, path: Path, more: Sequence[str]) -> str:
+    """Run `python -m examples.quality.<module>`, which writes `path`, unless that is there. Returns the outcome; CUT
+    when the budget ends first."""
+    if path.exists():
+        return FINISHED
+    seconds = budget.left()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words = ["-m", f"examples.quality.{module}", job.study.name, f"--load={job.checkpoints}", f"--json={path}", *more]
+    with job.log.open("a") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=environment(device),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=None if math.isinf(seconds) else max(0.0, seconds),
+            )
+        except subprocess.TimeoutExpired:
+            tell(f"{job.name}: the budget ended before its test ({module}) did")
+            return CUT
+    if done.returncode != 0:
+        tell(f"{job.name}: its test ({module}) ended with status {done.returncode}; the output is at the end of "
+             f"{job.log}")  # fmt: skip
+        return FAILED
+    return FINISHED
+
+
+def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tell) -> str:
+    """Test a finished run's model on its tasks, unless that has been done. Returns the outcome; the next command tests
+    what was CUT."""
+    if path.exists():
+        return FINISHED
+    outcome = run_test(job, device, budget, tell, "recall", path, [])
+    if outcome == FINISHED:
+        scores = ", ".join(f"{task} {100 * result['accuracy']:.1f} %" for task, result in read_json(path, {}).items())
+        tell(f"tested {job.name}: {scores}")
+    return outcome
+
+
+def measure_copies(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> None:
+    """Where the loss of a finished language model lies. A run stands without it: what goes wrong is told."""
+    if run_test(job, device, budget, tell, "copies", path, [f"--data={corpus.folder}"]) != FINISHED:
+        tell(f"{job.name}: its result has no {path.name}")

@@ -1,0 +1,117 @@
+"""Where a trained language model's loss lies: on tokens that continue what stood before, near or far, or on others.
+
+    python -m examples.quality.copies lm8k --data runs/quality/corpus/<key> --load .../checkpoints --json copies.json
+
+The group of a prediction is the longest of the 8-gram, 4-gram and 2-gram in front of it that has stood in the same
+sequence before, and how far back it stood last: within the study's window, which every head attends, or beyond it. A
+model that looks up what followed there may predict the token. Without any of them it is "new". The sequences are of
+documents that training never sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from examples.quality.continuations import ALL
+from examples.quality.corpus import Corpus
+from examples.quality.results import read_json, write_json
+from examples.quality.studies import Study
+from examples.quality.trained import TOKENS_AT_ONCE, load_trained
+
+ORDERS = (2, 4, 8)  # of n-grams; each twice the one before
+GROUPS = ("new", *(f"{order} {where}" for order in ORDERS for where in ("in the window", "beyond it")))
+SEQUENCES = 64
+
+
+def last_distances(codes: np.ndarray) -> np.ndarray:
+    """How far back every code stood last, int64 [n]; 0 where it had not been there. codes: int64 [n]."""
+    order = np.argsort(codes, kind="stable")
+    same = codes[order[1:]] == codes[order[:-1]]
+    distances = np.zeros(len(codes), np.int64)
+    distances[order[1:][same]] = (order[1:] - order[:-1])[same]
+    return distances
+
+
+def groups_of(ids: np.ndarray, window: int) -> np.ndarray:
+    """The group, an index into GROUPS, of the prediction behind every token, int64 [n]. ids: int [n]."""
+    groups = np.zeros(len(ids), np.int64)
+    codes, length = np.unique(ids, return_inverse=True)[1].astype(np.int64), 1
+    for index, order in enumerate(ORDERS):
+        while length < order:  # exact: equal codes are equal n-grams of twice as many tokens
+            pairs = codes[:-length] * (codes.max() + 1) + codes[length:]
+            codes, length = np.unique(pairs, return_inverse=True)[1].astype(np.int64), 2 * length
+        distances = np.concatenate([np.zeros(order - 1, np.int64), last_distances(codes)])
+        groups[distances > 0] = 1 + 2 * index
+        groups[distances > window] = 2 + 2 * index
+    return groups
+
+
+def validation_sequences(study: Study, corpus: Corpus) -> np.ndarray:
+    """int64 [sequences, seq_length + 1]: of the documents one after the other, evenly chosen. Raises ValueError for a
+    corpus with less than one."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = IndexedDataset(str(corpus.data_prefix))
+    first_share = float(corpus.split.split(",")[0]) / sum(map(float, corpus.split.split(",")))
+    documents = range(round(first_share * len(data)), len(data))
+    ids = np.concatenate([np.asarray(data[index]) for index in documents] or [np.zeros(0)]).astype(np.int64)
+    length = study.model.seq_length + 1
+    count = len(ids) // length
+    if count == 0:
+        raise ValueError(
+            f"{corpus.data_prefix}: {len(ids)} tokens to validate with; expected {length} or more; prepare the corpus "
+            "on a machine with more text"
+        )
+    whole = ids[: count * length].reshape(count, length)
+    return whole[np.linspace(0, count - 1, min(count, SEQUENCES)).astype(int)]
+
+
+def score(losses: np.ndarray, groups: np.ndarray) -> dict:
+    """{"tokens", "losses"}: one value a group, the mean loss None without tokens. losses, groups: [predictions]."""
+    counts = np.bincount(groups, minlength=len(GROUPS))
+    sums = np.bincount(groups, weights=losses, minlength=len(GROUPS))
+    means = [round(float(total / count), 5) if count else None for total, count in zip(sums, counts)]
+    return {"tokens": counts.tolist(), "losses": means}
+
+
+def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
+    """The score of the newest checkpoint. Raises ValueError where there is none."""
+    import torch
+
+    model, device = load_trained(checkpoints)
+    sequences = validation_sequences(study, corpus)
+    at_once = max(1, TOKENS_AT_ONCE // study.model.seq_length)
+    losses = []
+    with torch.no_grad():
+        for start in range(0, len(sequences), at_once):
+            ids = torch.from_numpy(sequences[start : start + at_once]).to(device)
+            positions = torch.arange(ids.shape[1] - 1, device=device).expand(len(ids), -1)
+            for row, logits in zip(ids, model(ids[:, :-1].contiguous(), positions, None)):  # [length, vocabulary]
+                losses.append(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="none").cpu())
+    groups = np.concatenate([groups_of(row[:-1], study.local_tokens) for row in sequences])
+    about = {"sequences": len(sequences), "window": study.local_tokens, "corpus": corpus.sha256[:12]}
+    return about | score(torch.cat(losses).double().numpy(), groups)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m examples.quality.copies", description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is None])
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the corpus")
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parsed = parser.parse_args()
+    description = read_json(parsed.data / "corpus.json", None)
+    if description is None:
+        parser.error(f"--data {parsed.data}: no corpus.json; expected the folder of a prepared corpus")
+    try:
+        found = score_checkpoint(ALL[parsed.study], Corpus(parsed.data, description), parsed.load)
+    except ValueError as error:
+        parser.error(str(error))
+    write_json(parsed.json, found)
+
+
+if __name__ == "__main__":
+    main()
