@@ -47,6 +47,7 @@ class Question:
 
 
 _ONE_OFFSET = Arm("one-offset", spec=dict(head_step=0, layer_step=0))
+FOURTH = Arm("dense-fourth", dense="every fourth")
 CONTROLLED = (
     Arm(BASELINE, dense="all"),
     Arm("hybrid", dense="first two"),
@@ -79,7 +80,7 @@ def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
         Arm("hybrid", dense="first two"),
         Arm("dense-middle", dense="middle two"),
         Arm("dense-last", dense="last two"),
-        Arm("dense-fourth", dense="every fourth"),
+        FOURTH,
         Arm("dense-one", dense="middle one"),
         Arm(BASELINE, dense="all"),
         Arm("dense-heads", spec=dict(dense_heads={"spread": dense_heads})),

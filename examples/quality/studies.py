@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from examples.quality.arms import (
     BASELINE,
     CONTROLLED,
+    FOURTH,
     PLACEMENTS,
     SHARDED,
     Arm,
@@ -140,6 +141,7 @@ STUDIES = {
             micro_batch=8,
             tokens=150_000_000,
             rate_tokens=10_000_000,
+            arms=(*CONTROLLED, FOURTH),
         ),
         Study(
             "retrieval8k",
