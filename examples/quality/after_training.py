@@ -33,7 +33,7 @@ def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, pa
                 timeout=None if math.isinf(seconds) else max(0.0, seconds),
             )
         except subprocess.TimeoutExpired:
-            tell(f"{job.name}: the budget ended before its test ({module}) did")
+            tell(f"{job.name}: the budget ended before its test ({module}); repeat the command to test it")
             return CUT
     if done.returncode != 0:
         tell(f"{job.name}: its test ({module}) ended with status {done.returncode}; the output is at the end of "
@@ -54,7 +54,10 @@ def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tel
     return outcome
 
 
-def measure_copies(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> None:
-    """Where the loss of a finished language model lies. A run stands without it: what goes wrong is told."""
-    if run_test(job, device, budget, tell, "copies", path, [f"--data={corpus.folder}"]) != FINISHED:
+def measure_copies(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+    """Where the loss of a finished language model lies. Returns CUT where the next command measures it. A test that
+    fails is told, and the run stands without it."""
+    outcome = run_test(job, device, budget, tell, "copies", path, [f"--data={corpus.folder}"])
+    if outcome == FAILED:
         tell(f"{job.name}: its result has no {path.name}")
+    return CUT if outcome == CUT else FINISHED

@@ -3,9 +3,9 @@
     python -m examples.quality.copies lm8k --data runs/quality/corpus/<key> --load .../checkpoints --json copies.json
 
 The group of a prediction is the longest of the 8-gram, 4-gram and 2-gram in front of it that has stood in the same
-sequence before, and how far back it stood last: within the study's window, which every head attends, or beyond it. A
-model that looks up what followed there may predict the token. Without any of them it is "new". The sequences are of
-documents that training never sees.
+sequence before, and how far back it stood last: near, within as many tokens as the window of the study's `s2` has, or
+far. A model that looks up what followed there may predict the token. Without any of them it is "new". The sequences are
+of documents that training never sees.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.quality.studies import Study
 from examples.quality.trained import TOKENS_AT_ONCE, load_trained
 
 ORDERS = (2, 4, 8)  # of n-grams; each twice the one before
-GROUPS = ("new", *(f"{order} {where}" for order in ORDERS for where in ("in the window", "beyond it")))
+GROUPS = ("new", *(f"{order} {where}" for order in ORDERS for where in ("near", "far")))
 SEQUENCES = 64
 
 
@@ -35,8 +35,8 @@ def last_distances(codes: np.ndarray) -> np.ndarray:
     return distances
 
 
-def groups_of(ids: np.ndarray, window: int) -> np.ndarray:
-    """The group, an index into GROUPS, of the prediction behind every token, int64 [n]. ids: int [n]."""
+def groups_of(ids: np.ndarray, near: int) -> np.ndarray:
+    """The group, an index into GROUPS, of the prediction behind every token, int64 [n]. ids: int [n]. near: tokens."""
     groups = np.zeros(len(ids), np.int64)
     codes, length = np.unique(ids, return_inverse=True)[1].astype(np.int64), 1
     for index, order in enumerate(ORDERS):
@@ -45,7 +45,7 @@ def groups_of(ids: np.ndarray, window: int) -> np.ndarray:
             codes, length = np.unique(pairs, return_inverse=True)[1].astype(np.int64), 2 * length
         distances = np.concatenate([np.zeros(order - 1, np.int64), last_distances(codes)])
         groups[distances > 0] = 1 + 2 * index
-        groups[distances > window] = 2 + 2 * index
+        groups[distances > near] = 2 + 2 * index
     return groups
 
 
@@ -92,13 +92,13 @@ def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
             for row, logits in zip(ids, model(ids[:, :-1].contiguous(), positions, None)):  # [length, vocabulary]
                 losses.append(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="none").cpu())
     groups = np.concatenate([groups_of(row[:-1], study.local_tokens) for row in sequences])
-    about = {"sequences": len(sequences), "window": study.local_tokens, "corpus": corpus.sha256[:12]}
+    about = {"sequences": len(sequences), "near": study.local_tokens, "corpus": corpus.sha256[:12]}
     return about | score(torch.cat(losses).double().numpy(), groups)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.copies", description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is None])
+    parser.add_argument("study", choices=[name for name, study in ALL.items() if not (study.tasks or study.start)])
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpus")
     parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")

@@ -11,54 +11,64 @@ from examples.quality.copies import GROUPS
 from examples.quality.results import read_json
 
 
-def read_copies(folder: Path, arms: Sequence[str], baseline: str) -> dict[str, list[tuple[dict, dict]]]:
-    """{arm: [(its scores, the baseline's of that seed)]}; {} without the baseline's."""
-    dense = {path.name: read_json(path, {}) for path in folder.glob(f"{baseline}_seed*.copies.json")}
-    found = {}
-    for arm in arms:
-        paths = sorted(folder.glob(f"{arm}_seed*.copies.json"))
-        pairs = [(read_json(path, {}), dense.get(f"{baseline}{path.name.removeprefix(arm)}")) for path in paths]
-        pairs = [(own, other) for own, other in pairs if other is not None]
-        if pairs:
-            found[arm] = pairs
+def read_copies(folder: Path, arms: Sequence[str], baseline: str) -> dict[str, list[dict]]:
+    """{arm: its scores, one of each seed that all these arms have}, the baseline first; {} without it or without
+    another arm. Raises ValueError for scores over other predictions than the baseline's."""
+    scores = {}
+    for arm in (baseline, *(arm for arm in arms if arm != baseline)):
+        files = {path.name.removeprefix(arm): path for path in folder.glob(f"{arm}_seed*.copies.json")}
+        if files:
+            scores[arm] = {name: read_json(path, {}) for name, path in files.items()}
+    shared = sorted(set.intersection(*(set(each) for each in scores.values()))) if scores else []
+    if baseline not in scores or len(scores) < 2 or not shared:
+        return {}
+    found = {arm: [each[name] for name in shared] for arm, each in scores.items()}
+    for arm, each in found.items():
+        for own, other in zip(each, found[baseline]):
+            if any(own[name] != other[name] for name in ("tokens", "near", "corpus")):
+                raise ValueError(
+                    f"{folder}: the copies of {arm} are not over the predictions of {baseline}'s; expected equal "
+                    "sequences; train one of them again"
+                )
     return found
 
 
-def gaps(pairs: Sequence[tuple[dict, dict]]) -> np.ndarray:
-    """Of every group how much it adds to the gap to the baseline, in nats a token of all, float64 [groups]; mean over
-    the seeds."""
-    return np.mean([[tokens * ((own_loss or 0) - (loss or 0)) / sum(own["tokens"]) for tokens, own_loss, loss in
-                     zip(own["tokens"], own["losses"], other["losses"])] for own, other in pairs], axis=0)  # fmt: skip
+def losses(scores: Sequence[dict]) -> np.ndarray:
+    """The mean loss of every group over the seeds, float64 [groups]; 0 for one without tokens."""
+    return np.mean([[loss or 0.0 for loss in each["losses"]] for each in scores], axis=0)
+
+
+def gaps(own: Sequence[dict], other: Sequence[dict]) -> np.ndarray:
+    """What every group adds to the gap of the means over all tokens, in nats, float64 [groups]."""
+    return (losses(own) - losses(other)) * shares(own[0])
+
+
+def shares(score: dict) -> np.ndarray:
+    """Of all predictions, float64 [groups]."""
+    return np.array(score["tokens"]) / sum(score["tokens"])
 
 
 def copies_lines(folder: Path, arms: Sequence[str], baseline: str, table: Callable) -> list[str]:
     """Lines of Markdown; [] without data. table: (header, rows) to lines."""
     found = read_copies(folder, arms, baseline)
-    others = [arm for arm in found if arm != baseline]
-    if not others:
+    if not found:
         return []
-    first = found[others[0]][0][1]
-    added = {arm: gaps(found[arm]) for arm in others}
-    total = sum(first["tokens"])
-    rows = []
-    for index, (group, tokens) in enumerate(zip(GROUPS, first["tokens"])):
-        losses = [f"{100 * tokens / total:.1f} %", _mean([other["losses"][index] for _, other in found[others[0]]])]
-        for arm in others:
-            losses += [_mean([own["losses"][index] for own, _ in found[arm]]), f"{added[arm][index]:+.4f}"]
-        rows.append([f"{group.replace(' ', '-gram ', 1)}" if index else group, *losses])
-    rows.append(["all", "100 %", "", *(cell for arm in others for cell in ("", f"{added[arm].sum():+.4f}"))])
-    header = ["", "tokens", baseline, *(cell for arm in others for cell in (arm, "adds to its gap"))]
+    dense = found[baseline]
+    part, near = shares(dense[0]), dense[0]["near"]
+    rows = [
+        ["share of the tokens", *(f"{100 * each:.1f} %" for each in part), ""],
+        [f"loss of {baseline}", *(f"{each:.4f}" for each in losses(dense)), f"{losses(dense) @ part:.4f}"],
+    ]
+    for arm, scores in found.items():
+        if arm != baseline:
+            added = gaps(scores, dense)
+            rows.append([f"gap of {arm}, by group", *(f"{each:+.4f}" for each in added), f"{added.sum():+.4f}"])
+    titles = [group if group == "new" else group.replace(" ", "-gram, ") for group in GROUPS]
     return [
-        f"Where the loss lies, over {first['sequences']} validation sequences: predictions by the longest n-gram in "
-        "front of them that had stood in the sequence before, and whether it stood last in the window of "
-        f"{first['window']} tokens or beyond it. What a group adds to an arm's gap is the difference of the losses "
-        "times the group's share of the tokens.",
+        f"Where the loss lies, over {dense[0]['sequences']} validation sequences (seeds: {len(dense)}): predictions by "
+        "the longest n-gram in front of them that had stood in the sequence before, and whether it stood last within "
+        f"{near} tokens (near) or further back (far). The parts of an arm's gap, in nats, add up to the whole.",
         "",
-        *table(header, rows),
+        *table(["", *titles, "all"], rows),
         "",
     ]
-
-
-def _mean(losses: Sequence[float | None]) -> str:
-    known = [loss for loss in losses if loss is not None]
-    return f"{np.mean(known):.4f}" if known else "-"

@@ -9,6 +9,7 @@ A study's section appears when its data are there. What a page says above and be
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from examples.quality.launch import ROOT
 from examples.quality.positions import losing_lines, mean_positions, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
-from examples.quality.results import chosen_rate, read_json
+from examples.quality.results import chosen_rate, header, read_json
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
@@ -114,7 +115,7 @@ def targets(scale: Scale) -> list[str]:
     if scale.study.tasks is not None or scale.study.start is not None:
         return []
     planned = read_planned(scale.folder, scale.study.baseline)
-    return target_lines(scale.comparison.results, planned, scale.study.step_tokens)
+    return target_lines(scale.comparison, planned, scale.study.step_tokens)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -189,17 +190,20 @@ def rates_table(study: Study, data: Path) -> list[str]:
 
 def about_runs(scale: Scale) -> list[str]:
     """The heading of a scale's section, and what its runs have in common."""
+    has_choices = (scale.folder.parent / "learning_rates.json").exists()
     counts = sorted({len(result.arm.runs) for result in scale.comparison.results})
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     machine = header_machine(scale.folder)
     epochs = scale.tokens / scale.corpus["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
+    rates = {number(run.arguments, "lr") for run in scale.runs}
+    given = "" if has_choices or len(rates) > 1 else f" One learning rate for all, {rates.pop():g}; none was chosen."
     return [
         f"### {scale.tokens / 1e6:.1f}M tokens a run",
         "",
-        f"Seeds an arm: {seeds}. {int(number(scale.runs[0].arguments, 'train_iters'))} steps of "
-        f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus",
-        f"`{scale.corpus['sha256'][:12]}` ({scale.corpus['tokens']:,} tokens). {machine['device']}; {versions}.",
+        f"Runs an arm: {seeds}. Steps: {int(number(scale.runs[0].arguments, 'train_iters'))} of "
+        f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus `{scale.corpus['sha256'][:12]}` "
+        f"({scale.corpus['tokens']:,} tokens).{given} {machine['device']}; {versions}.",
         "",
     ]
 
@@ -248,9 +252,7 @@ def _shown(run: Run) -> str:
 
 def header_machine(folder: Path) -> dict:
     """What computed the runs of a folder, from the header of its first log."""
-    from s2_megatron.megatron.loss_log import HEADER, read_records
-
-    return read_records(next(iter(sorted(folder.glob("*.jsonl")))))[0][HEADER]["machine"]
+    return header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
 
 
 def draw(scale: Scale, file: Path) -> None:
@@ -336,9 +338,11 @@ def wrapped(text: str) -> str:
             lines.append(line)
         else:
             indent = "  " if line.startswith("- ") else ""
-            lines += textwrap.wrap(
-                line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            whole = re.sub("`[^`]*`", lambda code: code[0].replace(" ", "\0"), line)  # code is not broken
+            pieces = textwrap.wrap(
+                whole, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
             )
+            lines += [piece.replace("\0", " ") for piece in pieces]
     return "\n".join(lines)
 
 

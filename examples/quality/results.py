@@ -83,9 +83,14 @@ def _rounded(value):
     return int(value) if value.is_integer() else round(value, DIGITS)
 
 
+def header(path: Path) -> dict:
+    """What a thinned log says of its run: arguments, flops_per_token, machine."""
+    return read_records(path)[0][HEADER]
+
+
 def trained_rate(path: Path) -> float:
     """The learning rate of a run, from its thinned log."""
-    return read_records(path)[0][HEADER]["arguments"]["lr"]
+    return header(path)["arguments"]["lr"]
 
 
 def write_run(path: Path, job: Job, corpus: Corpus, machine: dict) -> None:

@@ -38,6 +38,7 @@ from examples.quality.workers import (
     FAILED,
     FINISHED,
     Budget,
+    checkpoint_iteration,
     devices,
     final_evaluation,
     remove_checkpoints,
@@ -207,16 +208,17 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
     def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is None:
-            measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
+            outcome = measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
         else:
             outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
             if outcome != FINISHED:
                 return outcome
+        # A language model's losses are kept at once; a test that the budget cut adds to them later.
         write_run(place.result(job.arm, job.seed), job, place.corpus, about)
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
-        if not parsed.keep_checkpoints:
+        if outcome == FINISHED and not parsed.keep_checkpoints:
             remove_checkpoints(job)
-        return FINISHED
+        return outcome
 
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
     there = [job for job in jobs if has_result(place, job)]
@@ -237,10 +239,13 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
 
 def has_result(place: Place, job: Job) -> bool:
-    """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
+    """Whether all that is kept of a run is there, or cannot be had without training it again. Raises ValueError for a
+    result of another learning rate."""
     path = place.result(job.label, job.seed)
     is_tested = job.study.tasks is not None and not job.role
     if not path.exists() or (is_tested and not place.recall(job.arm, job.seed).exists()):
+        return False
+    if is_cut_before_its_test(place, job):
         return False
     rate = trained_rate(path)
     if rate != job.rate:
@@ -249,6 +254,13 @@ def has_result(place: Place, job: Job) -> bool:
             f"again, give another --results folder, or --rate {rate:g}"
         )
     return True
+
+
+def is_cut_before_its_test(place: Place, job: Job) -> bool:
+    """Whether the checkpoint of a finished language model is still there, for a test that the budget cut."""
+    if job.study.tasks or job.study.start or job.role or place.copies(job.arm, job.seed).exists():
+        return False
+    return final_evaluation(job) is not None and checkpoint_iteration(job.folder) == job.iterations
 
 
 def remove_stale_tests(place: Place, jobs: Sequence[Job]) -> None:

@@ -13,14 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from s2_megatron.tools.compare.measure import ArmResult
+from examples.quality.results import header
+from s2_megatron.tools.compare.measure import ArmResult, Comparison
 from s2_megatron.tools.compare.readers import read_run
-from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run
+from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
 
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "dense-fourth": 0.005, "s2": 0.01}
 # A dense run stands for an arm's time when its own is within this share of it.
-SAME_TIME = 0.05
+TIME_TOLERANCE = 0.02
+# Of the baseline's run of another length these are the study's own.
+SAME = ("seed", "seq_length", "global_batch_size", "num_layers", "hidden_size")
 
 
 @dataclass(frozen=True)
@@ -37,28 +40,36 @@ def seconds(run: Run) -> float:
     return 3600 * float(run.axis("hours")[-1])
 
 
+def seed_of(run: Run) -> str:
+    return str((run.arguments or {}).get("seed"))
+
+
 def read_planned(folder: Path, baseline: str) -> list[Planned]:
-    """The baseline's runs of other lengths over the same corpus; folder: of the study's scale, `<tokens>-<corpus>`."""
-    corpus = folder.name.rpartition("-")[2]
-    found = []
-    for other in sorted(folder.parent.glob(f"*-{corpus}")):
-        if other == folder:
+    """The baseline's runs of other lengths over the same corpus, of the same model and batch, on the same kind of
+    device; folder: of the study's scale, `<tokens>-<corpus>`."""
+    corpus, found = folder.name.rpartition("-")[2], []
+    own = {path.name: header(path) for path in folder.glob(f"{baseline}_seed*.jsonl")}
+    for path in sorted(folder.parent.glob(f"*-{corpus}/{baseline}_seed*.jsonl")):
+        other = own.get(path.name)
+        if path.parent == folder or other is None:
             continue
-        for path in sorted(other.glob(f"{baseline}_seed*.jsonl")):
+        about = header(path)
+        alike = all(about["arguments"].get(name) == other["arguments"].get(name) for name in SAME)
+        if alike and about.get("machine", {}).get("device") == other.get("machine", {}).get("device"):
             run = read_run(f"{baseline}={path}")[0]
             loss = float(run.series[VALIDATION_LOSS].values[-1])
-            found.append(Planned(path.stem.rpartition("_seed")[2], float(run.axis("tokens")[-1]), seconds(run), loss))
+            found.append(Planned(seed_of(run), float(run.axis("tokens")[-1]), seconds(run), loss))
     return found
 
 
-def target_lines(results: Sequence[ArmResult], planned: Sequence[Planned], step_tokens: int) -> list[str]:
-    """One line for every target that the results can decide, what is missed first. The first result is the baseline."""
-    dense = results[0]
+def target_lines(comparison: Comparison, planned: Sequence[Planned], step_tokens: int) -> list[str]:
+    """One line for every target that the results can decide, what is missed first. The first result is the
+    baseline."""
     found = []
-    for result in results[1:]:
+    for result in comparison.results[1:]:
         limit = TARGETS.get(result.arm.name)
         if limit is not None:
-            found += [_at_equal_tokens(result, limit), _at_equal_time(result, dense, planned, step_tokens)]
+            found += [_at_equal_tokens(result, limit), _at_equal_time(result, comparison, planned, step_tokens)]
     return [text for _, text in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -73,30 +84,38 @@ def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
 
 
 def _at_equal_time(
-    result: ArmResult, dense: ArmResult, planned: Sequence[Planned], step_tokens: int
+    result: ArmResult, comparison: Comparison, planned: Sequence[Planned], step_tokens: int
 ) -> tuple[int, str]:
-    """By validation losses; pairs of one seed where there are any."""
+    """By validation losses of every seed; decided when the mean difference is beyond twice its standard error, which
+    for fewer than three seeds is that of runs of equal settings."""
     name = f"{result.arm.name} ahead of dense at equal time"
     pairs = []
     for run in result.arm.runs:
-        spent = seconds(run)
-        seed = str((run.arguments or {}).get("seed"))
-        near = [each for each in planned if each.seed == seed and abs(each.seconds / spent - 1) <= SAME_TIME]
+        near = [each for each in planned if each.seed == seed_of(run)]
+        near = [each for each in near if abs(each.seconds / seconds(run) - 1) <= TIME_TOLERANCE]
         if near:
-            pairs.append((run, min(near, key=lambda each: abs(each.seconds - spent))))
-    if not pairs:
-        spent = float(np.mean([seconds(run) for run in result.arm.runs]))
-        share = spent / np.mean([seconds(run) for run in dense.arm.runs])
-        tokens = float(dense.arm.runs[0].axis("tokens")[-1]) * share // step_tokens * step_tokens
-        return 1, (
-            f"{name}: **not decided**. It takes a dense run whose schedule ends after {spent:.0f} s: `--arms dense "
-            f"--tokens {tokens / 1e6:.4g}e6`."
-        )
-    own = float(np.mean([float(run.series[VALIDATION_LOSS].values[-1]) for run, _ in pairs]))
-    other = float(np.mean([each.validation for _, each in pairs]))
-    spent, time = (float(np.mean(each)) for each in zip(*((seconds(run), each.seconds) for run, each in pairs)))
-    return (2 if own < other else 0), (
-        f"{name}: **{'met' if own < other else 'missed'}** (validation loss {own:.4f} after {spent:.0f} s; dense, "
-        f"planned for {pairs[0][1].tokens / 1e6:.1f}M tokens, {other:.4f} after {time:.0f} s; {len(pairs)} "
-        f"{'seed' if len(pairs) == 1 else 'seeds'})."
+            pairs.append((run, min(near, key=lambda each: abs(each.seconds - seconds(run)))))
+    if len(pairs) < len(result.arm.runs):
+        return 1, f"{name}: **not decided**. {_wanted(result, comparison.results[0], step_tokens)}"
+    gaps = np.array([float(run.series[VALIDATION_LOSS].values[-1]) - each.validation for run, each in pairs])
+    one = np.std(gaps, ddof=1) if len(gaps) > 2 else np.sqrt(2) * comparison.run_offset.nats
+    error = 2 * float(one) / np.sqrt(len(gaps))
+    gap = gaps.mean()
+    order, verdict = (2, "met") if gap < -error else (0, "missed") if gap > error else (1, "not decided")
+    own, other = np.mean([seconds(run) for run, _ in pairs]), np.mean([each.seconds for _, each in pairs])
+    return order, (
+        f"{name}: **{verdict}** (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
+        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, seeds: {len(pairs)})."
+    )
+
+
+def _wanted(result: ArmResult, dense: ArmResult, step_tokens: int) -> str:
+    """The command of the dense runs that are missing."""
+    spent = float(np.mean([seconds(run) for run in result.arm.runs]))
+    run = dense.arm.runs[0]
+    tokens = float(run.axis("tokens")[-1]) * spent / seconds(run) // step_tokens * step_tokens
+    seeds = " ".join(seed_of(each) for each in result.arm.runs)
+    return (
+        f"It takes dense runs whose schedules end after {spent:.0f} s: `--arms dense --tokens {tokens / 1e6:.4g}e6 "
+        f"--seeds {seeds} --rate {number(run.arguments, 'lr'):g}`."
     )

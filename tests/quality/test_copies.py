@@ -7,12 +7,22 @@ import json
 import numpy as np
 import pytest
 
-from examples.quality.copies import GROUPS, ORDERS, groups_of, last_distances, score
+from examples.quality import run
+from examples.quality.after_training import measure_copies
+from examples.quality.copies import GROUPS, ORDERS, groups_of, last_distances, score, validation_sequences
 from examples.quality.copies_page import copies_lines, gaps
+from examples.quality.corpus import Corpus
+from examples.quality.launch import Job
 from examples.quality.page import table
+from examples.quality.studies import STUDIES
+from examples.quality.workers import CUT, FINISHED, Budget
+from examples.quickstart.dataset import write_documents
+from tests.tools.logged_runs import write_loss_log
+
+TINY = STUDIES["lm-tiny"]
 
 
-def slowly(ids: list[int], window: int) -> list[str]:
+def slowly(ids: list[int], near: int) -> list[str]:
     """The groups by their definition."""
     found = []
     for place in range(len(ids)):
@@ -23,7 +33,7 @@ def slowly(ids: list[int], window: int) -> list[str]:
                 at for at in range(order - 1, place) if place >= order - 1 and ids[at - order + 1 : at + 1] == gram
             ]
             if before:
-                group = f"{order} {'in the window' if place - before[-1] <= window else 'beyond it'}"
+                group = f"{order} {'near' if place - before[-1] <= near else 'far'}"
         found.append(group)
     return found
 
@@ -34,7 +44,7 @@ def test_groups_by_their_definition():
     for alphabet in (3, 30):
         ids = rng.integers(0, alphabet, 300)
         ids[200:240], ids[100:110] = ids[20:60], ids[85:95]
-        found = [GROUPS[group] for group in groups_of(ids, window=16)]
+        found = [GROUPS[group] for group in groups_of(ids, near=16)]
         assert found == slowly(ids.tolist(), 16)
         seen |= set(found)
     assert seen == set(GROUPS)
@@ -44,22 +54,74 @@ def test_distances():
     assert last_distances(np.array([5, 5, 7, 5, 7])).tolist() == [0, 1, 0, 2, 2]
 
 
+def test_only_documents_that_training_never_sees(tmp_path):
+    """Documents of one id each, 0 to 9: the last two of ten are for validation."""
+    ids = (np.full(300, document, np.uint16) for document in range(10))
+    write_documents(tmp_path / "text", ids)
+    corpus = Corpus(tmp_path, {"split": TINY.corpus.split, "sha256": "0" * 64})
+    found = validation_sequences(TINY, corpus)
+    assert TINY.corpus.split == "80,20,0" and set(np.unique(found)) == {8, 9}
+    assert found.shape == (600 // (TINY.model.seq_length + 1), TINY.model.seq_length + 1)
+    write_documents(tmp_path / "text", (np.full(100, document, np.uint16) for document in range(10)))
+    with pytest.raises(ValueError, match="200 tokens to validate with; expected 257 or more"):
+        validation_sequences(TINY, corpus)
+
+
+def scores(last: float) -> dict:
+    about = {"sequences": 4, "near": 512, "corpus": "abc"}
+    return about | score(np.array([1.0, 2.0, 3.0, last]), np.array([0, 0, 0, 6]))
+
+
 def test_scores_and_gaps():
-    groups = np.array([0, 0, 0, 6])
-    dense, own = score(np.array([1.0, 2.0, 3.0, 4.0]), groups), score(np.array([1.0, 2.0, 3.0, 6.0]), groups)
+    dense, own = scores(4.0), scores(6.0)
     assert dense["tokens"] == [3, 0, 0, 0, 0, 0, 1] and dense["losses"] == [2.0, *[None] * 5, 4.0]
     # The groups' parts add up to the difference of the means over all tokens: 3.0 - 2.5.
-    assert gaps([(own, dense)]).tolist() == [0, 0, 0, 0, 0, 0, pytest.approx(0.5)]
+    assert gaps([own], [dense]).tolist() == [0, 0, 0, 0, 0, 0, pytest.approx(0.5)]
 
 
 def test_the_page(tmp_path):
-    about, groups = {"sequences": 4, "window": 512}, np.array([0, 0, 0, 6])
-    for arm, last in (("dense", 4.0), ("s2", 6.0)):
-        content = about | score(np.array([1.0, 2.0, 3.0, last]), groups)
-        (tmp_path / f"{arm}_seed1.copies.json").write_text(json.dumps(content))
-    lines = copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", table)
-    assert "| new | 75.0 % | 2.0000 | 2.0000 | +0.0000 |" in lines
-    assert "| 8-gram beyond it | 25.0 % | 4.0000 | 6.0000 | +0.5000 |" in lines
-    assert "| all | 100 % |  |  | +0.5000 |" in lines
-    (tmp_path / "dense_seed1.copies.json").rename(tmp_path / "dense_seed2.copies.json")
-    assert copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", table) == []
+    def write(arm, seed, content):
+        (tmp_path / f"{arm}_seed{seed}.copies.json").write_text(json.dumps(content))
+
+    def lines():
+        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", table)
+
+    write("s2", 1, scores(6.0))
+    assert lines() == []
+    write("dense", 2, scores(1.0))
+    assert lines() == []  # no seed of both
+    write("dense", 1, scores(4.0))
+    found = lines()
+    assert "| share of the tokens | 75.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % |  |" in found
+    assert any(line.startswith("| loss of dense | 2.0000 |") and line.endswith("| 4.0000 | 2.5000 |") for line in found)
+    assert any(line.startswith("| gap of s2, by group | +0.0000 |") and line.endswith("| +0.5000 | +0.5000 |")
+               for line in found)  # fmt: skip
+    write("s2", 1, scores(6.0) | {"near": 256})
+    with pytest.raises(ValueError, match="the copies of s2 are not over the predictions of dense's"):
+        lines()
+
+
+def test_a_test_that_the_budget_cuts_comes_later(tmp_path):
+    """The losses are kept at once, the checkpoint until the test has been made."""
+    said, job = [], Job(TINY, "s2", 1, 1e-3, 20 * TINY.step_tokens, tmp_path / "run")
+    job.folder.mkdir()
+    corpus = Corpus(tmp_path, {"sha256": "0" * 64})
+    path = tmp_path / "s2.copies.json"
+    assert measure_copies(job, path, corpus, None, Budget(1e-3), said.append) == CUT
+    assert "repeat the command to test it" in said[0] and not path.exists()
+    assert measure_copies(job, path, corpus, None, Budget(None), said.append) == FINISHED
+    assert "ended with status 2" in said[1] and said[2].endswith("its result has no s2.copies.json")
+    assert "no corpus.json; expected the folder of a prepared corpus" in job.log.read_text()
+
+
+def test_a_run_whose_test_was_cut_is_not_done(tmp_path, monkeypatch):
+    corpus = Corpus(tmp_path, {"sha256": "0" * 64})
+    place = run.Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path)
+    job = place.job("s2", 1, 1e-3)
+    write_loss_log(place.result("s2", 1), [3.0, 2.0], lr=1e-3)
+    assert run.has_result(place, job)  # its checkpoint is gone
+    monkeypatch.setattr(run, "checkpoint_iteration", lambda folder: job.iterations)
+    monkeypatch.setattr(run, "final_evaluation", lambda job: {})
+    assert not run.has_result(place, job)
+    place.copies("s2", 1).write_text("{}")
+    assert run.has_result(place, job)

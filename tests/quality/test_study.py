@@ -67,7 +67,7 @@ def test_where_the_loss_lies_adds_up_to_the_loss(study):
     folder, _ = study
     (log,) = (folder / "results").rglob("s2_seed1.jsonl")
     found = json.loads(log.with_suffix(".copies.json").read_text())
-    assert found["window"] == TINY.local_tokens and sum(found["tokens"]) == found["sequences"] * TINY.model.seq_length
+    assert found["near"] == TINY.local_tokens and sum(found["tokens"]) == found["sequences"] * TINY.model.seq_length
     mean = np.average([loss or 0 for loss in found["losses"]], weights=found["tokens"])
     logged = read_loss_log(log)[1][f"iteration {STEPS} on validation set"]["lm loss"]
     assert mean == pytest.approx(logged, rel=0.05)  # Megatron takes other cuts of these documents
@@ -85,13 +85,13 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
     folder, _ = study
     (scale,) = page.read_scales(TINY, folder / "results")
     text = "\n".join(page.scale_section(scale, "x.png"))
-    assert f"{STEPS} steps of 1,024 tokens" in text
+    assert f"Steps: {STEPS} of 1,024 tokens" in text
     assert "s2 at most 1 % above dense at equal tokens" in text and "| window |" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| dense", "| s2"))]
     assert [row.split(" | ")[1] for row in rows[:-1]] == ["100.0 %", "39.2 %"]
     # The last one is that of the losses by position: a gap in percent for each quarter of the context.
     assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[-1].split(" | ")) == 1 + TINY.position_buckets
-    assert "| 8-gram beyond it | " in text and "Where the loss lies, over " in text
+    assert "| gap of s2, by group | " in text and "Where the loss lies, over " in text
     assert text.count("- s2 loses to dense") + text.count("- s2 does not lose to dense") == 1
     page.draw(scale, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000
@@ -122,3 +122,11 @@ def test_arguments_are_refused(capsys):
         with pytest.raises(SystemExit):
             parse_arguments(wrong)
     assert "--tokens=-1: expected a number above 0" in capsys.readouterr().err
+
+
+def test_prose_is_wrapped_and_code_is_not():
+    code = f"`{'word ' * 12}end`"
+    text = f"- {'prose ' * 15}{code} more.\n| {'cell | ' * 40}\n```bash\n{'command ' * 30}\n```"
+    lines = page.wrapped(text).split("\n")
+    assert lines[0] == f"- {'prose ' * 15}".rstrip() and lines[1] == f"  {code} more."
+    assert lines[2:] == text.split("\n")[1:]

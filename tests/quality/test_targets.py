@@ -7,52 +7,88 @@ import pytest
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import compare
 from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.runs import VALIDATION_LOSS
 from s2_megatron.tools.compare.settings import make_arms
 from tests.tools.logged_runs import BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
 
 STEP_TOKENS = BATCH * SEQ_LENGTH
 
 
-def lines(folder):
+def lines(folder, seeds=(1,)):
     """Of the arms dense and s2 in a folder."""
-    runs = [read_run(f"{arm}={folder / arm}_seed1.jsonl")[0] for arm in ("dense", "s2")]
-    comparison = compare(make_arms(runs, (), [True, True]))
-    return target_lines(comparison.results, read_planned(folder, "dense"), STEP_TOKENS)
+    runs = [read_run(f"{arm}={folder / arm}_seed{seed}.jsonl")[0] for arm in ("dense", "s2") for seed in seeds]
+    comparison = compare(make_arms(runs, (), [True] * len(runs)))
+    return target_lines(comparison, read_planned(folder, "dense"), STEP_TOKENS)
+
+
+def write(folder, seed):
+    """300 steps: s2 is 3 % worse, and takes five sixths of the time."""
+    write_loss_log(folder / f"dense_seed{seed}.jsonl", losses(seed, 10 + seed), seconds=0.6, seed=seed)
+    s2 = losses(seed, 20 + seed, gap=0.03)
+    write_loss_log(folder / f"s2_seed{seed}.jsonl", s2, **s2_arguments() | {"seed": seed})
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A study of 300 steps: s2 is 3 % worse, and takes five sixths of the time."""
     folder = tmp_path / "0.6M-abc"
-    write_loss_log(folder / "dense_seed1.jsonl", losses(1, 11), seconds=0.6)
-    write_loss_log(folder / "s2_seed1.jsonl", losses(1, 21, gap=0.03), **s2_arguments())
+    write(folder, 1)
     return folder
 
 
-def planned(folder, steps, gap, corpus="abc", seed=1):
+def planned(folder, steps, gap, corpus="abc", seed=1, **arguments):
     """A dense run of `steps` steps, written beside the study."""
     path = folder.parent / f"{steps}-{corpus}" / f"dense_seed{seed}.jsonl"
-    write_loss_log(path, losses(1, 31, steps=steps, gap=gap), seconds=0.6, train_iters=steps, seed=seed)
+    write_loss_log(path, losses(1, 31, steps=steps, gap=gap), seconds=0.6, train_iters=steps, seed=seed, **arguments)
+
+
+def at_equal_time(folder, *more):
+    return next(line for line in lines(folder, *more) if "equal time" in line)
 
 
 def test_equal_time_takes_a_dense_run_planned_for_it(folder):
     missed, open_question = lines(folder)
     assert "at most 1 % above dense at equal tokens: **missed** (+3" in missed
     # 300 steps of 0.5 s are 250 of 0.6 s.
-    assert f"at equal time: **not decided**. It takes a dense run whose schedule ends after 150 s: `--arms dense "\
-           f"--tokens {250 * STEP_TOKENS / 1e6:.4g}e6`." in open_question  # fmt: skip
+    command = f"`--arms dense --tokens {250 * STEP_TOKENS / 1e6:.4g}e6 --seeds 1 --rate 0.004`."
+    assert open_question.endswith(f"It takes dense runs whose schedules end after 150 s: {command}")
+    assert "**not decided**" in open_question
 
 
 @pytest.mark.parametrize(("gap", "verdict"), [(0.1, "met"), (-0.1, "missed")])
 def test_it_decides(folder, gap, verdict):
     planned(folder, 250, gap)
-    said = next(line for line in lines(folder) if "equal time" in line)
+    said = at_equal_time(folder)
     assert f"at equal time: **{verdict}** (validation loss " in said
-    assert "after 150 s; dense, planned for 0.5M tokens" in said and said.endswith("after 150 s; 1 seed).")
+    assert said.endswith("planned for 0.5M tokens, 150 s against 150 s, seeds: 1).")
 
 
-def test_other_lengths_seeds_and_corpora_do_not(folder):
-    planned(folder, 200, 0.1)
-    planned(folder, 250, 0.1, corpus="def")
+def test_a_gap_within_its_error_decides_nothing(folder):
+    planned(folder, 250, 0.0)
+    own, other = (
+        read_run(f"run={path}")[0].series[VALIDATION_LOSS].values[-1]
+        for path in (folder / "s2_seed1.jsonl", folder.parent / "250-abc" / "dense_seed1.jsonl")
+    )
+    planned(folder, 250, 1.001 * own / other - 1)  # a thousandth
+    assert "**not decided** (validation loss -0.00" in at_equal_time(folder)
+
+
+def test_every_seed_takes_its_dense_run(folder):
+    write(folder, 2)
+    planned(folder, 250, 0.1)
+    assert "--seeds 1 2 --rate" in at_equal_time(folder, (1, 2))
     planned(folder, 250, 0.1, seed=2)
-    assert any("**not decided**" in line for line in lines(folder))
+    assert "**met**" in at_equal_time(folder, (1, 2)) and at_equal_time(folder, (1, 2)).endswith("seeds: 2).")
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [(240, {}), (260, {}), (250, {"corpus": "def"}), (250, {"seed": 2}), (250, {"num_layers": 5})],
+)
+def test_other_lengths_corpora_seeds_and_models_do_not(folder, steps, more):
+    planned(folder, steps, 0.1, **more)
+    assert "**not decided**. It takes" in at_equal_time(folder)
+
+
+def test_a_little_more_or_less_time_does(folder):
+    planned(folder, 254, 0.1)
+    assert "**met**" in at_equal_time(folder)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.runs import TRAINING_LOSS, Piece, join
 from s2_megatron.tools.compare.settings import DENSE, check_comparable, make_arms, pair_by_seed, sparsity_of
 from tests.tools.logged_runs import ARGUMENTS, BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
 from tests.tools.wandb_server import wandb_server
@@ -127,6 +128,14 @@ for step in range(first, last + 1):
 wandb.log({"lm loss validation": 3.5}, last)
 wandb.finish()
 """
+
+
+def test_the_first_entry_of_a_thinned_log_counts_all_its_steps():
+    """Entries every ten iterations, the first at 8: its time is that of eight, without the start-up in front of it."""
+    entries = range(8, 49, 10)
+    piece = Piece("log", {TRAINING_LOSS: dict.fromkeys(entries, 1.0)}, {step: 100 + 0.5 * step for step in entries})
+    run = join("run", [[piece]])
+    assert run.axis("hours") * 3600 == pytest.approx([0.5 * step for step in entries])
 
 
 def test_an_offline_wandb_folder(tmp_path, monkeypatch):

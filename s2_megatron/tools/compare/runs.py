@@ -154,13 +154,13 @@ def _ordered(pieces: list[Piece]) -> list[Piece]:
 
 def _durations(piece: Piece) -> dict[int, float]:
     """Seconds between each logged iteration and the one before; of the first one, which starts Megatron, the median
-    of the others for as many iterations as there are."""
+    of the others, for as many iterations as usually lie between two that are logged."""
     steps = sorted(piece.steps & set(piece.times))
     if len(steps) < 2:
         return {}
     times = np.array([piece.times[step] for step in steps])
     seconds = np.maximum(np.diff(times), 0)
-    first = float(np.median(seconds / np.diff(steps)))
+    first = float(np.median(seconds / np.diff(steps)) * min(steps[0], np.median(np.diff(steps))))
     return {steps[0]: first, **dict(zip(steps[1:], seconds.tolist()))}
 
 

@@ -13,12 +13,12 @@ from s2_megatron.tools.compare.measure import (
     ArmResult,
     Comparison,
 )
-from s2_megatron.tools.compare.runs import LEARNING_RATE
+from s2_megatron.tools.compare.runs import LEARNING_RATE, Run
 from s2_megatron.tools.compare.statistics import CONFIDENCE, SPREAD_PAIRS, Difference
 
 AXIS_NAMES = {"tokens": "tokens", "hours": "hours", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
-# At equal time a run's learning rate is "still high" above this many times its last.
-HIGH_RATE = 1.2
+# A run is in the middle of its schedule when its learning rate has yet to fall by more than this share of its highest.
+LEFT_TO_FALL = 0.05
 _AMOUNT_NAMES = {
     "tokens": "tokens",
     "hours": "time",
@@ -120,31 +120,30 @@ def footnote() -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What joining the pieces of each run showed, and which arms' learning rates were still high at equal time or
-    FLOPs."""
-    joined = [
-        f"{run.name}: {remark}" for result in comparison.results for run in result.arm.runs for remark in run.remarks
-    ]
-    return joined + [line for result in comparison.results for line in _unfinished(result, comparison.limits)]
+    """What joining the pieces of each run showed, and which runs were measured in the middle of their schedules."""
+    runs = [run for result in comparison.results for run in result.arm.runs]
+    joined = [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
+    return joined + [line for run in runs for line in _unfinished(run, comparison.limits)]
 
 
-def _unfinished(result: ArmResult, limits: dict[str, float]) -> list[str]:
-    run = result.arm.runs[0]
+def _unfinished(run: Run, limits: dict[str, float]) -> list[str]:
+    """At which of the amounts where losses are compared the run's learning rate had not come down yet."""
     if LEARNING_RATE not in run.series or "tokens" not in run.axes:
         return []
-    rate, points, highest = run.series[LEARNING_RATE], [], HIGH_RATE
-    for axis in [axis for axis in ("hours", "flops") if axis in limits]:
-        step = np.interp(limits[axis], run.axis(axis), run.steps)
-        ratio = float(np.interp(step, rate.steps, rate.values) / max(rate.values[-1], 1e-30))
-        if ratio > HIGH_RATE:
+    rate, points = run.series[LEARNING_RATE], []
+    highest = float(rate.values.max())
+    for axis, limit in limits.items():
+        step = np.interp(limit, run.axis(axis), run.steps)
+        here = float(np.interp(step, rate.steps, rate.values))
+        if here - rate.values[-1] > LEFT_TO_FALL * highest:
             tokens = float(run.at(np.array([step]), "tokens")[0])
-            points.append(f"equal {_AMOUNT_NAMES[axis]} ({amount_text('tokens', tokens)})")
-            highest = max(highest, ratio)
+            share = f"learning rate at {here / highest:.0%} of its highest"
+            points.append(f"{_AMOUNT_NAMES[axis]} ({amount_text('tokens', tokens)}, {share})")
     if not points:
         return []
     return [
-        f"{result.arm.name}: at {' and '.join(points)} its learning rate was still up to {highest:.1f} times its last; "
-        "a run whose schedule ends there has a lower loss than this one had."
+        f"{run.name} was in the middle of its schedule at equal {', '.join(points)}, and ended it at "
+        f"{rate.values[-1] / highest:.0%}; a run whose schedule ends there would usually have a lower loss."
     ]
 
 
