@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
-from s2_megatron.megatron.preflight.combinations import MISTAKES, WRITTEN_INTERVALS
+from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
 from s2_megatron.megatron.preflight.flags import NUMBERS, RANGES, REQUIRED, flag_of
 from tests.checkpoints import write_checkpoint
@@ -30,6 +30,16 @@ class Bad(NamedTuple):
     runner: str = "torchrun pretrain_gpt_s2.py"
 
 
+# Files of --per-dataset-sequences-path, whose datasets have 100 documents.
+SEQUENCES = {
+    "right_counts": '{"{tmp}/good": [100, 101], "{tmp}/wide": [100, 101]}',
+    "other_counts": '{"{tmp}/good": [99, 100]}',
+    "one_count": '{"{tmp}/good": 100}',
+    "other_datasets": '{"good": [100, 101]}',
+    "a_list": "[100, 101]",
+}
+
+
 def make_files(tmp: Path) -> None:
     """The files and folders that the bad launches name."""
     (tmp / "config.yaml").write_text(CONFIG)
@@ -37,8 +47,12 @@ def make_files(tmp: Path) -> None:
     (tmp / "function.yaml").write_text("layers: P\nblock_size: 64\nspecs: {P: {function: 'a:b'}}\n")
     (tmp / "windows.yaml").write_text("layers: S\nblock_size: 16\nspecs: {S: {local_tokens: 32}}\n")
     (tmp / "file").write_text("a file")
+    for name, text in SEQUENCES.items():
+        (tmp / name).write_text(text.replace("{tmp}", str(tmp)))
     (tmp / "data_args").write_text(f"1 {tmp}/good")
     (tmp / "empty").mkdir()
+    (tmp / "cache").mkdir()
+    (tmp / "cache" / "0a1b-GPTDataset-train-document_index.npy").write_bytes(b"")
     (tmp / "logits").mkdir()
     (tmp / "logits" / "cp0_dp0__1.tar").write_bytes(b"")
     index, long_index = _index(2), _index(100)
@@ -50,6 +64,7 @@ def make_files(tmp: Path) -> None:
         ("other_index", b"something else entirely, and long enough", bytes(20)),
         ("cut_index", index[:40], bytes(20)),
         ("cut_data", index, bytes(19)),
+        ("wide", _index(100, 4), bytes(2000)),
         ("other_words", long_index, struct.pack("<500H", *range(59501, 60001))),
     ):
         for suffix, content in ((".idx", head), (".bin", data)):
@@ -62,10 +77,10 @@ def make_files(tmp: Path) -> None:
     (tmp / "bad_tracker" / "latest_checkpointed_iteration.txt").write_text("")
 
 
-def _index(documents: int) -> bytes:
-    """Of an indexed dataset of documents of 5 tokens, uint16."""
-    fields = struct.pack("<QBQQ", 1, 8, documents, documents + 1)
-    lengths, starts = [5] * documents, [10 * at for at in range(documents)]
+def _index(documents: int, token_bytes: int = 2) -> bytes:
+    """Of an indexed dataset of documents of 5 tokens, uint16 or int32."""
+    fields = struct.pack("<QBQQ", 1, {2: 8, 4: 4}[token_bytes], documents, documents + 1)
+    lengths, starts = [5] * documents, [5 * token_bytes * at for at in range(documents)]
     each = struct.pack(f"<{documents}i{documents}q{documents + 1}q", *lengths, *starts, *range(documents + 1))
     return b"MMIDIDX\x00\x00" + fields + each
 
@@ -106,6 +121,18 @@ MADE = {
         "--non-persistent-ckpt-type": "local",
     },
     "adlr_autoresume": {"--adlr-autoresume": None},
+    "mock_data with data": {"--data-args-path": "{tmp}/data_args", "--split": "99,1,0"},
+    "dataloader_fast_cache_load": {"--dataloader-fast-cache-load": None, **DATA, "--data-cache-path": "{tmp}/empty"},
+    **{f"{name} without a folder": {flag: None} for name, flag in CACHE_FLAGS.items()},
+    **{
+        f"{name} without indices": {flag: None, "--data-cache-path": "{tmp}/empty"}
+        for name, flag in CACHE_FLAGS.items()
+    },
+    "perform_initialization": {"--no-initialization": None},
+    "init_model_with_meta_device": {"--init-model-with-meta-device": None},
+    "init_model_with_meta_device and FSDP2": {"--init-model-with-meta-device": None, "--use-torch-fsdp2": None},
+    "pad_vocab_size": {"--no-pad-vocab-size": None},
+    "tokenizer_type": {"--tokenizer-type": "NullMultimodalTokenizer"},
     "data_args_path without a split": {"--data-args-path": "{tmp}/data_args"},
     "use_sharp": {"--use-sharp": None},
     "sft": {"--sft": None},
@@ -136,11 +163,19 @@ MADE = {
 }  # fmt: skip
 
 
+# The flags of GOOD that such a launch does not have.
+LEFT_OUT = {
+    "no_persist_layer_norm": ("--no-persist-layer-norm",),
+    "data_args_path without a split": MOCK,
+    "dataloader_fast_cache_load": MOCK,
+}
+
+
 def mistake(name: str) -> Bad:
     """The error line has what stands around the values in the entry's text."""
     said = MISTAKES[name].text
-    without = ("--no-persist-layer-norm",) if name == "no_persist_layer_norm" else ()
-    return Bad(MADE[name], (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0]), without)
+    words = (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0])
+    return Bad(MADE[name], words, LEFT_OUT.get(name, ()))
 
 
 SWITCHES = ("--use-nccl-ub", "--record-memory-history", "--optimizer-cuda-graph")
@@ -239,6 +274,20 @@ BAD = {
     "too few documents for the default": Bad({"--data-path": "{tmp}/good"}, ("--split=969, 30, 1 (Megatron's default) "
         "with --data-path={tmp}/good: its part for test gets none of the 100 documents", "use --split 99,1,0"), MOCK),
     "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
+    **{f"sequences: {name}": Bad(DATA | {"--per-dataset-sequences-path": f"{{tmp}}/{name}"},
+        (f"--per-dataset-sequences-path={{tmp}}/{name}: {words}",), MOCK)
+        for name, words in (
+            ("file", "no JSON; expected {prefix: [sequences, documents]}"),
+            ("a_list", "no object of JSON"),
+            ("other_datasets", "has no entry for {tmp}/good of --data-path; expected"),
+            ("one_count", "has 100 for {tmp}/good; expected [100, 101]"),
+            ("other_counts", "has [99, 100] for {tmp}/good; expected [100, 101]"),
+        )},
+    "sequences without data": Bad({"--per-dataset-sequences-path": "{tmp}/file"},
+        ("--per-dataset-sequences-path={tmp}/file: no JSON",)),
+    "sequences of wide tokens": Bad(
+        DATA | {"--data-path": "{tmp}/wide", "--per-dataset-sequences-path": "{tmp}/right_counts"},
+        ("--per-dataset-sequences-path with --data-path={tmp}/wide: its tokens have 4 bytes",), MOCK),
     # Tokenizer
     "no vocabulary": Bad({}, ("--tokenizer-type=NullTokenizer without --vocab-size",), ("--vocab-size",)),
     "no tokenizer": Bad({}, ("--vocab-file is not given, and --tokenizer-type GPT2BPETokenizer needs it",),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.megatron.arguments import add_s2_arguments
-from s2_megatron.megatron.preflight.combinations import MISTAKES
+from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, S2_FLAGS, Bad, make_files
@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "tools" / "scripts" / "check_cases.py"
 WRITTEN = {"--save": "{tmp}/new/save", "--save-interval": "10", "--tensorboard-dir": "{tmp}/new/tensorboard",
     "--s2-loss-log": "{tmp}/new/losses.jsonl", "--load": "{tmp}/new/save"}  # fmt: skip
+# Without a checkpoint the weights would be what the memory holds.
+UNBUILT = {"--no-initialization": None, "--init-model-with-meta-device": None}
 # What passes: (launch, words of the output)
 FINE = {
     "the good one": (Bad({}, ()),
@@ -31,6 +33,13 @@ FINE = {
     "without S2": (Bad({}, (), ("--s2-config",)), ("nothing wrong found",)),
     "data": (Bad(DATA, (), ("--mock-data",)), ("nothing wrong found",)),
     "weights": (Bad(DATA | {"--data-path": ["1", "{tmp}/good"]}, (), ("--mock-data",)), ("nothing wrong found",)),
+    "counted data": (Bad(DATA | {"--per-dataset-sequences-path": "{tmp}/right_counts"}, (), ("--mock-data",)),
+        ("nothing wrong found",)),
+    "a cache": (Bad({"--data-cache-path": "{tmp}/cache", **dict.fromkeys(CACHE_FLAGS.values())}, ()),
+        ("nothing wrong found",)),
+    "weights for nothing": (Bad(UNBUILT | {"--skip-train": None}, ()), ("nothing wrong found",)),
+    "a vocabulary as it is": (Bad({"--no-pad-vocab-size": None, "--padded-vocab-size": "512"}, ()),
+        ("nothing wrong found",)),
     "folders to make": (Bad(WRITTEN, ()), ("nothing wrong found",)),
     "several ranks": (Bad({"--tensor-model-parallel-size": "2"}, (), (),
         "torchrun --nproc-per-node 4 pretrain_gpt_s2.py"),
@@ -131,6 +140,27 @@ def test_every_flag_has_a_bad_value():
 
 def test_every_mistake_has_a_launch_that_makes_it():
     assert set(MADE) == set(MISTAKES)
+
+
+def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
+    def taken(**given) -> bool:
+        nothing = dict.fromkeys(("load", "pretrained_checkpoint", "ckpt_step", "non_persistent_ckpt_type"))
+        args = argparse.Namespace(**{**nothing, "skip_train": False, "use_megatron_fsdp": False, **given})
+        return not any(MISTAKES[name].made(args) for name in given if name in MISTAKES)
+
+    write_checkpoint(tmp_path / "stored", 5, tracker=True)
+    stored, empty = str(tmp_path / "stored"), str(tmp_path / "empty")
+    for flag in ({"perform_initialization": False}, {"init_model_with_meta_device": True}):
+        assert not taken(**flag) and not taken(**flag, load=empty)
+        assert taken(**flag, load=stored) and taken(**flag, load=stored, ckpt_step=5)
+        assert taken(**flag, pretrained_checkpoint=stored, load=empty)
+        assert taken(**flag, load="msc://profile/folder"), "what lies there is not known"
+        assert taken(**flag, load=empty, non_persistent_ckpt_type="local"), "nor what lies on the nodes"
+        assert taken(**flag, skip_train=True)
+        with pytest.raises(ValueError, match=r"--ckpt-step=6: iter_0000006 in .* does not exist"):
+            taken(**flag, load=stored, ckpt_step=6)
+    assert taken(init_model_with_meta_device=True, use_megatron_fsdp=True), "which initializes them"
+    assert not taken(perform_initialization=False, use_megatron_fsdp=True)
 
 
 def test_nothing_else_than_success_or_one_error_line(tmp_path):

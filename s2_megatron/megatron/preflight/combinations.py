@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
+from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.preflight.files import DEFAULT_SPLIT, is_remote
 
 
@@ -64,6 +65,17 @@ def _is_local(folder: str | None) -> bool:
     return bool(folder) and not is_remote(folder)
 
 
+def _loads_nothing(args: Namespace) -> bool:
+    """Whether a training begins with the weights that its model was built with."""
+    if args.skip_train or args.non_persistent_ckpt_type is not None:
+        return False  # the latter may lie in the nodes' own folders
+    given = [("--load", args.load, args.ckpt_step), ("--pretrained-checkpoint", args.pretrained_checkpoint, None)]
+    return not any(
+        folder and (is_remote(folder) or checkpoint_to_load(Path(folder), setting=flag, step=step))
+        for flag, folder, step in given
+    )
+
+
 # Intervals at which Megatron writes tensors into the folder of --save.
 WRITTEN_INTERVALS = (
     "save_params_interval",
@@ -71,6 +83,11 @@ WRITTEN_INTERVALS = (
     "save_wgrads_interval",
     "save_dgrads_interval",
 )
+# With these Megatron reads the indices of datasets from --data-cache-path, and builds none.
+CACHE_FLAGS = {
+    "dataloader_fast_cache_load": "--dataloader-fast-cache-load",
+    "dataloader_defer_npy_index_mmap": "--dataloader-defer-npy-index-mmap",
+}
 
 MISTAKES: dict[str, Mistake] = {
     "no data to validate with": Mistake(
@@ -122,11 +139,47 @@ MISTAKES: dict[str, Mistake] = {
         "flag out, and resume with --save and --load in the same folder",
         of_machine=True,
     ),
+    "mock_data with data": Mistake(
+        lambda args: args.mock_data and bool(args.data_args_path or args.per_split_data_args_path) and not args.sft,
+        "--mock-data with --data-args-path or --per-split-data-args-path: data that is made up, and data in files; "
+        "expected one of the two; leave --mock-data out, or the list of data",
+        of_script=True,
+    ),
     "data_args_path without a split": Mistake(
         lambda args: bool(args.data_args_path) and args.data_path is None and args.split is None,
         "--data-args-path={data_args_path} without --split: which parts are for training, validation and test; "
         "expected both; add --split 99,1,0",
     ),
+    "dataloader_fast_cache_load": Mistake(
+        lambda args: args.dataloader_fast_cache_load and bool(args.data_path or args.data_args_path),
+        "--dataloader-fast-cache-load with --data-path or --data-args-path: Megatron takes it only with one list of "
+        "data for each part; expected --train-data-path; use --train-data-path and --valid-data-path, without --split",
+        of_script=True,
+    ),
+    **{
+        f"{name} without a folder": Mistake(
+            lambda args, name=name: getattr(args, name) and args.data_cache_path is None,
+            f"{flag} without --data-cache-path: the indices are read there, and none are built; expected both; add "
+            "--data-cache-path with the folder of an earlier run",
+            of_script=True,
+        )
+        for name, flag in CACHE_FLAGS.items()
+    },
+    **{
+        f"{name} without indices": Mistake(
+            lambda args, name=name: (
+                getattr(args, name)
+                and not args.sft
+                and _is_local(args.data_cache_path)
+                and not any(Path(args.data_cache_path).glob("*_index.npy"))
+            ),
+            f"{flag} with --data-cache-path={{data_cache_path}}: no dataset's indices there, and with this flag none "
+            "are built; expected the folder of an earlier run with the same data, lengths and seed; start once without "
+            f"{flag}",
+            of_script=True,
+        )
+        for name, flag in CACHE_FLAGS.items()
+    },
     "dataloader_type": Mistake(
         lambda args: args.dataloader_type == "external",
         "--dataloader-type=external: for a script whose datasets yield batches, and those of pretrain_gpt_s2.py yield "
@@ -162,6 +215,37 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: bool(args.config_logger_dir),
         "--config-logger-dir={config_logger_dir}: Megatron 0.19.2 copies its process groups to write them, and they "
         "cannot be; expected a run without it; leave the flag out: the checkpoints have the arguments",
+    ),
+    "perform_initialization": Mistake(
+        lambda args: args.perform_initialization is False and _loads_nothing(args),
+        "--no-initialization without a checkpoint to load: the weights would be what the memory holds; expected one; "
+        "leave --no-initialization out, or add --load with the folder of a checkpoint",
+        of_script=True,
+    ),
+    "init_model_with_meta_device and FSDP2": Mistake(
+        lambda args: args.init_model_with_meta_device and args.use_torch_fsdp2,
+        "--init-model-with-meta-device with --use-torch-fsdp2: Megatron 0.19.2 leaves the weights on that device, and "
+        "the first step fails; expected one of the two; leave --init-model-with-meta-device out",
+    ),
+    "init_model_with_meta_device": Mistake(
+        lambda args: args.init_model_with_meta_device and not args.use_megatron_fsdp and _loads_nothing(args),
+        "--init-model-with-meta-device without a checkpoint to load and without --use-megatron-fsdp: Megatron 0.19.2 "
+        "does not initialize such weights (training/training.py:1826), and they would be what the memory holds; "
+        "expected one of the two; leave --init-model-with-meta-device out, or add --load with the folder of a "
+        "checkpoint",
+        of_script=True,
+    ),
+    "pad_vocab_size": Mistake(
+        lambda args: args.pad_vocab_size is False and args.padded_vocab_size is None and not args.use_checkpoint_args,
+        "--no-pad-vocab-size without --padded-vocab-size: Megatron 0.19.2 counts operations with that number "
+        "(training/training.py:837), and there is none; expected both; leave --no-pad-vocab-size out, or add "
+        "--padded-vocab-size with the model's vocabulary",
+    ),
+    "tokenizer_type": Mistake(
+        lambda args: args.tokenizer_type == "NullMultimodalTokenizer",
+        "--tokenizer-type=NullMultimodalTokenizer: a tokenizer of images, with which Megatron 0.19.2 builds no GPT "
+        "dataset (core/datasets/megatron_dataset.py:67); expected one of text; use --tokenizer-type NullTokenizer",
+        of_script=True,
     ),
     "lazy_mpu_init": Mistake(
         lambda args: args.lazy_mpu_init,

@@ -210,10 +210,10 @@ def check_data(args: Namespace) -> None:
 DEFAULT_SPLIT = "969, 30, 1"  # Megatron's
 
 
-def _documents(prefix: str) -> int:
-    """Of a dataset that check_data has passed."""
+def _header(prefix: str) -> tuple[int, int, int]:
+    """(code of the tokens' type, sequences, documents with the end of the last) of a dataset that check_data passed."""
     with open(f"{prefix}.idx", "rb") as file:
-        return INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[3]
+        return INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[2:]
 
 
 def _empty_parts(split: str, documents: int) -> list[str]:
@@ -239,7 +239,7 @@ def check_parts(args: Namespace) -> None:
         if not flag.startswith(("--data-path", "--data-args-path")):
             continue  # one list for each part
         for prefix in found:
-            documents = 0 if is_remote(prefix) else _documents(prefix)
+            documents = 0 if is_remote(prefix) else _header(prefix)[1]
             empty = _empty_parts(split, documents) if documents else []
             if empty:
                 better = [text for text in ("99,1,0", "90,10,0", "50,50,0") if not _empty_parts(text, documents)]
@@ -252,12 +252,43 @@ def check_parts(args: Namespace) -> None:
                 )
 
 
+def check_sequences(args: Namespace) -> None:
+    """Raises ValueError for a file of --per-dataset-sequences-path that is not of these datasets: {prefix: [sequences,
+    documents]} as in their .idx, which Megatron then does not read."""
+    path = getattr(args, "per_dataset_sequences_path", None)
+    if path is None or is_remote(path) or Path(sys.argv[0]).name != "pretrain_gpt_s2.py":
+        return
+    flag = f"--per-dataset-sequences-path={printable(path, 200)}"
+    remedy = "write it again with Megatron's tools/build_sequences_per_dataset.py, or leave the flag out"
+    try:
+        counts = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{flag}: no JSON; expected {{prefix: [sequences, documents]}}; {remedy}") from error
+    if args.mock_data or args.sft or not counts:
+        return  # which do not read it
+    if not isinstance(counts, dict):
+        raise ValueError(f"{flag}: no object of JSON; expected {{prefix: [sequences, documents]}}; {remedy}")
+    for given, found in _data_flags(args):
+        for prefix in found:
+            if is_remote(prefix):
+                continue
+            if prefix not in counts:
+                raise ValueError(
+                    f"{flag}: has no entry for {printable(prefix, 200)} of {given}; expected one for each dataset, "
+                    f"written as there; {remedy}"
+                )
+            of_file, of_index = counts[prefix], list(_header(prefix)[1:])
+            if of_file and not (isinstance(of_file, list) and of_file[:2] == of_index):
+                raise ValueError(
+                    f"{flag}: has {printable(of_file)} for {printable(prefix, 200)}; expected {of_index}, the "
+                    f"sequences and documents of its .idx; {remedy}"
+                )
+
+
 def _largest_token(prefix: str) -> int:
     """Of a dataset's first tokens; -1 where there is nothing to read."""
     try:
-        with open(f"{prefix}.idx", "rb") as file:
-            code = INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[2]
-        tokens = np.fromfile(f"{prefix}.bin", TOKEN_TYPES[code], TOKENS_LOOKED_AT)
+        tokens = np.fromfile(f"{prefix}.bin", TOKEN_TYPES[_header(prefix)[0]], TOKENS_LOOKED_AT)
     except (OSError, KeyError, struct.error):  # check_data speaks of those
         return -1
     return int(tokens.max()) if tokens.size else -1
@@ -269,8 +300,16 @@ def check_tokens(args: Namespace) -> None:
     vocabulary = getattr(args, "padded_vocab_size", None)
     if not vocabulary or args.mock_data or args.sft:
         return
+    counted = getattr(args, "per_dataset_sequences_path", None) is not None
     for flag, found in _data_flags(args):
         for prefix in found:
+            width = DTYPE_BYTES[_header(prefix)[0]] if counted and not is_remote(prefix) else 0
+            if width > 2 and vocabulary <= 2**16:
+                raise ValueError(
+                    f"--per-dataset-sequences-path with {flag}={printable(prefix, 200)}: its tokens have {width} "
+                    f"bytes, and with that flag Megatron reads 2 for a vocabulary of {vocabulary}; expected tokens of "
+                    "2 bytes; leave --per-dataset-sequences-path out"
+                )
             token = -1 if is_remote(prefix) else _largest_token(prefix)
             if token >= vocabulary:
                 raise ValueError(
@@ -342,6 +381,7 @@ def check_files(args: Namespace) -> list[str]:
     check_read(args)
     check_data(args)
     check_parts(args)
+    check_sequences(args)
     check_tokenizer(args)
     warning = space_warning(args)
     return [] if warning is None else [warning]
