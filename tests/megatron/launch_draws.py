@@ -233,9 +233,10 @@ GROUPS = {
             1e-9 {lab}/corpus|nan {lab}/corpus ; --data-args-path {lab}/data_args ;
         --data-args-path {lab}/data_args + -data-path ; --per-split-data-args-path {lab}/splits.json ;
         --per-split-data-args-path {lab}/splits.json + -data-path + -split ;
-        --per-dataset-sequences-path {lab}/sequences.json|{run}/none ;
+        --per-dataset-sequences-path {lab}/sequences.json|{lab}/sparsity.yaml|{run}/none ;
         --split 90,5,5|1,1,1|100,0,0|1|99,0,1|0.9,0.1|33.3,33.3,33.4 ; -split ; -data-cache-path ;
-        --dataloader-type single|cyclic|external ; --dataloader-fast-cache-load ; --dataloader-defer-npy-index-mmap ;
+        --dataloader-type single|cyclic|external ; --dataloader-fast-cache-load + --data-cache-path {run}/cache ;
+        --dataloader-defer-npy-index-mmap + --data-cache-path {run}/cache ;
         --dataloader-inter-document-masking ; --no-data-sharding ; --no-mmap-bin-files ;
         --num-dataset-builder-threads 0|1|2|-1 ; --mid-level-dataset-surplus 0|0.005|-1|1 ;
         --object-storage-cache-path {run}/objects ; --reset-position-ids ; --reset-attention-mask ; --eod-mask-loss ;
@@ -331,6 +332,8 @@ def parser_changes() -> list[list[Change]]:
 
 # Given by the base, or none of a training's.
 NOT_DRAWN = {"-h", "--help", "--s2-config", "--s2-traceback", "--s2-loss-log", "--data-cache-path", "--local-rank"}
+# Whether these train depends on what an earlier run left in the cache, which the check sees only the presence of.
+NOT_DRAWN |= {"--dataloader-fast-cache-load", "--dataloader-defer-npy-index-mmap"}
 
 
 def draw(choice: random.Random, name: str | None = None) -> tuple[str, int, list[Change]]:

@@ -146,7 +146,7 @@ def make_lab(lab: Path) -> None:
     write_corpus(lab / "corpus")
     (lab / "data_args").write_text(f"1.0 {corpus}")
     (lab / "splits.json").write_text(json.dumps({name: ["1.0", corpus] for name in ("train", "valid", "test")}))
-    (lab / "sequences.json").write_text(json.dumps({corpus: 400}))
+    (lab / "sequences.json").write_text(json.dumps({corpus: [400, 401]}))
     words = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *"abcdefghij"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
