@@ -25,7 +25,7 @@ from s2_megatron.megatron.patches import (
     install_loss_log,
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
-from s2_megatron.megatron.preflight.files import check_tokens
+from s2_megatron.megatron.preflight.datasets import check_tokens
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,

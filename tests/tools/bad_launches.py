@@ -50,6 +50,7 @@ def make_files(tmp: Path) -> None:
     for name, text in SEQUENCES.items():
         (tmp / name).write_text(text.replace("{tmp}", str(tmp)))
     (tmp / "data_args").write_text(f"1 {tmp}/good")
+    (tmp / "no_weights").write_text(f"0 {tmp}/good 0 {tmp}/good")
     (tmp / "empty").mkdir()
     (tmp / "cache").mkdir()
     (tmp / "cache" / "0a1b-GPTDataset-train-document_index.npy").write_bytes(b"")
@@ -274,6 +275,18 @@ BAD = {
     "too few documents for the default": Bad({"--data-path": "{tmp}/good"}, ("--split=969, 30, 1 (Megatron's default) "
         "with --data-path={tmp}/good: its part for test gets none of the 100 documents", "use --split 99,1,0"), MOCK),
     "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
+    **{f"weights: {weights}": Bad(DATA | {"--data-path": words.split()},
+        (f"--data-path: the weights {weights}; expected numbers above 0",), MOCK)
+        for weights, words in (
+            ("0", "0 {tmp}/good"), ("nan", "nan {tmp}/good"), ("2 -1", "2 {tmp}/good -1 {tmp}/good"),
+            ("0 1", "0 {tmp}/good 1 {tmp}/good"), ("inf 1", "inf {tmp}/good 1 {tmp}/good"),
+        )},
+    "weights of a part": Bad({"--train-data-path": ["0", "{tmp}/good", "0", "{tmp}/good"], "--eval-iters": "0"},
+        ("--train-data-path: the weights 0 0; expected",), MOCK),
+    "weights in a file": Bad({"--data-args-path": "{tmp}/no_weights", "--split": "99,1,0"},
+        ("--data-args-path={tmp}/no_weights: the weights 0 0; expected",), MOCK),
+    "a split of parts": Bad({"--train-data-path": "{tmp}/good", "--valid-data-path": "{tmp}/good", "--split": "99,1,0"},
+        ("--split=99,1,0 with --train-data-path: there is one list of data for each part",), MOCK),
     **{f"sequences: {name}": Bad(DATA | {"--per-dataset-sequences-path": f"{{tmp}}/{name}"},
         (f"--per-dataset-sequences-path={{tmp}}/{name}: {words}",), MOCK)
         for name, words in (

@@ -33,6 +33,8 @@ FINE = {
     "without S2": (Bad({}, (), ("--s2-config",)), ("nothing wrong found",)),
     "data": (Bad(DATA, (), ("--mock-data",)), ("nothing wrong found",)),
     "weights": (Bad(DATA | {"--data-path": ["1", "{tmp}/good"]}, (), ("--mock-data",)), ("nothing wrong found",)),
+    "data for each part": (Bad({"--train-data-path": ["0", "{tmp}/good"], "--valid-data-path": "{tmp}/good"}, (),
+        ("--mock-data",)), ("nothing wrong found",)),
     "counted data": (Bad(DATA | {"--per-dataset-sequences-path": "{tmp}/right_counts"}, (), ("--mock-data",)),
         ("nothing wrong found",)),
     "a cache": (Bad({"--data-cache-path": "{tmp}/cache", **dict.fromkeys(CACHE_FLAGS.values())}, ()),

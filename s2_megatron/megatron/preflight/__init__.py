@@ -5,10 +5,11 @@
 | flags | values of flags, as the parser left them |
 | schedule | batches, learning rate and weight decay; a resume with another schedule |
 | combinations | flags that Megatron takes and fails on later, as a table |
-| files | folders that can be written, space for a checkpoint, data, tokenizer |
+| files | folders that can be written, space for a checkpoint, tokenizer |
+| datasets | data: its files, its parts, its tokens |
 | start_up | around the start of pretrain_gpt_s2.py, and in `s2-megatron check`: errors become one line and status 2 |
 
 A checkpoint is looked at where it is compared, in prepare_s2 (checkpoint.py). A new check is an entry of
-combinations.py, or a function of flags.py or files.py that raises ValueError: `SETTING=VALUE: what is wrong; expected
-...; do ...`.
+combinations.py, or a function of flags.py, files.py or datasets.py that raises ValueError: `SETTING=VALUE: what is
+wrong; expected ...; do ...`.
 """

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
-from s2_megatron.megatron.preflight.files import DEFAULT_SPLIT, is_remote
+from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT
+from s2_megatron.megatron.preflight.files import is_remote
 
 
 class Mistake(NamedTuple):

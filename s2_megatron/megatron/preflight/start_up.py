@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from s2_megatron.config.errors import nearest_name, printable
+from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
 from s2_megatron.megatron.run_status import write_status
@@ -155,7 +156,9 @@ def check_before(args: Namespace, *, elsewhere: bool = False) -> list[str]:
     """Flags and files of a run, before Megatron validates its arguments. elsewhere: another machine than this one
     trains. Returns warnings. Raises ValueError."""
     check_flags(args, elsewhere=elsewhere)
-    return check_files(args)
+    warnings = check_files(args)
+    check_datasets(args)
+    return warnings
 
 
 def asks_help(arguments: list[str]) -> bool:
