@@ -249,6 +249,11 @@ BAD = {
         runner="torchrun --nproc-per-node 2 pretrain_gpt_s2.py"),
     "no iterations": Bad({}, ("--train-iters is not given",), ("--train-iters",)),
     "no interval": Bad({"--save": "{tmp}/save"}, ("--save without --save-interval; expected both",)),
+    "no kind of checkpoint": Bad(
+        {"--save": "{tmp}/save", "--save-interval": "10", "--non-persistent-save-interval": "2"},
+        ("--non-persistent-save-interval without --non-persistent-ckpt-type",)),
+    "phases of iterations": Bad({"--phase-transition-iterations": "5,8"},
+        ("--phase-transition-iterations=5,8 without --train-samples",)),
     "wandb without a name": Bad({"--wandb-project": "p"}, ("--wandb-project=p without a name", "add --wandb-exp-name")),
     # Data
     "no data": Bad({}, ("no data: --data-path is not given",), MOCK),

@@ -96,6 +96,8 @@ NUMBERS = {
     "adam_beta2": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.95),
     "adam_eps": (lambda value: value > 0, "above 0", 1e-8),  # 0 / 0 for every row of weights without a gradient
     "sgd_momentum": (lambda value: value >= 0, "0 or more", 0.9),
+    "init_method_std": (lambda value: value >= 0, "0 or more", 0.02),
+    "embedding_init_method_std": (lambda value: value >= 0, "0 or more", 0.02),
     "hidden_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.1),
     "attention_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.0),
     "rotary_percent": (lambda value: 0 < value <= 1, "above 0 and up to 1", 1.0),
@@ -133,6 +135,17 @@ def check_required(args: Namespace) -> None:
         raise ValueError("--train-iters is not given; expected how long to train; add --train-iters 1000")
     if args.save is not None and args.save_interval is None:
         raise ValueError("--save without --save-interval; expected both; add --save-interval 1000")
+    if args.save is not None and args.non_persistent_save_interval and args.non_persistent_ckpt_type is None:
+        raise ValueError(
+            "--non-persistent-save-interval without --non-persistent-ckpt-type: Megatron fails at the first of these "
+            "checkpoints; expected both; add --non-persistent-ckpt-type local or global, or leave the interval out"
+        )
+    if args.phase_transition_iterations and args.train_samples is None:
+        raise ValueError(
+            f"--phase-transition-iterations={printable(args.phase_transition_iterations)} without --train-samples: "
+            "Megatron counts the samples of a phase (training/training.py:4491); expected both; give --train-samples "
+            "in place of --train-iters"
+        )
     for name, example in REQUIRED.items():
         stored = args.use_checkpoint_args and name in REQUIRED_OF_MODEL
         unused = args.skip_train and name == "lr"
