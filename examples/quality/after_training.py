@@ -15,10 +15,8 @@ from examples.quality.workers import CUT, FAILED, FINISHED, Budget
 
 
 def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, path: Path, more: Sequence[str]) -> str:
-    """Run `python -m examples.quality.<module>`, which writes `path`, unless that is there. Returns the outcome; CUT
-    when the budget ends first."""
-    if path.exists():
-        return FINISHED
+    """Run `python -m examples.quality.<module>`, which writes `path`. Returns the outcome; CUT when the budget ends
+    first."""
     seconds = budget.left()
     path.parent.mkdir(parents=True, exist_ok=True)
     words = ["-m", f"examples.quality.{module}", job.study.name, f"--load={job.checkpoints}", f"--json={path}", *more]
@@ -55,8 +53,10 @@ def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tel
 
 
 def measure_copies(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-    """Where the loss of a finished language model lies. Returns CUT where the next command measures it. A test that
-    fails is told, and the run stands without it."""
+    """Where the loss of a finished language model lies, unless that has been measured. Returns CUT where the next
+    command measures it. A test that fails is told, and the run stands without it."""
+    if path.exists():
+        return FINISHED
     outcome = run_test(job, device, budget, tell, "copies", path, [f"--data={corpus.folder}"])
     if outcome == FAILED:
         tell(f"{job.name}: its result has no {path.name}")

@@ -187,7 +187,7 @@ STUDIES = {
             "rules8k",
             Model(8, 512, 1408, 8, 8, 8192),
             block_size=64,
-            batch=4,  # in lm8k the arms part after 600 to 1100 steps
+            batch=4,  # in lm8k the gap to dense opens between steps 630 and 1150: it takes steps
             micro_batch=4,
             tokens=100_000_000,
             rate_tokens=20_000_000,
