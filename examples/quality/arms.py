@@ -46,16 +46,12 @@ class Question:
     reference: str | None = None
 
 
+_DENSE = Arm(BASELINE, dense="all")
+_WINDOW = Arm("window", window_alone=True)
 _ONE_OFFSET = Arm("one-offset", spec=dict(head_step=0, layer_step=0))
 FOURTH = Arm("dense-fourth", dense="every fourth")
-CONTROLLED = (
-    Arm(BASELINE, dense="all"),
-    Arm("hybrid", dense="first two"),
-    Arm(SHARDED),
-    _ONE_OFFSET,
-    Arm("window", window_alone=True),
-)
-ARMS = tuple(arm.name for arm in CONTROLLED)
+BY_QUERY_HEAD = Arm("offsets-query", spec=dict(slide="query"))
+CONTROLLED = (_DENSE, Arm("hybrid", dense="first two"), Arm(SHARDED), _ONE_OFFSET, _WINDOW)
 
 
 def stride_arm(stride: int) -> Arm:
@@ -66,10 +62,14 @@ def window_arm(window: int) -> Arm:
     return Arm(f"window-{window}", spec=dict(local_tokens=window))
 
 
+def heads_arm(count: int) -> Arm:
+    """count: KV heads of every layer that are dense."""
+    return Arm("dense-heads", spec=dict(dense_heads={"spread": count}))
+
+
 def long_arms(stride: int) -> tuple[Arm, ...]:
-    """Dense, hybrid, s2, window, and s2 with twice and four times the stride."""
-    controlled = (arm for arm in CONTROLLED if arm is not _ONE_OFFSET)
-    return (*controlled, stride_arm(2 * stride), stride_arm(4 * stride))
+    """Dense, dense-fourth, s2, window, and s2 with twice and four times the stride."""
+    return (_DENSE, FOURTH, Arm(SHARDED), _WINDOW, stride_arm(2 * stride), stride_arm(4 * stride))
 
 
 def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
@@ -83,11 +83,12 @@ def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
         FOURTH,
         Arm("dense-one", dense="middle one"),
         Arm(BASELINE, dense="all"),
-        Arm("dense-heads", spec=dict(dense_heads={"spread": dense_heads})),
+        heads_arm(dense_heads),
         *(stride_arm(each) for each in _strides(stride) if each != stride),
         *(window_arm(each) for each in _windows(window) if each != window),
         Arm("offsets-layer", spec=dict(head_step=0, layer_step=1)),
         Arm("offsets-both", spec=dict(layer_step=1)),
+        Arm("offsets-half", spec=dict(head_step=2, layer_step=1)),  # as with half as many KV heads as the stride
         _ONE_OFFSET,
     )
 
@@ -113,6 +114,7 @@ def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Questio
         SHARDED: "by head",
         "offsets-layer": "by layer",
         "offsets-both": "by head and layer",
+        "offsets-half": "by head and layer, half of all in a layer",
         "one-offset": "one for all",
     }
     every_head = f"{dense_heads} dense KV heads in every layer"

@@ -16,11 +16,17 @@ def _longer(study: Study, times: int) -> Model:
     return replace(study.model, seq_length=times * study.model.seq_length)
 
 
-def _continued(name: str, study: Study, start_tokens: int, tokens: int, *, from_scratch=(), **changed) -> Study:
-    """Goes on from the study's dense model."""
-    start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
-    arms = tuple(arm for arm in study.arms if arm.name in start.arms)
-    return replace(study, name=name, tokens=tokens, start=start, arms=arms, **changed)
+ARMS = ("dense", "dense-fourth", "s2")
+ARMS_TINY = ("dense", "hybrid", "s2")  # of three layers
+
+
+def _continued(
+    name: str, study: Study, start_tokens: int, tokens: int, *, arms=ARMS, from_scratch=(), **changed
+) -> Study:
+    """Goes on from the study's dense model, as these of its arms."""
+    start = Start(study, start_tokens, arms, from_scratch=tuple(from_scratch))
+    trained = tuple(arm for arm in study.arms if arm.name in arms)
+    return replace(study, name=name, tokens=tokens, start=start, arms=trained, **changed)
 
 
 LM, RETRIEVAL = STUDIES["lm8k"], STUDIES["retrieval8k"]
@@ -29,7 +35,7 @@ LM_TINY, RETRIEVAL_TINY = STUDIES["lm-tiny"], STUDIES["retrieval-tiny"]
 CONTINUATIONS = {
     study.name: study
     for study in (
-        _continued("from-dense8k", LM, 80_000_000, 40_000_000, from_scratch=("hybrid", "s2")),
+        _continued("from-dense8k", LM, 80_000_000, 40_000_000, from_scratch=("dense-fourth", "s2")),
         _continued(
             "extend32k",
             LM,
@@ -52,12 +58,13 @@ CONTINUATIONS = {
             tasks=TaskSettings(sequences=2_000, pairs=512, chains=64),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
-        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, from_scratch=("s2",)),
+        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, arms=ARMS_TINY, from_scratch=("s2",)),
         _continued(
             "extend-retrieval-tiny",
             RETRIEVAL_TINY,
             40 * 1024,
             24 * 1024,
+            arms=ARMS_TINY,
             model=_longer(RETRIEVAL_TINY, 4),
             batch=2,
             micro_batch=2,

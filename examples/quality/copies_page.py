@@ -53,21 +53,23 @@ def copies_lines(folder: Path, arms: Sequence[str], baseline: str, table: Callab
     found = read_copies(folder, arms, baseline)
     if not found:
         return []
-    dense = found[baseline]
-    part, near = shares(dense[0]), dense[0]["near"]
+    base = found[baseline]
+    part, near = shares(base[0]), base[0]["near"]
     rows = [
         ["share of the tokens", *(f"{100 * each:.1f} %" for each in part), ""],
-        [f"loss of {baseline}", *(f"{each:.4f}" for each in losses(dense)), f"{losses(dense) @ part:.4f}"],
+        [baseline, *(f"{each:.3f}" for each in losses(base)), f"{losses(base) @ part:.3f}"],
     ]
     for arm, scores in found.items():
         if arm != baseline:
-            added = gaps(scores, dense)
-            rows.append([f"gap of {arm}, by group", *(f"{each:+.4f}" for each in added), f"{added.sum():+.4f}"])
+            own, added = losses(scores), gaps(scores, base)
+            cells = [f"{loss:.3f} ({gap:+.3f})" for loss, gap in zip(own, added)]
+            rows.append([arm, *cells, f"{own @ part:.3f} ({added.sum():+.3f})"])
     titles = [group if group == "new" else group.replace(" ", "-gram, ") for group in GROUPS]
     return [
-        f"Where the loss lies, over {dense[0]['sequences']} validation sequences (seeds: {len(dense)}): predictions by "
+        f"Where the loss lies, over {base[0]['sequences']} validation sequences (seeds: {len(base)}): predictions by "
         "the longest n-gram in front of them that had stood in the sequence before, and whether it stood last within "
-        f"{near} tokens (near) or further back (far). The parts of an arm's gap, in nats, add up to the whole.",
+        f"{near} tokens (near) or further back (far). Mean losses of each group, in nats; in brackets what the group "
+        f"adds to the arm's gap to {baseline} over all tokens, its share taken into account.",
         "",
         *table(["", *titles, "all"], rows),
         "",

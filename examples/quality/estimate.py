@@ -83,7 +83,7 @@ def estimate_continued(
         runs.append((f"scratch-{arm}", own, *run_seconds(study, arm, own)))
     lines = [f"{study.name}, on one {GPU} (forecast):"]
     for label, own, step, seconds in runs:
-        lines.append(f"  {label:<16} {own / 1e6:6.1f}M tokens  {1000 * step:5.0f} ms a step  {seconds / 60:5.1f} min")
+        lines.append(f"  {label:<22} {own / 1e6:6.1f}M tokens  {1000 * step:5.0f} ms a step  {seconds / 60:5.1f} min")
     total = len(seeds) * sum(seconds for *_, seconds in runs)
     lines.append(f"{len(runs) * len(seeds)} runs: {total / 60:.0f} GPU minutes; the corpus comes on top")
     return lines

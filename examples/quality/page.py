@@ -22,8 +22,9 @@ from examples.quality.continuations import ALL
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
 from examples.quality.copies_page import copies_lines
+from examples.quality.figures import draw_arms, draw_curves
 from examples.quality.launch import ROOT
-from examples.quality.positions import losing_lines, mean_positions, position_lines
+from examples.quality.positions import losing_lines, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
 from examples.quality.results import chosen_rate, header, read_json
@@ -32,7 +33,6 @@ from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
 from examples.quality.studies import STUDIES, Study, density
 from examples.quality.targets import read_planned, target_lines
-from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss
 from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import Run, number
@@ -211,7 +211,7 @@ def about_runs(scale: Scale) -> list[str]:
 def scale_section(scale: Scale, picture: str) -> list[str]:
     """A study's results with one number of tokens, as lines of Markdown. picture: of the curves, from the page."""
     study, comparison = scale.study, scale.comparison
-    tests = {} if study.tasks is None else read_tests(scale.folder)
+    tests = {} if study.tasks is None else read_tests(study, scale.folder)
     held = targets(scale)
     return [
         *about_runs(scale),
@@ -255,34 +255,6 @@ def header_machine(folder: Path) -> dict:
     return header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
 
 
-def draw(scale: Scale, file: Path) -> None:
-    """Four panels: training loss over tokens and hours, paired differences, the gap in validation loss by position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    draw_loss(axes[0, 0], scale.comparison, "tokens")
-    draw_difference(axes[0, 1], scale.comparison, "tokens")
-    draw_loss(axes[1, 0], scale.comparison, "hours")
-    _draw_position_gap(axes[1, 1], scale.comparison)
-    for axis, label in zip(axes.flat, ("tokens", "tokens", "hours of training steps", "first position of the bucket")):
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.legend(fontsize=8, frameon=False)
-    figure.savefig(file, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-def _draw_position_gap(axis, comparison: Comparison) -> None:
-    places, dense = mean_positions(comparison.results[0])
-    for index, result in enumerate(comparison.results[1:], start=1):
-        axis.plot(places, mean_positions(result)[1] - dense, color=COLOURS[index], marker="o", label=result.arm.name)
-    axis.axhline(0, color="#333333", linewidth=0.8)
-    axis.set_title("validation loss minus dense's, by position, at the end")
-
-
 def results_text(data: Path, pictures: bool) -> str:
     """What stands between the marks of quality.md. pictures: draw them too."""
     lines: list[str] = []
@@ -296,16 +268,26 @@ def results_text(data: Path, pictures: bool) -> str:
         for scale in scales:
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
-                lines += [*about_runs(scale), *rules_section(found, table)]
-                lines += copies_lines(scale.folder, study.arm_names, study.baseline, table)
+                shown = _shown_folder(scale, data)
+                if pictures:
+                    for question in (each for each in study.questions if found.answered(each)):
+                        draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
+                lines += [*about_runs(scale), *rules_section(found, shown, table)]
+                if copies := copies_lines(scale.folder, study.arm_names, study.baseline, table):
+                    lines += ["#### Where the loss lies", "", *copies]
                 continue
             picture = scale.folder / "curves.png"
             if pictures:
-                draw(scale, picture)
+                draw_curves(scale.comparison, picture)
                 if study.start is not None:
                     draw_continued(scale.folder, scale.comparison, Path(switch_picture(str(picture))))
-            lines += scale_section(scale, f"quality/{scale.folder.relative_to(data).as_posix()}/curves.png")
+            lines += scale_section(scale, f"{_shown_folder(scale, data)}/curves.png")
     return "\n".join(lines)
+
+
+def _shown_folder(scale: Scale, data: Path) -> str:
+    """Of a scale's data, from the page."""
+    return f"quality/{scale.folder.relative_to(data).as_posix()}"
 
 
 def rules_text(data: Path, pictures: bool) -> str:
@@ -359,6 +341,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
     parsed = parser.parse_args()
+    if not parsed.check:
+        import matplotlib
+
+        matplotlib.use("Agg")
     for path, text in PAGES:
         page = path.read_text()
         current = with_results(page, text(DATA, pictures=not parsed.check))

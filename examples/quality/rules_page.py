@@ -154,11 +154,12 @@ def cheapest(found: Findings, verdict: Verdict) -> str:
     return min(verdict.level, key=lambda arm: round(density(found.study, arm), 3))
 
 
-def section(found: Findings, table: Callable) -> list[str]:
-    """Lines of Markdown: a table and the verdicts for every question that has data. table: (header, rows) to lines."""
+def section(found: Findings, pictures: str, table: Callable) -> list[str]:
+    """Lines of Markdown: a table, the verdicts and a picture for every question that has data. pictures: the folder of
+    them, from the page. table: (header, rows) to lines."""
     loss = found.effects[LOSS]
     spread = (
-        "One seed: nothing says how much a difference means."
+        "One seed: how large differences by chance are is not known."
         if loss.freedom == 0
         else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
         f"loss, {loss.freedom} degrees of freedom)."
@@ -171,6 +172,7 @@ def section(found: Findings, table: Callable) -> list[str]:
         f"{found.study.model.num_layers} layers of a 7B model.",
         "",
     ]
+    base = found.study.baseline
     for question in found.study.questions:
         if not found.answered(question):
             continue
@@ -180,7 +182,8 @@ def section(found: Findings, table: Callable) -> list[str]:
             for name in (LOSS, TRAILING_LOSS, RECALL)
             if found.answered(question, name)
         ]
-        lines.append("")
+        caption = f"{question.text}: loss against {base} over tokens and by position"
+        lines += ["", f"![{caption}]({pictures}/{question.name}.png)", ""]
     return lines
 
 
@@ -200,10 +203,10 @@ def summary(found: Findings, tokens: float, device: str, table: Callable) -> lis
         return []
     model, study = found.study.model, found.study
     return [
-        f"A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} heads, "
-        f"{model.num_kv_heads} of them KV heads), {model.seq_length:,} tokens, {tokens / 1e6:.0f}M tokens a run, on "
+        f"A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} query heads, "
+        f"{model.num_kv_heads} KV heads), {model.seq_length:,} tokens, {tokens / 1e6:.0f}M tokens a run, on "
         f"{device}; around a window of {study.local_tokens} and a stride of {study.stride}. It is small and has seen "
-        "little: where nothing is told apart here, a large model may still tell.",
+        "few tokens: a large model may give other answers.",
         "",
         *table(["question", f"by {LOSS}", f"by {TRAILING_LOSS}", "by recall", "from best to worst, in loss"], rows),
         "",

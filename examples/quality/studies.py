@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 
 from examples.quality.arms import (
     BASELINE,
+    BY_QUERY_HEAD,
     CONTROLLED,
     FOURTH,
     PLACEMENTS,
     SHARDED,
     Arm,
     Question,
+    heads_arm,
     long_arms,
     rules_arms,
     rules_questions,
+    stride_arm,
 )
 from examples.quality.corpus import CorpusSettings
 from examples.quality.tasks import TaskSettings
@@ -101,7 +104,7 @@ class Start:
 
     study: Study
     tokens: int
-    arms: tuple[str, ...] = ("dense", "hybrid", "s2")
+    arms: tuple[str, ...]
     rate_share: float = 1 / 3
     from_scratch: tuple[str, ...] = ()
 
@@ -141,7 +144,9 @@ STUDIES = {
             micro_batch=8,
             tokens=150_000_000,
             rate_tokens=10_000_000,
-            arms=(*CONTROLLED, FOURTH),
+            # Four KV heads: those of one layer cover half of a stride of 8, all of a stride of 4, and the 12 query
+            # heads all of both.
+            arms=(*CONTROLLED, FOURTH, heads_arm(1), stride_arm(4), BY_QUERY_HEAD),
         ),
         Study(
             "retrieval8k",
@@ -155,6 +160,7 @@ STUDIES = {
             rate_tokens=50_000_000,
             eval_batches=16,
             tasks=TaskSettings(sequences=20_000, pairs=256, chains=32),
+            arms=(*CONTROLLED, FOURTH, heads_arm(1)),
         ),
         Study(
             "retrieval32k",
@@ -168,6 +174,7 @@ STUDIES = {
             rate_tokens=100_000_000,
             eval_batches=16,
             tasks=TaskSettings(sequences=10_000, pairs=512, chains=64),
+            arms=(*CONTROLLED, FOURTH, heads_arm(1)),
         ),
         Study(
             "lm32k",

@@ -93,8 +93,8 @@ def test_the_page(tmp_path):
     write("dense", 1, scores(4.0))
     found = lines()
     assert "| share of the tokens | 75.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % |  |" in found
-    assert any(line.startswith("| loss of dense | 2.0000 |") and line.endswith("| 4.0000 | 2.5000 |") for line in found)
-    assert any(line.startswith("| gap of s2, by group | +0.0000 |") and line.endswith("| +0.5000 | +0.5000 |")
+    assert any(line.startswith("| dense | 2.000 |") and line.endswith("| 4.000 | 2.500 |") for line in found)
+    assert any(line.startswith("| s2 | 2.000 (+0.000) |") and line.endswith("| 6.000 (+0.500) | 3.000 (+0.500) |")
                for line in found)  # fmt: skip
     write("s2", 1, scores(6.0) | {"near": 256})
     with pytest.raises(ValueError, match="the copies of s2 are not over the predictions of dense's"):

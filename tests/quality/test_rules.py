@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ from examples.quality import page, rules_page
 from examples.quality.arms import SHARDED
 from examples.quality.effects import fit, judge
 from examples.quality.estimate import run_seconds
+from examples.quality.figures import draw_curves
 from examples.quality.results import write_json
 from examples.quality.run import COMPLETE, WRONG, main, parse_arguments, run
 from examples.quality.studies import STUDIES, density, pairs, sparsity
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.megatron.loss_log import HEADER
+from s2_megatron.tools.compare.figures import COLOURS
 
 FULL, TINY = STUDIES["rules8k"], STUDIES["rules-tiny"]
 STEPS = 20
@@ -78,6 +82,21 @@ def test_offsets_by_head_by_layer_by_both_by_none():
     assert all(len(set(layer)) == 8 for layer in offsets["offsets-both"])
     assert len(set(offsets["offsets-both"][:, 0])) == 8
     assert set(offsets["one-offset"].flat) == {0}
+    half = [set(layer) for layer in offsets["offsets-half"]]
+    assert all(len(layer) == 4 and layer | after == set(range(8)) for layer, after in pairwise(half))
+
+
+def test_arms_that_cover_more_of_the_context_in_one_layer():
+    """lm8k has 4 KV heads: half of a stride of 8 in a layer of s2, in two layers all of it."""
+    study = STUDIES["lm8k"]
+    layers = {}
+    for arm in (SHARDED, "offsets-query", "stride-4"):
+        first = resolved(study, arm).layers[0].pattern.heads
+        layers[arm] = len({head.offset % head.ranges[-1][1] for head in first}) / first[0].ranges[-1][1]
+    assert layers == {SHARDED: 0.5, "offsets-query": 1, "stride-4": 1}
+    shares = {arm: density(study, arm) for arm in (SHARDED, "offsets-query", "dense-heads", "dense-fourth")}
+    assert shares["offsets-query"] == pytest.approx(shares[SHARDED], rel=0.01)
+    assert shares["dense-heads"] == pytest.approx(shares["dense-fourth"], rel=0.01)
 
 
 def test_no_arm_is_trained_twice():
@@ -99,7 +118,7 @@ def test_an_unknown_arm_or_question_is_refused(capsys):
     for wrong, said in (
         (["rules8k", "--question", "depth"], "expected placement, stride, offsets, window, heads"),
         (["lm8k", "--question", "stride"], "expected no --question"),
-        (["lm32k", "--arms", "one-offset"], "expected dense, hybrid, s2, window, stride-16, stride-32"),
+        (["lm32k", "--arms", "one-offset"], "expected dense, dense-fourth, s2, window, stride-16, stride-32"),
         (["rules8k", "--arms", "s2", "--question", "stride"], "not allowed with"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -174,6 +193,9 @@ def results(tmp_path_factory):
         accuracy = 0.2 if arm == "stride-16" else 0.9
         write_json(recalled / f"{arm}_seed1.recall.json", {"recall": {"accuracy": accuracy}})
     write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
+    copies = {"corpus": "ab", "near": TINY.local_tokens, "sequences": 1, "tokens": [1] * 7, "losses": [2.0] * 7}
+    for arm in (SHARDED, "hybrid"):
+        write_json(folder / f"{arm}_seed1.copies.json", copies)
     return data
 
 
@@ -207,7 +229,7 @@ def findings(data):
 
 
 def test_the_page_says_who_won(results):
-    text = "\n".join(rules_page.section(findings(results), page.table))
+    text = "\n".join(rules_page.section(findings(results), "pictures", page.table))
     placement, stride = text.split("#### ")[1:]  # the questions that have data
     assert placement.startswith("Which layers are dense") and stride.startswith("Stride")
     assert "- By validation loss: **every fourth layer dense** won." in placement
@@ -228,12 +250,28 @@ def test_the_page_says_who_won(results):
 def test_both_pages_get_what_was_found(results, monkeypatch):
     monkeypatch.setattr(page, "TITLES", {"rules-tiny": "Rules of thumb"})
     monkeypatch.setattr(page, "RULES", ("rules-tiny",))
-    quality = page.results_text(results, pictures=False)
+    quality = page.results_text(results, pictures=True)
     assert quality.startswith("## Rules of thumb") and "#### Stride" in quality
+    shown = re.findall(r"\]\(quality/(.*)\)", quality)
+    assert [path.rpartition("/")[2] for path in shown] == ["placement.png", "stride.png"]
+    assert all((results / path).stat().st_size > 10_000 for path in shown)
+    *_, heading, after = re.split("^#### (.*)$", quality, flags=re.MULTILINE)
+    assert heading == "Where the loss lies" and "| hybrid | 2.000 (+0.000) |" in after
     patterns = page.rules_text(results, pictures=False)
     assert "| Which layers are dense | **every fourth layer dense** won |" in patterns and "on X;" in patterns
     empty = results / "nothing"
     assert page.results_text(empty, pictures=False) == page.rules_text(empty, pictures=False) == ""
+
+
+def test_more_arms_than_colours_are_drawn(tmp_path):
+    arms = TINY.arm_names[: len(COLOURS) + 1]
+    assert len(arms) > len(COLOURS)
+    folder = tmp_path / TINY.name / "0.020480M-abababab"
+    for arm in arms:
+        write_log(folder / f"{arm}_seed1.jsonl", arm, 1, 4.0)
+    (scale,) = page.read_scales(TINY, tmp_path)
+    draw_curves(scale.comparison, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 20_000
 
 
 def test_step_times_are_those_of_more_pairs():

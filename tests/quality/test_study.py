@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -88,12 +89,14 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
     assert f"Steps: {STEPS} of 1,024 tokens" in text
     assert "s2 at most 1 % above dense at equal tokens" in text and "| window |" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| dense", "| s2"))]
-    assert [row.split(" | ")[1] for row in rows[:-1]] == ["100.0 %", "39.2 %"]
-    # The last one is that of the losses by position: a gap in percent for each quarter of the context.
-    assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[-1].split(" | ")) == 1 + TINY.position_buckets
-    assert "| gap of s2, by group | " in text and "Where the loss lies, over " in text
+    assert [row.split(" | ")[1] for row in rows[:2]] == ["100.0 %", "39.2 %"]
+    # Then the losses by position: a gap in percent for each quarter of the context.
+    assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[2].split(" | ")) == 1 + TINY.position_buckets
+    # And by what stood before the predicted token.
+    assert "Where the loss lies, over " in text and len(rows) == 5
+    assert re.fullmatch(r"\| s2( \| \d\.\d{3} \([+-]\d\.\d{3}\)){8} \|", rows[4])
     assert text.count("- s2 loses to dense") + text.count("- s2 does not lose to dense") == 1
-    page.draw(scale, tmp_path / "x.png")
+    page.draw_curves(scale.comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000
 
 

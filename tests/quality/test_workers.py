@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from examples.quality.arms import ARMS
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, training_seconds
@@ -197,7 +196,7 @@ def test_a_rate_is_chosen_when_all_were_tried(tmp_path):
 
 @pytest.mark.parametrize("study", [TINY, FULL], ids=lambda study: study.name)
 def test_the_controls_attend_as_many_pairs(study):
-    counts = {arm: pairs(study, sparsity(study, arm)) for arm in ARMS}
+    counts = {arm: pairs(study, sparsity(study, arm)) for arm in ("dense", "hybrid", "s2", "window")}
     assert counts["dense"] > counts["hybrid"] > counts["s2"]
     block = pairs(study, sparsity(study, "window") | {"specs": {"S": {"local_tokens": equal_window(study)
                   + study.block_size}}}) - counts["window"]  # fmt: skip
@@ -213,13 +212,13 @@ def test_arms_of_a_seed_differ_in_their_sparsity_alone(tmp_path):
     """Hence the same weights and the same data in the same order."""
     corpus = replace(CORPUS, folder=tmp_path / "corpus")
     commands = []
-    for arm in ARMS:
+    for arm in TINY.arm_names:
         job = make_job(tmp_path, arm)
         job.folder.mkdir()
         commands.append([flag.replace(str(job.folder), "") for flag in command(job, corpus, on_gpu=False)])
     assert all([flag for flag in each if "--s2-config" not in flag] ==
                [flag for flag in commands[0] if "--s2-config" not in flag] for each in commands)  # fmt: skip
-    assert len({flag for each in commands for flag in each if "--s2-config" in flag}) == len(ARMS)
+    assert len({flag for each in commands for flag in each if "--s2-config" in flag}) == len(TINY.arm_names)
 
 
 def test_too_few_tokens_are_refused():

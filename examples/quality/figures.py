@@ -1,0 +1,60 @@
+"""The pictures of a study: of its curves, and of the arms of one question."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from examples.quality.positions import mean_positions
+from s2_megatron.tools.compare.figures import COLOURS, draw_difference, draw_loss
+from s2_megatron.tools.compare.measure import Comparison
+
+BY_TOKENS, BY_POSITION = "tokens", "first position of the bucket"
+
+
+def draw_curves(comparison: Comparison, file: Path) -> None:
+    """Four panels: training loss over tokens and hours, paired differences, the gap in validation loss by position."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    draw_loss(axes[0, 0], comparison, "tokens")
+    draw_difference(axes[0, 1], comparison, "tokens")
+    draw_loss(axes[1, 0], comparison, "hours")
+    _draw_position_gap(axes[1, 1], comparison)
+    _save(figure, axes.flat, (BY_TOKENS, BY_TOKENS, "hours of training steps", BY_POSITION), file)
+
+
+def draw_arms(comparison: Comparison, arms: Collection[str], file: Path) -> None:
+    """Two panels of the baseline and these arms: paired differences over tokens, the gap in validation loss by
+    position."""
+    from matplotlib import pyplot
+
+    base, *others = comparison.results
+    shown = replace(comparison, results=(base, *(each for each in others if each.arm.name in arms)))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.9), layout="constrained")
+    draw_difference(axes[0], shown, "tokens")
+    axes[0].set_title(f"training loss minus that of {base.arm.name}, and the interval of the verdict")
+    _draw_position_gap(axes[1], shown)
+    _save(figure, axes, (BY_TOKENS, BY_POSITION), file)
+
+
+def _draw_position_gap(axis, comparison: Comparison) -> None:
+    base = comparison.results[0]
+    places, losses = mean_positions(base)
+    for index, result in enumerate(comparison.results[1:], start=1):
+        colour = COLOURS[index % len(COLOURS)]
+        axis.plot(places, mean_positions(result)[1] - losses, color=colour, marker="o", label=result.arm.name)
+    axis.axhline(0, color="#333333", linewidth=0.8)
+    axis.set_title(f"validation loss minus that of {base.arm.name}, by position, at the end")
+
+
+def _save(figure, axes, labels: tuple[str, ...], file: Path) -> None:
+    from matplotlib import pyplot
+
+    for axis, label in zip(axes, labels):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.25, linewidth=0.5)
+        axis.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
