@@ -58,11 +58,23 @@ def test_the_op(run):
     assert 0 < float(difference) < 1e-5
 
 
+def test_a_refused_setting_is_one_line(tmp_path):
+    """It is not lost in torchrun's report."""
+    environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(EXAMPLES / "dense_to_s2.sh")]
+    done = subprocess.run(
+        command, env=environment | {"ITERATIONS": "0"}, cwd=tmp_path, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
+    line = "error: --train-iters=0: expected 1 to 1000000000000; use --train-iters 1, or leave it out"
+    assert done.stderr.splitlines()[-1] == line and done.stderr.count("error:") == 1
+
+
 def test_an_existing_launch(run):
     output = run("existing_launch/run.sh", ITERATIONS="10")
     changed = re.findall(r"^([<>])  ", output, re.M)
     assert sorted(changed) == ["<", ">", ">", ">", ">"]
-    assert re.search(r"│ 1, 3 +│ S +│ s2 ", output)
+    assert re.search(r"│ 0, 2 +│ S +│ s2 ", output)
     dense, sparse = last_losses(output)
     assert dense != sparse and abs(dense - sparse) < 0.1
     assert max(dense, sparse) < losses(output)[0] - 1
@@ -85,7 +97,7 @@ def test_long_context(run):
 
 def test_mixture_of_experts(run, runs):
     output = run("moe_expert_parallel.sh", ITERATIONS="10")
-    assert re.search(r"│ 1, 3 +│ S +│ s2 ", output)
+    assert re.search(r"│ 0, 2 +│ S +│ s2 ", output)
     first, last = losses(output)
     assert last < first - 1
     logged = (runs / "moe" / "train.log").read_text()
@@ -94,7 +106,7 @@ def test_mixture_of_experts(run, runs):
 
 def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     output = run("dense_to_s2.sh", ITERATIONS="12")
-    assert output.count("layers 1-3: dense -> local 2 + stride 4") == 2
+    assert output.count("layers 0-2: dense -> local 2 + stride 4") == 2
     before, switched, after = last_losses(output)
     untrained = losses(output)[0]
     assert abs(switched - before) < 0.2 and switched < untrained - 1
@@ -104,7 +116,7 @@ def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
 
 def test_a_dense_model_goes_on_at_a_longer_context(run, runs):
     output = run("extend_context.sh", ITERATIONS="10")
-    assert output.count("layers 1-3: dense -> local 2 + stride 4") == 1
+    assert output.count("layers 0-2: dense -> local 2 + stride 4") == 1
     before, dense, sparse = last_losses(output)
     assert max(dense, sparse) < before + 0.2 and 0 < abs(sparse - dense) < 0.2
     first = losses(output)[0::2]  # before any step: the weights came along

@@ -2,7 +2,7 @@
 the launcher.
 
     block_size: 64
-    layers: DSSS                # one letter a layer, tiled over the model; D is dense
+    layers: SSSD                # one letter a layer, tiled over the model; D is dense
     specs:
       S: {local_tokens: 1024, stride: 16}
 
@@ -34,16 +34,16 @@ def _wrong(expected: str, fix: str) -> PydanticCustomError:
 
 
 def _check_plan(value: Any) -> str | tuple[str, ...]:
-    expected = "a plan such as DSSS, or a list of spec names such as [D, S]"
+    expected = "a plan such as SSSD, or a list of spec names such as [D, S]"
     if isinstance(value, bool):
         raise _wrong(f"{expected} (YAML reads NO, ON, YES and OFF as booleans)", "the plan in quotes, e.g. 'NO'")
     if isinstance(value, str | list | tuple) and len(value) > MOST_PLAN:
-        raise _wrong(f"at most {MOST_PLAN} names; a plan is tiled over the layers", "the part that repeats, e.g. DSSS")
+        raise _wrong(f"at most {MOST_PLAN} names; a plan is tiled over the layers", "the part that repeats, e.g. SSSD")
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
         return tuple(value)
-    raise _wrong(expected, "DSSS")
+    raise _wrong(expected, "SSSD")
 
 
 def _check_head_step(value: Any) -> str | int:
@@ -203,7 +203,7 @@ class S2Config(_Strict):
 
     block_size: Literal[16, 32, 64, 128] = Field(64, examples=[64])
     """Tokens in a block, the unit of sparsity."""
-    layers: Plan = Field(examples=["DSSS"])
+    layers: Plan = Field(examples=["SSSD"])
     """The layer plan: one letter a layer, naming a spec; D is dense. Its length is the number of layers or divides it.
     Or a list of names."""
     mtp_layers: Plan | None = Field(None, examples=["D"])

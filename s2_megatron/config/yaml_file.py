@@ -79,7 +79,7 @@ def read_yaml(path: str | Path) -> tuple[dict, dict[KeyPath, int]]:
         raise ConfigError(source, [problem]) from error
     if len(content) > MOST_BYTES:
         size = f"more than {MOST_BYTES:,} bytes"
-        fix = "a plan that tiles, such as DSSS; a mask in an .npz"
+        fix = "a plan that tiles, such as SSSD; a mask in an .npz"
         raise ConfigError(source, [Problem((), size, f"at most {MOST_BYTES:,} bytes of YAML", fix)])
     loader = None
     try:

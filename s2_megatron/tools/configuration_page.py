@@ -21,7 +21,7 @@ the file:
 ```yaml
 # yaml-language-server: $schema=s2.schema.json
 block_size: 64
-layers: DSSS              # one dense layer, then three of the spec S, tiled over the model
+layers: SSSD              # three layers of the spec S, then a dense one, tiled over the model
 specs:
   S:
     local_tokens: 1024    # a window of 16 blocks
