@@ -55,7 +55,6 @@ def main() -> None:
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
     use_prebuilt_dataset_helpers()
-    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
 
     # Until here nothing can go wrong by a flag; in here, what does is one line.
     with start_up(add_s2_arguments) as provider:
@@ -68,6 +67,9 @@ def main() -> None:
         model_config = gpt_config_from_args(args)
         apply_s2(model_config, run)
         settings = pretrain_cfg_container_from_args(args, model_config)
+    # After the start: it parses the flags by Megatron's own parser, whose errors are 700 lines of usage, and whose help
+    # fails.
+    pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     with recorded_run(args):
         pretrain(
             settings,

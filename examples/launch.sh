@@ -32,6 +32,20 @@ require() {
     fi
 }
 
+# DRY_RUN=true must not start a run.
+for name in DRY_RUN MOCK_DATA PREFLIGHT; do
+    if [[ ${!name:-0} != [01] ]]; then
+        echo "error: $(basename "$0"): $name=${!name}; expected 0 or 1" >&2
+        exit 2
+    fi
+done
+for name in NNODES GPUS_PER_NODE; do
+    if [[ ! ${!name} =~ ^[1-9][0-9]{0,8}$ ]]; then
+        echo "error: $(basename "$0"): $name=${!name}; expected a number, 1 or more" >&2
+        exit 2
+    fi
+done
+
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
     require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_hybrid.yaml"

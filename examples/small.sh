@@ -51,7 +51,15 @@ train() {
     echo "$name: torchrun --nproc-per-node $processes $script \"\${SMALL[@]}\" $*"
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" "$script" "${SMALL[@]}" \
         --tensorboard-dir "$folder/tensorboard" "$@" 2>&1 | tee "$folder/train.log" | awk "$SHOWN" ||
-        { tail -n 30 "$folder/train.log" >&2; echo "error: $name failed; $folder/train.log has its output" >&2; exit 1; }
+        train_failed "$name" "$folder/train.log"
+}
+
+# train_failed NAME LOG: a refused setting is one line, which torchrun's report hides; of anything else the end of the log.
+train_failed() {
+    if grep -m 1 '^error: ' "$2" >&2; then exit 2; fi
+    tail -n 30 "$2" >&2
+    echo "error: $1 failed; $2 has its output" >&2
+    exit 1
 }
 
 # validation_loss NAME: the last one of that run.

@@ -37,6 +37,16 @@ def test_an_error_of_the_machine_is_no_refusal(tmp_path, monkeypatch, error):
     assert found["state"] == "failed" and found["exit_status"] == 1 and type(error).__name__ in found["line"]
 
 
+@pytest.mark.parametrize(("installed", "said"), [(False, True), (True, False)])
+def test_a_missing_transformer_engine_is_said(monkeypatch, installed, said):
+    """A login node need not have it, and Megatron asks for its version."""
+    monkeypatch.setattr(start_up, "find_spec", lambda name: object() if installed else None)
+    text = start_up.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
+    assert text.startswith("Megatron refuses these flags: --qk-clip is only supported with TE >= 2.9.0. (Assert")
+    assert ("or check where Transformer Engine is installed, which it is not here" in text) == said
+    assert "is not here" not in start_up.error_text(AssertionError("--tensor-model-parallel-size"))
+
+
 def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:
     environment = {
         "PATH": "/usr/bin:/bin",
@@ -70,6 +80,22 @@ def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
     assert [path.name for path in (tmp_path / "a run").iterdir()] == ["checkpoints"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("DRY_RUN", "true", "0 or 1"),
+        ("MOCK_DATA", "yes", "0 or 1"),
+        ("PREFLIGHT", "off", "0 or 1"),
+        ("NNODES", "two", "a number, 1 or more"),
+        ("GPUS_PER_NODE", "0", "a number, 1 or more"),
+    ],
+)
+def test_a_setting_that_is_none_starts_nothing(tmp_path, name, value, expected):
+    done = launcher(tmp_path, PYTHON="/bin/false", **{name: value})
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == f"error: pretrain_1p3b.sh: {name}={value}; expected {expected}\n"
+
+
 def test_a_dry_run_of_a_job_checks_once(cluster):
     done = submit(cluster, "examples/pretrain_1p3b.sh", "--lr", "x", DRY_RUN="1", PREFLIGHT="1")
     assert done.returncode == 2 and not done.stdout
@@ -94,3 +120,21 @@ def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     line = "error: --save-interval=0: expected 1 to 1000000000000; use --save-interval 1, or leave it out\n"
     assert own.count(line) == 1 and output.count("error: --save") == 1 and "Traceback" not in own
     assert read_status(tmp_path)["state"] == "refused"
+
+
+@pytest.mark.parametrize(("flags", "status"), [(("--help",), 0), (("--train-iters", "abc"), 2)])
+def test_the_script_shows_its_help_and_not_its_usage(tmp_path, flags, status):
+    """Megatron's own parser fails at its help and prints 700 lines of usage with an error; ours has to come first."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt_s2.py"), *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert ("--s2-config YAML" in done.stdout) == (status == 0) and "usage:" not in done.stderr
+    if status:
+        line = "error: --train-iters: invalid int value: 'abc'; expected what pretrain_gpt_s2.py --help says"
+        assert done.stderr.splitlines()[-1] == line

@@ -45,6 +45,16 @@ def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
     assert failures.checkpoint_iteration(tmp_path) == 150 and path.exists()
 
 
+@pytest.mark.parametrize("given, words", [
+    ("--iterations=abc", "error: argument --iterations: invalid int value: 'abc'; see make help\n"),
+    ("--iterations=0", "error: --iterations=0: expected 1 or more; see make help\n"),
+])  # fmt: skip
+def test_a_wrong_argument_is_one_line(given, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run.parse_arguments([given])
+    assert ended.value.code == 2 and capsys.readouterr().err == words
+
+
 def test_a_right_tracker_is_followed(tmp_path):
     assert failures.checkpoint_iteration(tmp_path) == 0
     write_checkpoint(tmp_path / "checkpoints", 75, tracker=True)

@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -32,8 +33,14 @@ from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line: the usage would be that of flags which make does not take."""
+        self.exit(2, f"error: {message}; see make help\n")
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="make pretrain",
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from s2_megatron.tools.launch_line import LaunchLine, parse_launch_line
+from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             f"there is no launch line; expected one behind --; for example s2-megatron check -- torchrun "
             f"--nproc-per-node 8 {SCRIPT} --num-layers 32 ..."
         )
-    line = parse_launch_line(args.launch_line)
+    line = parse_launch_line(launch_words(args.launch_line))
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), warnings.catch_warnings():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -186,6 +187,15 @@ def _of_torchrun(words: list[str], environment: dict) -> LaunchLine:
         _number("--nnodes", nodes.rpartition(":")[2]),
         None if counted else _number("--nproc-per-node", per_node),
     )
+
+
+def launch_words(words: list[str]) -> list[str]:
+    """The words behind --; of a single - those of the standard input, one a line or as one text, whose lines then end
+    with a backslash."""
+    if words != ["-"]:
+        return words
+    text = sys.stdin.read().strip()
+    return [text] if "\\\n" in text else [line for line in text.splitlines() if line]
 
 
 def parse_launch_line(words: Sequence[str]) -> LaunchLine:

@@ -214,6 +214,12 @@ def test_a_tokenizer_cuts_the_rows_that_are_no_words(tools, made, tmp_path):
     fast.save_pretrained(tmp_path / "tokenizer")
     folder = tmp_path / "out"
     tools("export-hf", "--load", made / "dense-mcore", "--output", folder, "--tokenizer", tmp_path / "tokenizer")
+    # A process of its own imports Megatron, whose reports of missing packages would hide the flags.
+    command = [sys.executable, "-m", "s2_megatron", "import-hf", "--input", folder, "--output", tmp_path / "again"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "Warning" not in done.stderr and done.stdout.startswith("wrote ")
+    assert done.stdout.endswith(f"--tokenizer-type=HuggingFaceTokenizer \\\n  --tokenizer-model={folder}\n")
     first, second = ((path / "model.safetensors").read_bytes() for path in (made / "dense", folder))
     assert len(first) - len(second) < 2000  # the header's size
     model = AutoModelForCausalLM.from_pretrained(folder)

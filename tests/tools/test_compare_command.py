@@ -9,10 +9,13 @@ import subprocess
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from s2_megatron.tools import commands
 from s2_megatron.tools.compare import measure
+from s2_megatron.tools.compare.figures import draw_difference
 from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.settings import make_arms
 from tests.tools.logged_runs import BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
 
 
@@ -125,6 +128,19 @@ def test_batches_of_two_sizes_meet_at_equal_tokens(tmp_path):
     for paired in (measure.paired_steps(small, large), measure.paired_steps(large, small)):
         np.testing.assert_allclose(paired.arm, paired.baseline, rtol=1e-12)
         assert len(paired.steps) == 99
+
+
+def test_the_differences_of_all_arms_are_in_the_picture(tmp_path):
+    """Also those of arms before the last one."""
+    gaps = {"dense": 0.0, "worse": 0.04, "better": -0.04, "equal": 0.0}
+    files = [write_loss_log(tmp_path / f"{name}.jsonl", losses(1, at, gap=gap))
+             for at, (name, gap) in enumerate(gaps.items())]  # fmt: skip
+    runs = [read_run(f"{name}={path}")[0] for name, path in zip(gaps, files)]
+    comparison = measure.compare(make_arms(runs, (), [True] * len(runs)), ())
+    axis = Figure().subplots()
+    assert draw_difference(axis, comparison, "tokens")
+    low, high = axis.get_ylim()
+    assert low < -0.12 < 0.12 < high < 1
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def test_a_run_of_a_wandb_server(monkeypatch):
         assert len(run.steps) == 1200 and run.series["lm loss"].values[-1] == pytest.approx(3.8)
         assert run.axis("flops")[-1] == 2 * run.axis("tokens")[-1]
         assert read_run("run1", "entity/project")[0].steps.tolist() == run.steps.tolist()
-        with pytest.raises(ValueError, match="the wandb server does not give it"):
+        with pytest.raises(ValueError, match="no such file or folder here, and as entity/project/run the wandb"):
             read_run("entity/project/other")
 
 

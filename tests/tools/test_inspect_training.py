@@ -67,7 +67,7 @@ def test_flags_before_the_line_win(capsys):
     model = facts["model"]
     assert (model["seq_length"], model["gpus"], model["kv_heads"]) == (32768, 8, 4)
     hybrid = inspected(capsys, str(ROOT / "configs/s2_1p3b_hybrid.yaml"), "--", *LINE)
-    assert [layer["spec"] for layer in hybrid["layers"]] == ["D", "S"]
+    assert [layer["spec"] for layer in hybrid["layers"]] == ["S", "D"]
 
 
 def test_a_line_without_s2_is_dense(capsys):
@@ -256,7 +256,7 @@ def test_consecutive_layers_serve_the_last_query_together():
         num_layers=8, num_heads=64, num_kv_heads=8, seq_length=8192
     )
     patterns = context_picture.covering_layers(sparsity)
-    assert patterns == [sparsity.layers[1].pattern, sparsity.layers[2].pattern]  # 8 offsets each, of 16
+    assert patterns == [sparsity.layers[0].pattern, sparsity.layers[1].pattern]  # 8 offsets each, of 16
     names, cells = context_picture.last_query_cells(patterns, 128)
     assert names[-2:] == ["all heads", "all, 2 layers"] and len(names) == 10
     assert cells[-1].all() and 0.5 < cells[-2].mean() < 0.65

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from s2_megatron.tools.launch_line import (
     TORCHRUN_SWITCHES,
     TORCHRUN_VALUES,
     LaunchLine,
+    launch_words,
     parse_launch_line,
 )
 
@@ -54,6 +56,14 @@ def test_what_the_line_sets():
     found = parse_launch_line(["A=1", "env", "B=2", "torchrun", "x.py", "--flag", "C=3"])
     assert found.environment == {"A": "1", "B": "2"} and found.flags == ("--flag", "C=3")
     assert parse_launch_line(FLAGS) == LaunchLine(FLAGS)
+
+
+@pytest.mark.parametrize("text", ["torchrun\na.py\n--split\n99,1,0\n", "torchrun a.py \\\n  --split 99,1,0\n"])
+def test_a_line_from_the_standard_input(monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    line = parse_launch_line(launch_words(["-"]))
+    assert line.script == "a.py" and line.flags == ("--split", "99,1,0")
+    assert launch_words(["python", "-"]) == ["python", "-"]
 
 
 def test_world_size():

@@ -190,22 +190,34 @@ def _split(text: str | None) -> list[float] | None:
         return [-1.0]
 
 
+def _check_product(sizes: dict[str, int], world_size: int, what: str, more: str = "") -> None:
+    """Raises ValueError when the product of the sizes, by their flags, does not divide the number of processes. more:
+    another remedy."""
+    product = math.prod(sizes.values())
+    if world_size % product:
+        used = " x ".join(f"{flag}={size}" for flag, size in sizes.items() if size > 1)
+        raise ValueError(
+            f"{used}: {what} on {product} processes, and the job has {world_size}; expected a number of processes "
+            f"that {product} divides; start {-(-world_size // product) * product}, or lower one of these{more}"
+        )
+
+
 def check_world(args: Namespace) -> None:
-    """Raises ValueError when the model-parallel sizes do not divide the number of processes."""
-    sizes = {name: getattr(args, name) for name in list(RANGES) if name.endswith("_model_parallel_size")}
-    sizes.pop("expert_model_parallel_size")  # lies inside of the data-parallel ranks
-    sizes["context_parallel_size"] = args.context_parallel_size
+    """Raises ValueError when the model-parallel sizes, or those of the experts, do not divide the number of
+    processes."""
     if args.use_checkpoint_args and args.use_mp_args_from_checkpoint_args:
         return  # the sizes are in the checkpoint
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if args.world_size % product:
-        used = " x ".join(f"{flag_of(name)}={size}" for name, size in sizes.items() if size > 1)
-        raise ValueError(
-            f"{used}: a model on {product} processes, and the job has {args.world_size}; expected a number of "
-            f"processes that {product} divides; start {-(-args.world_size // product) * product}, or lower one of these"
-        )
+    tensor, pipeline = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+    sizes = {tensor: args.tensor_model_parallel_size, pipeline: args.pipeline_model_parallel_size}
+    _check_product(sizes | {"--context-parallel-size": args.context_parallel_size}, args.world_size, "a model")
+    # Tensor parallelism cuts experts, too, unless they have a size of their own. Context-parallel ranks hold different
+    # experts (megatron/core/parallel_state.py, initialize_model_parallel).
+    more = ", or add --expert-tensor-parallel-size 1" if sizes[tensor] > 1 else ""
+    if args.expert_tensor_parallel_size is not None:
+        sizes["--expert-tensor-parallel-size"], more = args.expert_tensor_parallel_size, ""
+        del sizes[tensor]
+    sizes["--expert-model-parallel-size"] = args.expert_model_parallel_size
+    _check_product(sizes, args.world_size, "experts", more)
 
 
 def check_checkpoint_flags(args: Namespace) -> None:

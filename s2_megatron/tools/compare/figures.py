@@ -18,7 +18,7 @@ from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, 
 from s2_megatron.tools.compare.settings import DENSE, Arm
 from s2_megatron.tools.compare.table import AXIS_NAMES
 
-COLOURS = ["#333333", "#2f6db3", "#e58a2e", "#1e8449", "#7d3c98", "#c0392b", "#16a085", "#b7950b"]
+COLOURS = ["#333333", "#2f6db3", "#e58a2e", "#1e8449", "#7d3c98", "#c0392b", "#16a085", "#b7950b", "#8c5a3c", "#d16ba5"]
 MAX_POINTS = 1500  # of a line: more are not seen, and make the page heavy
 POSITION = re.compile(r"lm loss by position/(\d+)-(\d+)( validation)?")
 
@@ -60,7 +60,7 @@ def draw_loss(axis, comparison: Comparison, x: str) -> bool:
 
 def draw_difference(axis, comparison: Comparison, x: str) -> bool:
     baseline = comparison.results[0].arm.runs[0]
-    drawn = False
+    limits = []  # of the raw differences of each pair, without the first tenth
     for index, result in enumerate(comparison.results):
         colour = COLOURS[index % len(COLOURS)]
         for which, paired in enumerate(comparison.paired[result.arm.name]):
@@ -74,10 +74,7 @@ def draw_difference(axis, comparison: Comparison, x: str) -> bool:
             )
             axis.plot(places, raw, color=colour, alpha=0.2, linewidth=0.6)
             axis.plot(places, mean, color=colour, linewidth=1.5, label=result.arm.name if which == 0 else None)
-            late = raw[len(raw) // 10 :]
-            low, high = np.percentile(late, [1, 99])
-            axis.set_ylim(*((min(low, 0) * 1.3 - 1e-4, max(high, 0) * 1.3 + 1e-4)))
-            drawn = True
+            limits.append(np.percentile(raw[len(raw) // 10 :], [1, 99]))
         if result.difference is not None:
             first = comparison.paired[result.arm.name][0]
             start = baseline.at(first.steps[-result.difference.steps // result.difference.pairs :][:1], x)[0]
@@ -86,7 +83,10 @@ def draw_difference(axis, comparison: Comparison, x: str) -> bool:
             )
     axis.axhline(0, color="#333333", linewidth=0.8)
     axis.set_title("paired difference, and the interval of the verdict")
-    return drawn
+    if limits:
+        low, high = np.min(limits), np.max(limits)
+        axis.set_ylim(min(low, 0) * 1.3 - 1e-4, max(high, 0) * 1.3 + 1e-4)
+    return bool(limits)
 
 
 def draw_validation(axis, comparison: Comparison, x: str) -> bool:

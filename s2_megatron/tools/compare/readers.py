@@ -198,8 +198,8 @@ def _take_settings(piece: Piece) -> None:
 
 
 def read_wandb_path(path: str) -> Piece:
-    """A run on a wandb server. path: entity/project/run. WANDB_BASE_URL and WANDB_API_KEY choose and open the "
-    "server."""
+    """A run on a wandb server. path: entity/project/run. WANDB_BASE_URL and WANDB_API_KEY choose and open the
+    server."""
     import wandb
 
     try:
@@ -209,9 +209,9 @@ def read_wandb_path(path: str) -> Piece:
             _add_history(piece, row)
     except (wandb.errors.Error, ValueError) as error:
         raise ValueError(
-            f"run {path}: the wandb server does not give it ({error}); expected entity/project/run of a run that this "
-            "machine's "
-            "wandb login may read; see `wandb login` and WANDB_BASE_URL"
+            f"run {path}: no such file or folder here, and as entity/project/run the wandb server does not give it "
+            f"({error}); expected a path that exists, or a run that this machine's wandb login may read; check the "
+            "path, or see `wandb login` and WANDB_BASE_URL"
         ) from error
     _take_settings(piece)
     return piece

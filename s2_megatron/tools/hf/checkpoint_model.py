@@ -19,7 +19,7 @@ from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_o
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """Megatron's imports report every package that is not installed."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
@@ -28,7 +28,7 @@ def _quiet():
 
 def checkpoint_arguments(folder: Path) -> Namespace:
     """Megatron's arguments in a torch_dist checkpoint. Raises ValueError when they cannot be read."""
-    with _quiet():
+    with quiet():
         from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
         install_if_no_gpu()  # without it Megatron, which knows the types of its arguments, cannot be imported
@@ -90,7 +90,7 @@ def load_model(
         *{torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, []),
     ]  # fmt: skip
     _one_process()
-    with _quiet(), _command_line(flags):
+    with quiet(), _command_line(flags):
         use_prebuilt_dataset_helpers()
         args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
         args.softmax_scale = sparsity.softmax_scale

@@ -4,13 +4,14 @@ checkpoint, from which pretraining with S2-Attention continues.
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
     torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml --load llama-megatron --finetune ...
 
-It prints the model flags for the launcher. One tensor is in memory at a time.
+It prints the flags of model and tokenizer for the launcher. One tensor is in memory at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
 
 # Modules whose empty _extra_state Megatron asks for in every layer.
 _EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
 _ROPE_BUFFER = "rotary_emb.inv_freq"  # old folders carry it
 
 
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB. Train on with --load {args.output} "
         "--finetune and"
     )
+    if stored.tokenizer_type == TOKENIZER:
+        flags = [*flags, f"--tokenizer-type={TOKENIZER}", f"--tokenizer-model={shlex.quote(stored.tokenizer_model)}"]
     print("  " + " \\\n  ".join(flags))
     return 0
 
@@ -126,10 +130,13 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
 
 def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str]) -> argparse.Namespace:
     """What Megatron stores with a checkpoint: all its arguments, here the defaults with the model's flags."""
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.tools.hf.checkpoint_model import quiet
 
-    install_if_no_gpu()
-    from megatron.training.arguments import add_megatron_arguments
+    with quiet():
+        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+        install_if_no_gpu()
+        from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_args(flags)
@@ -137,7 +144,7 @@ def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str
     args.seq_length = content.get("max_position_embeddings", 2048)
     args.layernorm_epsilon = getattr(args, "layernorm_epsilon", content.get("rms_norm_eps", 1e-6))
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", str(folder.resolve())
+        args.tokenizer_type, args.tokenizer_model = TOKENIZER, str(folder.resolve())
     if content.get("s2_sparsity") is not None:
         from s2_megatron.config.stored import sparsity_from_stored
 

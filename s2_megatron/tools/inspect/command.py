@@ -41,7 +41,7 @@ from s2_megatron.tools.inspect.exchange_picture import draw_exchange
 from s2_megatron.tools.inspect.facts import all_facts
 from s2_megatron.tools.inspect.pictures import MOST_DRAWN, draw
 from s2_megatron.tools.inspect.printed import notes, tables
-from s2_megatron.tools.launch_line import parse_launch_line
+from s2_megatron.tools.launch_line import launch_words, parse_launch_line
 
 DEFAULT_GPU = "NVIDIA H200"
 MOST_CP_WORK = 2**24  # ranks times blocks of the sequence, for the exchange
@@ -89,20 +89,11 @@ def _check_pictures(args: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {printable(file, 200)}: {what}; expected a file name that ends in .png")
 
 
-def _launch_words(words: list[str]) -> list[str]:
-    """The words behind --; of a single - those of the standard input, one a line or as one text, whose lines then end
-    with a backslash."""
-    if words != ["-"]:
-        return words
-    text = sys.stdin.read().strip()
-    return [text] if "\\\n" in text else [line for line in text.splitlines() if line]
-
-
 def _read(args: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...], int | None]:
     """(Megatron's flags, the launch line's words, GPUs or None)."""
     if args.launch_line is None:
         return read_flags((), args), (), args.gpus
-    line = parse_launch_line(_launch_words(args.launch_line))
+    line = parse_launch_line(launch_words(args.launch_line))
     gpus = args.gpus
     if gpus is None and line.script is not None:
         gpus = line.world_size()
