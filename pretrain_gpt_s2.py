@@ -54,13 +54,13 @@ def main() -> None:
     from s2_megatron.megatron.run_status import recorded_run
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
-    use_prebuilt_dataset_helpers()
 
-    # Until here nothing can go wrong by a flag; in here, what does is one line.
+    # In here whatever goes wrong is one line.
     with start_up(add_s2_arguments) as provider:
         args = parse_and_validate_args(
             extra_args_provider=provider, args_defaults={"tokenizer_type": DEFAULT_TOKENIZER}
         )
+        use_prebuilt_dataset_helpers()
         if on_cpu:
             require_cpu_settings(args)
         run = prepare_s2(args)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
+from s2_megatron.megatron.dataset_helpers import check_build
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
 from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
@@ -56,17 +57,17 @@ def _prebuilt_dataset_helpers() -> None:
 
 
 def use_prebuilt_dataset_helpers() -> bool:
-    """Skips Megatron's `make` when there is no Makefile to run; True when it is skipped (a source checkout is left
-    alone).
+    """Skips Megatron's `make` when there is no Makefile to run; True when it is skipped. A checkout builds the library.
 
     `pretrain()` runs `make` in `megatron/core/datasets` and exits when that fails. The wheel has the compiled library
     there but no Makefile, so without this no run from the wheel starts, on GPUs either.
-    Raises ValueError when the compiled library is missing too.
+    Raises ValueError when the compiled library is missing too, and for what keeps a checkout from building it.
     """
     from megatron.core.datasets import utils
 
     folder = Path(utils.__file__).parent
     if (folder / "Makefile").exists():
+        check_build(folder)
         return False
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         raise ValueError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +18,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from s2_megatron import printing
 from s2_megatron.megatron import data as gpt_data
+from s2_megatron.megatron.dataset_helpers import check_build
 from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
 ROOT = Path(__file__).resolve().parents[2]
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 class Rerun:
@@ -134,6 +138,7 @@ def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(dataset_utils, "compile_helpers", lambda: built.append("make"))
     monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
     (tmp_path / "Makefile").write_text("")
+    (tmp_path / f"helpers_cpp{SUFFIX}").write_text("")
     assert not use_prebuilt_dataset_helpers()
     dataset_utils.compile_helpers()
     assert built == ["make"]
@@ -146,6 +151,45 @@ def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="reinstall megatron-core"):
         use_prebuilt_dataset_helpers()
+
+
+@pytest.mark.parametrize(
+    "tools, found",
+    [
+        ({}, "there is no make; expected it on PATH; apt-get install make g++"),
+        ({"make": "true", "g++": "true"}, "python3, which is not on PATH, has no pybind11; "),
+        (
+            {"make": "true", "g++": "true", "python3": "exit 1"},
+            "/python3 has no pybind11; expected it in the",
+        ),
+        ({"make": "true", "g++": "true", "python3": "true", "python3-config": "echo .x.so"}, "says .x.so; expected"),
+        ({"make": "true", "g++": "true", "python3": "true", "python3-config": f"echo {SUFFIX}"}, None),
+    ],
+)
+def test_a_checkout_that_cannot_be_built_is_refused(monkeypatch, tmp_path, tools, found):
+    folder = tmp_path / "megatron core"
+    folder.mkdir()
+    (folder / "helpers.cpp").write_text("")
+    for tool, does in tools.items():
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("RANK", "1")
+    check_build(folder)  # rank 0 builds
+    monkeypatch.setenv("RANK", "0")
+    if found is None:
+        check_build(folder)
+        return
+    with pytest.raises(ValueError, match=re.escape(found)) as raised:
+        check_build(folder)
+    assert str(raised.value).startswith(f"{folder}: Megatron's dataset helpers are not built for this Python")
+    (library := folder / f"helpers_cpp{SUFFIX}").write_text("")
+    check_build(folder)
+    os.utime(folder / "helpers.cpp", (2**31, 2**31))  # an edited source is built again
+    with pytest.raises(ValueError, match=re.escape(found)):
+        check_build(folder)
+    assert library.exists()
 
 
 CPU_FOR_CUDA = """
