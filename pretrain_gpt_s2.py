@@ -9,9 +9,9 @@ layer (here a toy of 4 layers):
 
     Attention of 4 layers, 4 query / 2 KV heads, 128 tokens, blocks of 16
     │ layer │ spec │ kind  │ pattern                       │ density │ coverage │ core           │
-    │ 0     │ D    │ dense │ dense                         │  100.0% │   100.0% │ Megatron local │
-    │ 1, 3  │ S    │ s2    │ local 2 + stride 4, 2 offsets │   53.5% │    75.0% │ S2             │
-    │ 2     │ S    │ s2    │ local 2 + stride 4, 2 offsets │   48.8% │    66.7% │ S2             │
+    │ 0, 2  │ S    │ s2    │ local 2 + stride 4, 2 offsets │   53.5% │    75.0% │ S2             │
+    │ 1     │ S    │ s2    │ local 2 + stride 4, 2 offsets │   48.8% │    66.7% │ S2             │
+    │ 3     │ D    │ dense │ dense                         │  100.0% │   100.0% │ Megatron local │
     S2 dense layers: computed by Megatron local (Megatron's local attention suits seq_length=128, one document a sample)
 
 On a machine without a GPU the run takes the CPU (gloo) and says so.

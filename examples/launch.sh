@@ -39,12 +39,14 @@ for name in DRY_RUN MOCK_DATA PREFLIGHT; do
         exit 2
     fi
 done
-for name in NNODES GPUS_PER_NODE; do
-    if [[ ! ${!name} =~ ^[1-9][0-9]{0,8}$ ]]; then
-        echo "error: $(basename "$0"): $name=${!name}; expected a number, 1 or more" >&2
-        exit 2
-    fi
-done
+if [[ ! $NNODES =~ ^[1-9][0-9]{0,8}$ ]]; then
+    echo "error: $(basename "$0"): NNODES=$NNODES; expected a number, 1 or more" >&2
+    exit 2
+fi
+if [[ ! $GPUS_PER_NODE =~ ^([1-9][0-9]{0,8}|gpu|auto|cpu)$ ]]; then
+    echo "error: $(basename "$0"): GPUS_PER_NODE=$GPUS_PER_NODE; expected a number, 1 or more, or gpu for all" >&2
+    exit 2
+fi
 
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
@@ -135,7 +137,7 @@ launch() {
         fi
     fi
     if [[ ${DRY_RUN:-0} == 1 ]]; then
-        printf '%s\n' "${command[@]}"
+        printf '%s\n' env "CUDA_DEVICE_MAX_CONNECTIONS=$CUDA_DEVICE_MAX_CONNECTIONS" "${command[@]}"
         return
     fi
     # Of torch: which rank did not come, when a collective times out (docs/context_parallel.md).

@@ -44,7 +44,19 @@ def test_a_missing_transformer_engine_is_said(monkeypatch, installed, said):
     text = start_up.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
     assert text.startswith("Megatron refuses these flags: --qk-clip is only supported with TE >= 2.9.0. (Assert")
     assert ("or check where Transformer Engine is installed, which it is not here" in text) == said
-    assert "is not here" not in start_up.error_text(AssertionError("--tensor-model-parallel-size"))
+    for other in ("--tensor-model-parallel-size", "Transformer Engine cross entropy loss fusion is disabled"):
+        assert "is not here" not in start_up.error_text(AssertionError(other))
+
+
+@pytest.mark.parametrize(("found", "expected"), [("1", "8"), ("8", "1"), (None, "1")])
+def test_connections_are_no_flag(monkeypatch, found, expected):
+    """Megatron wants one for tensor and context parallelism, and more than one for FSDP."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if found is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", found)
+    text = start_up.error_text(AssertionError("FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one"))
+    assert text.startswith("Megatron refuses this environment: FSDP always")
+    assert f"; expected CUDA_DEVICE_MAX_CONNECTIONS={expected} in the environment; export " in text
 
 
 def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:
@@ -66,7 +78,8 @@ def test_a_dry_run_checks_and_prints(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Attention of 24 layers" in done.stderr and "nothing wrong found: 8 processes" in done.stderr
     command = done.stdout.splitlines()
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"] and "--s2-config" in command
+    assert command[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert command[2:5] == [sys.executable, "-m", "torch.distributed.run"] and "--s2-config" in command
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
 
 
@@ -87,7 +100,7 @@ def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
         ("MOCK_DATA", "yes", "0 or 1"),
         ("PREFLIGHT", "off", "0 or 1"),
         ("NNODES", "two", "a number, 1 or more"),
-        ("GPUS_PER_NODE", "0", "a number, 1 or more"),
+        ("GPUS_PER_NODE", "0", "a number, 1 or more, or gpu for all"),
     ],
 )
 def test_a_setting_that_is_none_starts_nothing(tmp_path, name, value, expected):

@@ -84,7 +84,7 @@ def test_every_node_starts_torchrun_with_its_rank(cluster, script):
     assert submit(cluster, script, "--x", "y z", **settings).returncode == 0
     for rank, line in enumerate(lines[2::2]):
         started = log(cluster, rank).read_text().splitlines()
-        assert started == shlex.split(line)
+        assert ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1", *started] == shlex.split(line)
         value = dict(pairwise(started))
         assert [value[flag] for flag in RENDEZVOUS] == ["4", str(rank), "gpu07", str(15000 + 123456 % 17000), "8"]
         assert value["--x"] == "y z" and value["--s2-config"] == str(config)
@@ -108,6 +108,7 @@ MISTAKES = [
     ({}, [], ["Makefile"], ("launcher=Makefile", "does not source examples/launch.sh")),
     ({"REQUEUE": "yes"}, [], ["examples/pretrain_7b.sh"], ("REQUEUE=yes", "0 or 1")),
     ({"DRY_RUN": "true"}, [], ["examples/pretrain_7b.sh"], ("DRY_RUN=true", "0 or 1")),
+    ({"PREFLIGHT": "off"}, [], ["examples/pretrain_7b.sh"], ("PREFLIGHT=off", "0 or 1")),
     (
         {"SLURM_JOB_NODELIST": "nowhere", "STUB_HOSTS": ""},
         [],

@@ -51,7 +51,8 @@ _WINDOW = Arm("window", window_alone=True)
 _ONE_OFFSET = Arm("one-offset", spec=dict(head_step=0, layer_step=0))
 FOURTH = Arm("dense-fourth", dense="every fourth")
 BY_QUERY_HEAD = Arm("offsets-query", spec=dict(slide="query"))
-CONTROLLED = (_DENSE, Arm("hybrid", dense="first two"), Arm(SHARDED), _ONE_OFFSET, _WINDOW)
+_HYBRID = Arm("hybrid", dense="first two")
+CONTROLLED = (_DENSE, _HYBRID, Arm(SHARDED), _ONE_OFFSET, _WINDOW)
 
 
 def stride_arm(stride: int) -> Arm:
@@ -67,6 +68,10 @@ def heads_arm(count: int) -> Arm:
     return Arm("dense-heads", spec=dict(dense_heads={"spread": count}))
 
 
+# Of four KV heads one is dense: of a multiple of four layers, as many pairs as every fourth layer.
+WITH_HYBRIDS = (*CONTROLLED, FOURTH, heads_arm(1))
+
+
 def long_arms(stride: int) -> tuple[Arm, ...]:
     """Dense, dense-fourth, s2, window, and s2 with twice and four times the stride."""
     return (_DENSE, FOURTH, Arm(SHARDED), _WINDOW, stride_arm(2 * stride), stride_arm(4 * stride))
@@ -77,12 +82,12 @@ def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:
     as many as have the pairs of two dense layers."""
     return (
         Arm(SHARDED),
-        Arm("hybrid", dense="first two"),
+        _HYBRID,
         Arm("dense-middle", dense="middle two"),
         Arm("dense-last", dense="last two"),
         FOURTH,
         Arm("dense-one", dense="middle one"),
-        Arm(BASELINE, dense="all"),
+        _DENSE,
         heads_arm(dense_heads),
         *(stride_arm(each) for each in _strides(stride) if each != stride),
         *(window_arm(each) for each in _windows(window) if each != window),

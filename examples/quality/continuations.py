@@ -24,7 +24,7 @@ def _continued(
     name: str, study: Study, start_tokens: int, tokens: int, *, arms=ARMS, from_scratch=(), **changed
 ) -> Study:
     """Goes on from the study's dense model, as these of its arms."""
-    start = Start(study, start_tokens, arms, from_scratch=tuple(from_scratch))
+    start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
     trained = tuple(arm for arm in study.arms if arm.name in arms)
     return replace(study, name=name, tokens=tokens, start=start, arms=trained, **changed)
 

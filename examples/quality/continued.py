@@ -147,7 +147,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     start = study.start
     tokens, start_tokens = int(parsed.tokens or study.tokens), int(parsed.start_tokens or start.tokens)
     study.iterations(tokens), start.study.iterations(start_tokens)
-    arms = [arm for arm in start.arms if arm in parsed.arms]
+    arms = [arm for arm in study.arm_names if arm in parsed.arms]
     if BASELINE not in arms:
         raise ValueError(
             f"--arms {' '.join(parsed.arms)}: expected {BASELINE} among them, the arm to compare with; add it"

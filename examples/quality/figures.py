@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 from examples.quality.positions import mean_positions
@@ -15,34 +14,40 @@ BY_TOKENS, BY_POSITION = "tokens", "first position of the bucket"
 
 def draw_curves(comparison: Comparison, file: Path) -> None:
     """Four panels: training loss over tokens and hours, paired differences, the gap in validation loss by position."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure, axes = _panels(2, 2, 7.5)
     draw_loss(axes[0, 0], comparison, "tokens")
     draw_difference(axes[0, 1], comparison, "tokens")
     draw_loss(axes[1, 0], comparison, "hours")
-    _draw_position_gap(axes[1, 1], comparison)
+    _draw_position_gap(axes[1, 1], comparison, {result.arm.name for result in comparison.results})
     _save(figure, axes.flat, (BY_TOKENS, BY_TOKENS, "hours of training steps", BY_POSITION), file)
 
 
 def draw_arms(comparison: Comparison, arms: Collection[str], file: Path) -> None:
-    """Two panels of the baseline and these arms: paired differences over tokens, the gap in validation loss by
-    position."""
-    from matplotlib import pyplot
-
-    base, *others = comparison.results
-    shown = replace(comparison, results=(base, *(each for each in others if each.arm.name in arms)))
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.9), layout="constrained")
-    draw_difference(axes[0], shown, "tokens")
-    axes[0].set_title(f"training loss minus that of {base.arm.name}, and the interval of the verdict")
-    _draw_position_gap(axes[1], shown)
+    """Two panels of these arms against the baseline: paired differences over tokens, the gap in validation loss by
+    position. An arm has one colour in the pictures of all questions."""
+    figure, axes = _panels(1, 2, 3.9)
+    draw_difference(axes[0], comparison, "tokens", arms)
+    axes[0].set_title(f"training loss minus that of {comparison.results[0].arm.name}, and the interval of the verdict")
+    _draw_position_gap(axes[1], comparison, arms)
     _save(figure, axes, (BY_TOKENS, BY_POSITION), file)
 
 
-def _draw_position_gap(axis, comparison: Comparison) -> None:
+def _panels(rows: int, columns: int, height: float):
+    """A figure, its height in inches, and its axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, columns, figsize=(11, height), layout="constrained")
+
+
+def _draw_position_gap(axis, comparison: Comparison, arms: Collection[str]) -> None:
     base = comparison.results[0]
     places, losses = mean_positions(base)
     for index, result in enumerate(comparison.results[1:], start=1):
+        if result.arm.name not in arms:
+            continue
         colour = COLOURS[index % len(COLOURS)]
         axis.plot(places, mean_positions(result)[1] - losses, color=colour, marker="o", label=result.arm.name)
     axis.axhline(0, color="#333333", linewidth=0.8)

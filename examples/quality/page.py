@@ -341,10 +341,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
     parsed = parser.parse_args()
-    if not parsed.check:
-        import matplotlib
-
-        matplotlib.use("Agg")
     for path, text in PAGES:
         page = path.read_text()
         current = with_results(page, text(DATA, pictures=not parsed.check))

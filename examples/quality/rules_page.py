@@ -117,14 +117,15 @@ def question_table(found: Findings, question: Question, table: Callable) -> list
             _difference(loss, arm, base, comparisons),
             _value(trailing, arm, 4),
             _difference(trailing, arm, base, comparisons),
-            _value(found.effects.get(RECALL), arm, 1),
+            *([_value(found.effects[RECALL], arm, 1)] if RECALL in found.effects else []),
             *(f"{forecast(study, arm, length):.0f}" for length in LENGTHS),
         ]
         for arm in arms
     ]
     at = [f"ms at {length // 1024}K" for length in LENGTHS]
     against = f"against {question.arms[base]}"
-    return table(["", "pairs", LOSS, against, TRAILING_LOSS, against, "recall, %", *at], rows)
+    recall = ["recall, %"] if RECALL in found.effects else []
+    return table(["", "pairs", LOSS, against, TRAILING_LOSS, against, *recall, *at], rows)
 
 
 def verdict_text(found: Findings, question: Question, name: str) -> str:
@@ -162,12 +163,12 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         "One seed: how large differences by chance are is not known."
         if loss.freedom == 0
         else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
-        f"loss, {loss.freedom} degrees of freedom)."
+        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a table together."
     )
+    recall = f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."
     lines = [
         spread,
-        "Intervals are at 95 % for all comparisons of a table together. Recall is the share of right answers of the "
-        f"same arms trained on `{found.study.recall}`.",
+        *([recall] if RECALL in found.effects else []),
         f"Milliseconds are the forecast (`s2-megatron inspect`) of one {GPU} for a step of one sequence through "
         f"{found.study.model.num_layers} layers of a 7B model.",
         "",
@@ -189,14 +190,11 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
 
 def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:
     """What docs/patterns.md says: one row a question."""
-    rows = []
+    rows, measures = [], [name for name in (LOSS, TRAILING_LOSS, RECALL) if name in found.effects]
     for question in found.study.questions:
         if not found.answered(question):
             continue
-        measured = [
-            verdict_text(found, question, name) if found.answered(question, name) else "-"
-            for name in (LOSS, TRAILING_LOSS, RECALL)
-        ]
+        measured = [verdict_text(found, question, name) if found.answered(question, name) else "-" for name in measures]
         values = [found.effects[LOSS].mean(arm) for arm in found.competing(question)]
         rows.append([question.text, *measured, f"{np.ptp(values):.4f}"])
     if not rows:
@@ -208,8 +206,8 @@ def summary(found: Findings, tokens: float, device: str, table: Callable) -> lis
         f"{device}; around a window of {study.local_tokens} and a stride of {study.stride}. It is small and has seen "
         "few tokens: a large model may give other answers.",
         "",
-        *table(["question", f"by {LOSS}", f"by {TRAILING_LOSS}", "by recall", "from best to worst, in loss"], rows),
+        *table(["question", *(f"by {name}" for name in measures), "from best to worst, in loss"], rows),
         "",
-        "The tables behind it, with intervals and step times: [quality.md](quality.md#rules-of-thumb-at-8k).",
+        "The tables behind it, with step times: [quality.md](quality.md#rules-of-thumb-at-8k).",
         "",
     ]

@@ -44,6 +44,7 @@ from examples.quality.workers import (
     remove_checkpoints,
     run_jobs,
 )
+from s2_megatron.tools.commands import CommandParser
 
 DEFAULT_RUNS = ROOT / "runs" / "quality"
 DEFAULT_RESULTS = ROOT / "docs" / "quality"
@@ -52,7 +53,7 @@ COMPLETE, FAILURE, WRONG, AGAIN = 0, 1, 2, 3
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m examples.quality.run",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

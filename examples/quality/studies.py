@@ -14,12 +14,11 @@ from examples.quality.arms import (
     BASELINE,
     BY_QUERY_HEAD,
     CONTROLLED,
-    FOURTH,
     PLACEMENTS,
     SHARDED,
+    WITH_HYBRIDS,
     Arm,
     Question,
-    heads_arm,
     long_arms,
     rules_arms,
     rules_questions,
@@ -97,14 +96,12 @@ class Study:
 class Start:
     """A dense model that the arms of a study go on from: `study`'s, trained for `tokens`.
 
-    arms: those that go on from it. rate_share: their learning rate as a share of that of the dense run, the same for
-    all. from_scratch: arms that are trained from random weights, too, for the FLOPs of the dense run and of the arm's
-    continuation together.
+    rate_share: the learning rate of all that go on, as a share of that of the dense run. from_scratch: arms that are
+    trained from random weights, too, for the FLOPs of the dense run and of the arm's continuation together.
     """
 
     study: Study
     tokens: int
-    arms: tuple[str, ...]
     rate_share: float = 1 / 3
     from_scratch: tuple[str, ...] = ()
 
@@ -144,9 +141,9 @@ STUDIES = {
             micro_batch=8,
             tokens=150_000_000,
             rate_tokens=10_000_000,
-            # Four KV heads: those of one layer cover half of a stride of 8, all of a stride of 4, and the 12 query
-            # heads all of both.
-            arms=(*CONTROLLED, FOURTH, heads_arm(1), stride_arm(4), BY_QUERY_HEAD),
+            # The four KV heads of a layer cover half of a stride of 8. Two arms cover all of theirs: a stride of 4, and
+            # offsets by query head (12 of them).
+            arms=(*WITH_HYBRIDS, stride_arm(4), BY_QUERY_HEAD),
         ),
         Study(
             "retrieval8k",
@@ -160,7 +157,7 @@ STUDIES = {
             rate_tokens=50_000_000,
             eval_batches=16,
             tasks=TaskSettings(sequences=20_000, pairs=256, chains=32),
-            arms=(*CONTROLLED, FOURTH, heads_arm(1)),
+            arms=WITH_HYBRIDS,
         ),
         Study(
             "retrieval32k",
@@ -174,7 +171,7 @@ STUDIES = {
             rate_tokens=100_000_000,
             eval_batches=16,
             tasks=TaskSettings(sequences=10_000, pairs=512, chains=64),
-            arms=(*CONTROLLED, FOURTH, heads_arm(1)),
+            arms=WITH_HYBRIDS,
         ),
         Study(
             "lm32k",

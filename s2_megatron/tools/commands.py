@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage and line."""
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser of the command line, with the arguments of the chosen subcommand only."""
-    parser = _Parser(prog="s2-megatron", description="Tools of S2-Attention in Megatron.")
+    parser = CommandParser(prog="s2-megatron", description="Tools of S2-Attention in Megatron.")
     parser.add_argument("--version", action="version", version=f"s2-megatron {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():

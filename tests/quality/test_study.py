@@ -121,10 +121,13 @@ def test_where_an_arm_begins_to_lose():
 
 
 def test_arguments_are_refused(capsys):
-    for wrong in (["lm8k", "--tokens", "-1"], ["lm9k"], ["lm8k", "--arms", "sparse"]):
-        with pytest.raises(SystemExit):
+    found = {"--tokens=-1": "a number above 0", "lm9k": "choose from lm8k", "sparse": "expected dense, hybrid"}
+    for wrong in (["lm8k", "--tokens=-1"], ["lm9k"], ["lm8k", "--arms", "sparse"]):
+        with pytest.raises(SystemExit, match="2"):
             parse_arguments(wrong)
-    assert "--tokens=-1: expected a number above 0" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and said.count("\n") == 1 and wrong[-1] in said, said
+        assert found[wrong[-1]] in said.replace("'", "")
 
 
 def test_prose_is_wrapped_and_code_is_not():

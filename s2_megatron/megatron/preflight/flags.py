@@ -39,6 +39,7 @@ RANGES = {
     "pipeline_model_parallel_size": (1, 2**16),
     "context_parallel_size": (1, 2**16),
     "expert_model_parallel_size": (1, 2**16),
+    "expert_tensor_parallel_size": (1, 2**16),
     "micro_batch_size": (1, 2**20),
     "global_batch_size": (1, LARGE),
     "train_iters": (1, 10**12),
@@ -184,21 +185,22 @@ def _split(text: str | None) -> list[float] | None:
     if text is None:
         return None
     try:
-        shares = [float(part) for part in text.replace("/", ",").split(",")]
+        shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip())]
         return shares if shares == [float(part) for part in re.findall(r"[.0-9]+", text)] else [-1.0]
     except ValueError:
         return [-1.0]
 
 
-def _check_product(sizes: dict[str, int], world_size: int, what: str, more: str = "") -> None:
-    """Raises ValueError when the product of the sizes, by their flags, does not divide the number of processes. more:
-    another remedy."""
+def _check_product(sizes: dict[str, int], world_size: int, what: str, also: int = 1, more: str = "") -> None:
+    """Raises ValueError when the product of the sizes, by their flags, does not divide the number of processes. also:
+    what has to divide it, too. more: another remedy."""
     product = math.prod(sizes.values())
     if world_size % product:
         used = " x ".join(f"{flag}={size}" for flag, size in sizes.items() if size > 1)
+        fitting = math.lcm(product, also)
         raise ValueError(
             f"{used}: {what} on {product} processes, and the job has {world_size}; expected a number of processes "
-            f"that {product} divides; start {-(-world_size // product) * product}, or lower one of these{more}"
+            f"that {product} divides; start {-(-world_size // fitting) * fitting}, or lower one of these{more}"
         )
 
 
@@ -209,15 +211,17 @@ def check_world(args: Namespace) -> None:
         return  # the sizes are in the checkpoint
     tensor, pipeline = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     sizes = {tensor: args.tensor_model_parallel_size, pipeline: args.pipeline_model_parallel_size}
-    _check_product(sizes | {"--context-parallel-size": args.context_parallel_size}, args.world_size, "a model")
+    model = sizes | {"--context-parallel-size": args.context_parallel_size}
+    _check_product(model, args.world_size, "a model")
     # Tensor parallelism cuts experts, too, unless they have a size of their own. Context-parallel ranks hold different
     # experts (megatron/core/parallel_state.py, initialize_model_parallel).
-    more = ", or add --expert-tensor-parallel-size 1" if sizes[tensor] > 1 else ""
+    uncut = args.world_size % (sizes[pipeline] * args.expert_model_parallel_size) == 0
+    more = ", or add --expert-tensor-parallel-size 1" if sizes[tensor] > 1 and uncut else ""
     if args.expert_tensor_parallel_size is not None:
         sizes["--expert-tensor-parallel-size"], more = args.expert_tensor_parallel_size, ""
         del sizes[tensor]
     sizes["--expert-model-parallel-size"] = args.expert_model_parallel_size
-    _check_product(sizes, args.world_size, "experts", more)
+    _check_product(sizes, args.world_size, "experts", math.prod(model.values()), more)
 
 
 def check_checkpoint_flags(args: Namespace) -> None:

@@ -119,15 +119,14 @@ def error_text(error: BaseException, printed: str = "") -> str:
         name = printable(error.filename, 300)
         return f"{name}: {error.strerror}; expected a file that can be used; correct the flag that names it"
     said = printable(" ".join(text.split()) or _failing_line(error), LONGEST)
-    expected = "flags that it takes; correct them"
+    refused, expected = "these flags", "flags that it takes; correct them"
     if CONNECTIONS in said:  # no flag: 1 for tensor and context parallelism, more for FSDP
         variable = f"{CONNECTIONS}={8 if os.environ.get(CONNECTIONS) == '1' else 1}"
+        refused = "this environment"
         expected = f"{variable} in the environment; export {variable}, or write it in front of the command"
-    elif re.search(r"\bTE\b|Transformer Engine", said) and find_spec("transformer_engine") is None:
+    elif re.search(r"\b(TE|Transformer Engine)( version)? *>=", said) and find_spec("transformer_engine") is None:
         expected += ", or check where Transformer Engine is installed, which it is not here"
-    return (
-        f"Megatron refuses these flags: {said} ({type(error).__name__}); expected {expected} ({TRACEBACK} shows where)"
-    )
+    return f"Megatron refuses {refused}: {said} ({type(error).__name__}); expected {expected} ({TRACEBACK} shows where)"
 
 
 def check_repeats(arguments: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +58,13 @@ def draw_loss(axis, comparison: Comparison, x: str) -> bool:
     return True
 
 
-def draw_difference(axis, comparison: Comparison, x: str) -> bool:
+def draw_difference(axis, comparison: Comparison, x: str, arms: Collection[str] | None = None) -> bool:
+    """arms: those to draw, in the colours that they have among all."""
     baseline = comparison.results[0].arm.runs[0]
     limits = []  # of the raw differences of each pair, without the first tenth
     for index, result in enumerate(comparison.results):
+        if arms is not None and result.arm.name not in arms:
+            continue
         colour = COLOURS[index % len(COLOURS)]
         for which, paired in enumerate(comparison.paired[result.arm.name]):
             difference = paired.arm - paired.baseline
