@@ -81,5 +81,5 @@ NOT_ATTENTION = re.compile(
     r"|optimizer_(cpu_offload|offload_fraction)|use_torch_optimizer_for_cpu_offload"
     r"|cpu_offloading_retain_pinned_cpu_buffers|fine_grained_offloading_max_inflight_offloads"
     r"|min_offloaded_tensor_size|delay_offload_until_cuda_graph|biencoder_shared_query_context_model"
-    r"|query_in_block_prob|muon_split_qkv|high_priority_a2a_comm_stream|inference_dynamic_batching_.*)$"
+    r"|batch_invariant_backend|gdp_.*|mhc_.*|query_in_block_prob|muon_split_qkv|high_priority_a2a_comm_stream|inference_dynamic_batching_.*)$"
 )

@@ -133,6 +133,19 @@ def test_an_unknown_gpu_is_named(capsys):
     assert "no forecast: step time on 'NVIDIA A100'" in capsys.readouterr().out
 
 
+def test_what_does_not_fit_is_said(capsys):
+    """Of a GPU whose speed was not measured, too; of one that is not known nothing."""
+    line = " ".join(LINE).replace("--micro-batch-size 1", "--micro-batch-size 8").split()
+    said = {}
+    for gpu in ("H200", "NVIDIA H100", "A100"):
+        facts = inspected(capsys, "--gpu", gpu, "--", *line)
+        assert commands.main(["inspect", "--gpu", gpu, "--", *line]) == 0
+        peak = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("│ peak"))
+        said[gpu] = facts["memory"].get("gpu_gib"), peak.count("does not fit")
+        assert facts["memory"]["run"]["total_gib"] > 140
+    assert said == {"H200": (139.8, 2), "NVIDIA H100": (79.1, 2), "A100": (None, 0)}
+
+
 @pytest.mark.parametrize("arguments, word", [
     ([], "--num-layers, --num-attention-heads, --seq-length: not given"),
     (["--", "bash", "train.sh"], "is a shell script"),

@@ -29,7 +29,7 @@ VERSION = Refusal(
     "megatron_version",
     _unsupported_megatron,
     f"megatron-core {{megatron}} is installed; supported are >={MEGATRON_MINIMUM},<{MEGATRON_LIMIT}",
-    f"pip install 'megatron-core[training]>={MEGATRON_MINIMUM},<{MEGATRON_LIMIT}'",
+    f"pip install 'megatron-core[training]>={MEGATRON_MINIMUM},<{MEGATRON_LIMIT}', or a checkout of such a version",
     lambda args: {"megatron": megatron_version()},
 )
 

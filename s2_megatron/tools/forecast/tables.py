@@ -31,6 +31,7 @@ FOLDER = Path(__file__).parent
 FORMAT = 1
 BASE_HEAD_DIM = 128
 LAUNCH_TOKENS = 8192  # with fewer tokens a row of the tables is one of launches
+MEMORY_GIB = {"h100": 79.1}  # of GPUs without a table, as torch has it: that of 80 GB
 ALL_KV_HEADS = 8  # from so many KV heads on their number does not matter
 
 
@@ -183,12 +184,21 @@ def known_gpus() -> dict[str, Path]:
     return {json.loads(file.read_text(encoding="utf-8"))["gpu"]: file for file in sorted(FOLDER.glob("*.json"))}
 
 
+def _short(gpu: str) -> str:
+    return gpu.lower().removeprefix("nvidia").strip()
+
+
+def memory_gib(gpu: str) -> float | None:
+    """The memory of a GPU by its name, measured or not; None: not known."""
+    tables = load_tables(gpu)
+    return MEMORY_GIB.get(_short(gpu)) if tables is None else tables.memory_gib
+
+
 def load_tables(gpu: str) -> Tables | None:
     """The tables of a GPU by its name, with or without `NVIDIA`, or None: it was not measured. Raises ValueError for a
     file of another format."""
-    words = gpu.lower().removeprefix("nvidia").strip()
     for name, file in known_gpus().items():
-        if words and words == name.lower().removeprefix("nvidia").strip():
+        if _short(gpu) == _short(name):
             content = json.loads(file.read_text(encoding="utf-8"))
             if content.get("format") != FORMAT:
                 raise ValueError(

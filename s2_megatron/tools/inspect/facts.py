@@ -14,7 +14,7 @@ from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
 from s2_megatron.tools.forecast.step_time import exchange_costs, step_time
-from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables
+from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables, memory_gib
 from s2_megatron.tools.inspect.layer_kinds import layer_kinds
 from s2_megatron.tools.rules import warnings
 
@@ -159,6 +159,8 @@ def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
     facts: dict = dict(memory=dict(run=_memory(run), dense=_memory(run.dense())), no_forecast=[])
     choices = recompute_choices(run)
     facts["memory"]["by_recompute"] = {name: _memory(choice)["total_gib"] for name, choice in choices.items()}
+    if (limit := memory_gib(gpu)) is not None:
+        facts["memory"]["gpu_gib"] = limit
     tables = load_tables(gpu)
     if tables is None:
         known = ", ".join(known_gpus())
@@ -166,7 +168,6 @@ def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
         return facts
     mine, dense = _time(run, tables), _time(run.dense(), tables)
     mine["notes"] += reasons(words, UNKNOWN)
-    facts["memory"]["gpu_gib"] = tables.memory_gib
     facts["forecast"] = dict(
         gpu=tables.gpu,
         versions=tables.content["sources"][-1]["versions"],

@@ -123,9 +123,14 @@ def memory_table(facts: dict) -> Table:
     for name in dict.fromkeys([*mine["parts_gib"], *dense["parts_gib"]]):
         table.add_row(name, *(f"{each['parts_gib'].get(name, 0.0):,.2f}" for each in (mine, dense)))
     table.add_section()
-    table.add_row("peak", *(f"{each['total_gib']:,.1f}" for each in (mine, dense)))
+    table.add_row("peak", *(_fits(facts, each["total_gib"]) for each in (mine, dense)))
     table.add_row("at", *(each["largest_at"] for each in (mine, dense)))
     return table
+
+
+def _fits(facts: dict, gib: float) -> str:
+    limit = facts["memory"].get("gpu_gib")
+    return f"{gib:,.1f}" + (f" (of {limit:,.0f}: does not fit)" if limit and gib > limit else "")
 
 
 def recompute_table(facts: dict) -> Table:
@@ -133,9 +138,7 @@ def recompute_table(facts: dict) -> Table:
     steps = facts.get("forecast", {}).get("step_ms_by_recompute", {})
     table = _table("The same run by recomputation", "recompute", "peak GiB", *(["step, ms"] if steps else []))
     for name, gib in facts["memory"]["by_recompute"].items():
-        limit = facts["memory"].get("gpu_gib")
-        text = f"{gib:,.1f}" + (f" (of {limit:,.0f}: does not fit)" if limit and gib > limit else "")
-        table.add_row(name, text, *([milliseconds(steps[name])] if steps else []))
+        table.add_row(name, _fits(facts, gib), *([milliseconds(steps[name])] if steps else []))
     return table
 
 

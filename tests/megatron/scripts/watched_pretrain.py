@@ -38,7 +38,7 @@ def main():
 
     def noting_setup(*args, **kwargs):
         model, *rest = setup(*args, **kwargs)
-        counted["wrapper"] = type(model[0]).__name__
+        counted["wrapper"] = type(model[0]).__name__.removesuffix("V1")  # of Megatron-FSDP in Megatron 0.20
         return model, *rest
 
     training.setup_model_and_optimizer = noting_setup
