@@ -17,7 +17,7 @@ from s2_megatron.megatron.arguments import add_s2_arguments
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
-from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, S2_FLAGS, Bad, make_files
+from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
 from tests.tools.scripts.check_cases import violates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,7 @@ FINE = {
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
     "steps of a batch": (Bad({"--step-batch-size-schedule": "0:2 1M:4"}, (), (),
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
+    "a split with spaces": (Bad(DATA | {"--split": " 90 10, 0 "}, (), MOCK), ("nothing wrong found",)),
     "nothing to validate": (Bad({"--split": "100,0,0", "--eval-iters": "0"}, ()), ("nothing wrong found",)),
     "for GPUs": (Bad({"--bf16": None, "--no-masked-softmax-fusion": None}, (), ("--distributed-backend",)),
         ("note: no GPU here", "nothing wrong found")),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
-from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT
+from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, split_shares
 from s2_megatron.megatron.preflight.files import is_remote
 
 
@@ -37,7 +37,7 @@ def _has_no(package: str) -> bool:
 
 def _has_part(args: Namespace, part: int) -> bool:
     """Whether there is data to validate with (1), or to test with (2)."""
-    shares = [float(share) for share in (args.split or DEFAULT_SPLIT).replace("/", ",").split(",")]
+    shares = split_shares(args.split or DEFAULT_SPLIT)
     own = (args.train_data_path, args.valid_data_path, args.test_data_path)
     if args.per_split_data_args_path:
         return True  # the lists are in a file

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import sys
 from argparse import Namespace
@@ -24,6 +25,15 @@ INDEX_FIELDS = struct.Struct("<9sQBQQ")  # header, version, dtype, sequences, do
 DTYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # of Megatron's codes
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # of the codes of integers
 TOKENS_LOOKED_AT = 2**20  # of each dataset, its first ones
+
+
+def split_shares(text: str) -> list[float]:
+    """The numbers of --split, with commas, slashes or spaces between them. Raises ValueError for others, and where
+    Megatron reads other ones, such as of 1e-9: it takes every run of digits and points for a number."""
+    shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip())]
+    if shares != [float(part) for part in re.findall(r"[.0-9]+", text)]:
+        raise ValueError(f"--split={printable(text)}: no list of numbers in plain digits; expected one; use 99,1,0")
+    return shares
 
 
 def prefixes(words: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ the first thing that is wrong.
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.preflight.combinations import check_combinations
+from s2_megatron.megatron.preflight.datasets import split_shares
 from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
 
 LARGE = 2**31 - 1
@@ -171,24 +171,19 @@ def check_settings(args: Namespace) -> None:
             f"--wandb-project={printable(args.wandb_project)}: wandb is not installed; expected it; pip install wandb, "
             "or leave the flag out"
         )
-    shares = _split(args.split)
-    if shares is not None and not (len(shares) <= 3 and shares[0] > 0 and min(shares) >= 0 and sum(shares) < 1e12):
+    if args.split is not None and not _is_split(args.split):
         raise ValueError(
             f"--split={printable(args.split)}: expected up to three numbers in plain digits, 0 or more, the first "
             "above 0; use --split 99,1,0"
         )
 
 
-def _split(text: str | None) -> list[float] | None:
-    """The parts of --split: [-1.0] for what is no list of numbers, and for one that Megatron reads as another, such
-    as 1e-9: it takes every run of digits and points for a number."""
-    if text is None:
-        return None
+def _is_split(text: str) -> bool:
     try:
-        shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip())]
-        return shares if shares == [float(part) for part in re.findall(r"[.0-9]+", text)] else [-1.0]
+        shares = split_shares(text)
     except ValueError:
-        return [-1.0]
+        return False
+    return len(shares) <= 3 and shares[0] > 0 and min(shares) >= 0 and sum(shares) < 1e12
 
 
 def _check_product(sizes: dict[str, int], world_size: int, what: str, also: int = 1, more: str = "") -> None:
