@@ -23,6 +23,7 @@ from s2_megatron.megatron.patches import (
     install_checkpoint_hooks,
     install_flop_accounting,
     install_loss_log,
+    install_model_check,
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
@@ -73,6 +74,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     Raises ValueError when the command line also has --yaml-cfg, with which Megatron drops every flag.
     """
     refuse_yaml_command_line()
+    install_model_check()
     # With Megatron's default, True, no process with --flight-recorder-dump-path ends (torch 2.11, NCCL 2.28): at exit
     # torch dumps once more and waits. The dump at a timeout, which says who did not come, is another setting.
     parser.set_defaults(flight_recorder_extra_dump_on_exec=False)

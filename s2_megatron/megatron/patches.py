@@ -10,6 +10,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
+| install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """
@@ -339,3 +340,30 @@ def install_checkpoint_hooks(args: Namespace, sparsity: ResolvedSparsity | None)
     checkpointing._load_non_persistent_base_checkpoint = hooked_load_local
     training.setup_model_and_optimizer = hooked_setup
     return _hooks
+
+
+_checks_model = False
+
+
+def install_model_check() -> None:
+    """Has Megatron refuse to train a dense model under --s2-config, which a script that lacks `prepare_s2` or `apply_s2`
+    builds. Installed with the flags, so that it holds for such a script too."""
+    global _checks_model
+    if _checks_model:
+        return
+    _checks_model = True
+
+    from megatron.training import training
+    from megatron.training.global_vars import get_args
+
+    setup = training.setup_model_and_optimizer
+
+    @functools.wraps(setup)
+    def checked_setup(*args, **kwargs):
+        from s2_megatron.megatron.layer_specs import check_model
+
+        result = setup(*args, **kwargs)
+        check_model(get_args().s2_config, None if _hooks is None else _hooks.sparsity, result[0])
+        return result
+
+    training.setup_model_and_optimizer = checked_setup

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.megatron.conftest import ROOT, end_all, run_processes
 
 EXAMPLE = ROOT / "examples" / "existing_launch"  # a script before and after
@@ -38,6 +40,22 @@ def test_four_lines_in_a_script_of_ones_own(lab, baseline):
     assert [line[0] for line in changed] == ["+", "-", "+", "+", "+"]
     run = lab.run("user", "--train-iters 10", script=EXAMPLE / "with_s2.py", torchrun=True)
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
+
+
+@pytest.mark.parametrize(
+    "line, instead, message",
+    (
+        ("apply_s2(model_config, run)", "pass", "layers 1, 2, 3 (counted from 0) were built dense"),
+        ("apply_s2(model_config, run)", "apply_s2(gpt_config_from_args(args), run)", "were built dense"),
+        ("prepare_s2(args)", "None", "the script has not called prepare_s2"),
+    ),
+)
+def test_a_script_that_lacks_a_line_trains_nothing_dense(lab, tmp_path, line, instead, message):
+    text = (EXAMPLE / "with_s2.py").read_text()
+    assert text.count(line) == 1
+    (script := tmp_path / "lacks.py").write_text(text.replace(line, instead))
+    run = lab.run("lacks", "--train-iters 1", script=script, fails=True)
+    assert "ValueError: --s2-config=" in run.output and message in run.output and not run.losses
 
 
 def test_start_up_says_what_runs_where(lab):

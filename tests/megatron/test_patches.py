@@ -37,6 +37,7 @@ def install():
     patches.install_loss_log(sys.argv[1])
     patches.guard_processes()
     patches.install_checkpoint_hooks(SimpleNamespace(s2_checksums=False, load=None), None)
+    patches.install_model_check()
 
 before = functions()
 install()
