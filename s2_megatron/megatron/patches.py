@@ -346,7 +346,7 @@ _checks_model = False
 
 
 def install_model_check() -> None:
-    """Has Megatron refuse to train a dense model under --s2-config, which a script that lacks `prepare_s2` or `apply_s2`
+    """Has Megatron refuse to train a dense model under --s2-config, which a script without `prepare_s2` or `apply_s2`
     builds. Installed with the flags, so that it holds for such a script too."""
     global _checks_model
     if _checks_model:

@@ -44,11 +44,11 @@ def test_four_lines_in_a_script_of_ones_own(lab, baseline):
 
 @pytest.mark.parametrize(
     "line, instead, message",
-    (
+    [
         ("apply_s2(model_config, run)", "pass", "layers 1, 2, 3 (counted from 0) were built dense"),
         ("apply_s2(model_config, run)", "apply_s2(gpt_config_from_args(args), run)", "were built dense"),
         ("prepare_s2(args)", "None", "the script has not called prepare_s2"),
-    ),
+    ],
 )
 def test_a_script_that_lacks_a_line_trains_nothing_dense(lab, tmp_path, line, instead, message):
     text = (EXAMPLE / "with_s2.py").read_text()
