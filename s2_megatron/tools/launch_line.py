@@ -239,7 +239,8 @@ def parse_launch_line(words: Sequence[str]) -> LaunchLine:
             raise _refused(
                 f"{_short(words)} is a shell script",
                 "the command that it starts",
-                f"run the script itself with DRY_RUN=1, or give that command: {EXAMPLE}",
+                f"give that command: {EXAMPLE} (write echo in front of it in the script; the launchers of s2-megatron, "
+                "and no others, print theirs with DRY_RUN=1)",
             )
         else:
             break

@@ -66,6 +66,7 @@ FINE = {
     "steps of a batch": (Bad({"--step-batch-size-schedule": "0:2 1M:4"}, (), (),
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
     "a split with spaces": (Bad(DATA | {"--split": " 90 10, 0 "}, (), MOCK), ("nothing wrong found",)),
+    "a split in quotes": (Bad(DATA | {"--split": "'90,10,0'"}, (), MOCK), ("nothing wrong found",)),
     "nothing to validate": (Bad({"--split": "100,0,0", "--eval-iters": "0"}, ()), ("nothing wrong found",)),
     "for GPUs": (Bad({"--bf16": None, "--no-masked-softmax-fusion": None}, (), ("--distributed-backend",)),
         ("note: no GPU here", "nothing wrong found")),

@@ -78,7 +78,7 @@ def test_world_size():
     [
         ("", "there is none; expected torchrun or python"),
         ("ls -l", "'ls -l' is no training command"),
-        ("bash examples/pretrain_7b.sh", "is a shell script; expected the command that it starts; run the script"),
+        ("bash examples/pretrain_7b.sh", "is a shell script; expected the command that it starts; give that command"),
         ("examples/pretrain_7b.sh --train-iters 5", "is a shell script"),
         ("srun --nodes 4 hostname", "starts no training"),
         ("python -c 'print()'", "names no script"),

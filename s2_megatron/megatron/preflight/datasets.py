@@ -28,9 +28,10 @@ TOKENS_LOOKED_AT = 2**20  # of each dataset, its first ones
 
 
 def split_shares(text: str) -> list[float]:
-    """The numbers of --split, with commas, slashes or spaces between them. Raises ValueError for others, and where
-    Megatron reads other ones, such as of 1e-9: it takes every run of digits and points for a number."""
-    shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip())]
+    """The numbers of --split, with commas, slashes or spaces between them; quotes around them, which a shell's array
+    leaves there, are read over. Raises ValueError for others, and where Megatron reads other ones, such as of 1e-9: it
+    takes every run of digits and points for a number."""
+    shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip("'\" \t"))]
     if shares != [float(part) for part in re.findall(r"[.0-9]+", text)]:
         raise ValueError(f"--split={printable(text)}: no list of numbers in plain digits; expected one; use 99,1,0")
     return shares
