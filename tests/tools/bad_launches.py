@@ -229,7 +229,8 @@ SCHEDULES = {
 
 BAD = {
     # The command line
-    "no such flag": Bad({"--num-layer": "4"}, ("unknown flag: --num-layer 4; did you mean --num-layers?",)),
+    "no such flag": Bad({"--num-layer": "4"},
+        ("unknown flag (Megatron 0.", "): --num-layer 4; did you mean --num-layers?")),
     "no number": Bad({"--num-layers": "four"}, ("--num-layers: invalid int value: 'four'",)),
     "no value": Bad({"--seq-length": None}, ("--seq-length: expected one argument",)),
     "yaml_cfg": Bad({"--yaml-cfg": "x.yaml"},

@@ -26,6 +26,7 @@ from s2_megatron.config.errors import nearest_name, printable
 from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
+from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.megatron.run_status import write_status
 from s2_megatron.printing import print_once
 
@@ -89,7 +90,7 @@ def _flag_error(message: str, parser: ArgumentParser) -> str:
     flag, found = message, ""
     if message.startswith("unrecognized arguments: "):
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        flag = f"unknown flag: {printable(' '.join(unknown[:3]), 200)}"
+        flag = f"unknown flag (Megatron {megatron_version()}): {printable(' '.join(unknown[:3]), 200)}"
         near = nearest_name(unknown[0].partition("=")[0], parser._option_string_actions) if unknown else None
         found = f"; did you mean {near}?" if near else ""
     elif message.startswith("argument "):
