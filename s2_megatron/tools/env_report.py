@@ -19,10 +19,12 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 DISTRIBUTIONS = {
     "s2-megatron": ("s2-megatron",),
@@ -58,6 +60,17 @@ def apex_text() -> str:
     if importlib.util.find_spec("apex.optimizers") is None:
         return "PyPI's package of that name, which is another project; NVIDIA's is not installed"
     return distribution_version(("apex",))
+
+
+def megatron_text() -> str:
+    """The version of the Megatron that a run imports: a checkout on PYTHONPATH comes before the installed package."""
+    installed = distribution_version(DISTRIBUTIONS["megatron-core"])
+    found = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    if not found or not found.origin:
+        return installed
+    folder = Path(found.origin).parent
+    version = runpy.run_path(str(folder / "package_info.py"))["__version__"]
+    return version if version == installed else f"{version} ({folder}; pip's: {installed})"
 
 
 def torch_lines() -> dict[str, str]:
@@ -107,6 +120,7 @@ def report() -> dict[str, str]:
             answer = f"could not be asked: {type(error).__name__}: {error}"
         lines.update(answer if isinstance(answer, dict) else {name: answer})
 
+    ask("megatron-core", megatron_text)
     ask("apex", apex_text)
     ask("torch's build", torch_lines)
     ask("driver", driver_text)

@@ -98,9 +98,9 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
 
 
 @pytest.mark.parametrize("flags, reason", [
-    (["--num-experts", "8"], "--num-experts: mixture of experts"),
-    (["--fp8-format", "hybrid"], "--fp8-format: FP8"),
-    (["--mtp-num-layers", "1"], "--mtp-num-layers: multi-token prediction"),
+    (["--num-experts", "8"], "not measured with --num-experts: mixture of experts"),
+    (["--fp8-format", "hybrid"], "not measured with --fp8-format: FP8"),
+    (["--mtp-num-layers", "1"], "not measured with --mtp-num-layers: multi-token prediction"),
 ])  # fmt: skip
 def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason):
     yaml = tmp_path / "dense.yaml"

@@ -202,7 +202,7 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     facts = model_facts(sparsity, run)
     facts |= parallel_facts(sparsity, args.tensor_model_parallel_size, args.context_parallel_size, run)
     if refused:
-        return facts | dict(no_forecast=refused)
+        return facts | dict(no_forecast=[f"not measured with {reason}" for reason in refused])
     if run is None:
         return facts | dict(no_forecast=[_missing(missing, args.tokenizer_model, bool(words))])
     return facts | forecast_facts(run, gpu, words)
