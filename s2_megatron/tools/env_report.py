@@ -69,8 +69,8 @@ def megatron_text() -> str:
     if not found or not found.origin:
         return installed
     folder = Path(found.origin).parent
-    version = runpy.run_path(str(folder / "package_info.py"))["__version__"]
-    return version if version == installed else f"{version} ({folder}; pip's: {installed})"
+    version = runpy.run_path(str(folder / "package_info.py"))["__version__"]  # +COMMIT, of whatever git finds there
+    return installed if version.partition("+")[0] == installed else f"{version} ({folder}; pip's: {installed})"
 
 
 def torch_lines() -> dict[str, str]:
