@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 BALANCE_LIMIT = 1.1
 
 
+NO_CONFIG = "no --s2-config: the model is Megatron's own, without S2 attention"
+
+
 def report_ignored_flags(args: Namespace) -> None:
-    """Without --s2-config: prints which other flags of S2-Attention were given all the same."""
+    """Without --s2-config: says so, and which other flags of S2-Attention were given all the same."""
     given = [
         flag
         for flag, ignored in (
@@ -38,6 +41,8 @@ def report_ignored_flags(args: Namespace) -> None:
     ]
     if given:
         print_once(f"S2: {', '.join(given)} without --s2-config: ignored, the model is Megatron's own")
+    else:
+        print_once(f"S2: {NO_CONFIG}")
 
 
 def report_flags_without_effect(args: Namespace) -> None:

@@ -72,6 +72,7 @@ def check_line(line: LaunchLine) -> Checked:
     from s2_megatron.megatron.arguments import add_s2_arguments, check_run
     from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
     from s2_megatron.megatron.preflight.start_up import check_before, parse
+    from s2_megatron.megatron.report import NO_CONFIG
 
     other = os.path.basename(sys.argv[0]) != SCRIPT
     args = parse(add_s2_arguments, ignore_unknown=other)
@@ -94,8 +95,7 @@ def check_line(line: LaunchLine) -> Checked:
     model_config = gpt_config_from_args(model)
     if not (elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
         pretrain_cfg_container_from_args(args, model_config)
-    if run is not None:
-        notes += plan_warnings(run.sparsity)
+    notes += [NO_CONFIG] if run is None else plan_warnings(run.sparsity)
     return Checked(args, run, notes)
 
 

@@ -140,9 +140,10 @@ def test_a_script_without_the_flags_is_told_so():
         prepare_s2(argparse.Namespace(yaml_cfg=None))
 
 
-def test_without_a_config_nothing_happens(cases):
+def test_without_a_config_nothing_happens_and_it_is_said(cases):
     result = accepted(cases["no_config"])
-    assert result["is_s2"] is False and result["printed"] == ""
+    assert result["is_s2"] is False
+    assert result["printed"] == "S2: no --s2-config: the model is Megatron's own, without S2 attention\n"
     assert not {"s2_sparsity", "s2_density"} & set(result["args"])
 
 

@@ -65,6 +65,7 @@ FINE = {
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
     "steps of a batch": (Bad({"--step-batch-size-schedule": "0:2 1M:4"}, (), (),
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("nothing wrong found",)),
+    "no sparsity": (Bad({}, (), ("--s2-config",)), ("note: no --s2-config: the model is Megatron's own",)),
     "a split with spaces": (Bad(DATA | {"--split": " 90 10, 0 "}, (), MOCK), ("nothing wrong found",)),
     "a split in quotes": (Bad(DATA | {"--split": "'90,10,0'"}, (), MOCK), ("nothing wrong found",)),
     "nothing to validate": (Bad({"--split": "100,0,0", "--eval-iters": "0"}, ()), ("nothing wrong found",)),
