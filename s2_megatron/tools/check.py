@@ -14,16 +14,19 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 import warnings
 from typing import NamedTuple
 
 from rich.console import Console
 
+from s2_megatron.config.errors import printable
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
+VARIABLE = re.compile(r"\$[A-Za-z_{]")  # as in '--data-path $DATA_PATH', a line that no shell has read
 
 
 class Checked(NamedTuple):
@@ -60,6 +63,11 @@ def check_line(line: LaunchLine) -> Checked:
     environment. Raises ValueError."""
     from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, is_installed, require_cpu_settings
 
+    if (variable := next((word for word in line.flags if VARIABLE.search(word)), None)) is not None:
+        raise ValueError(
+            f"launch line: {printable(variable)} is a shell's variable; expected what it stands for; write echo in "
+            "front of the command in its script, and give what that prints"
+        )
     world_size, elsewhere = _on_this_machine(line)
     os.environ |= {**line.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     sys.argv = [line.script or SCRIPT, *line.flags]

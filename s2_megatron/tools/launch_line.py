@@ -27,7 +27,7 @@ MOST_PROCESSES = 2**20
 
 ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-PREFIXES = ("exec", "nohup", "time", "command")  # programs and shell words that run what stands behind them
+PREFIXES = ("exec", "nohup", "time", "command", "export")  # programs and shell words that run what stands behind them
 RUNNERS = ("srun", "mpirun", "mpiexec")
 SHELLS = ("bash", "sh", "zsh")
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")

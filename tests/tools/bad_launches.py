@@ -231,6 +231,8 @@ BAD = {
     # The command line
     "no such flag": Bad({"--num-layer": "4"},
         ("unknown flag (Megatron 0.", "): --num-layer 4; did you mean --num-layers?")),
+    "a variable": Bad({"--save": "$SAVE"}, ("launch line: $SAVE is a shell's variable; expected what it stands for",)),
+    "variables": Bad({}, ("launch line: ${FLAGS[@]} is a shell's",), (), "torchrun pretrain_gpt.py ${FLAGS[@]}"),
     "no number": Bad({"--num-layers": "four"}, ("--num-layers: invalid int value: 'four'",)),
     "no value": Bad({"--seq-length": None}, ("--seq-length: expected one argument",)),
     "yaml_cfg": Bad({"--yaml-cfg": "x.yaml"},

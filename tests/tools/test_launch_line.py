@@ -38,6 +38,7 @@ LINES = {
     "srun's tasks": ("srun -N4 --ntasks-per-node=8 python -u pretrain_gpt_s2.py", 1, 32),
     "srun -n": ("srun -n 16 --export=ALL env A=1 python pretrain_gpt_s2.py", 1, 16),
     "mpirun": ("mpirun -np 8 -x PATH python pretrain_gpt_s2.py", 1, 8),
+    "a line of exports before it": ("export A=1\ntorchrun --nproc-per-node 8 pretrain_gpt_s2.py", 1, 8),
     "words in front": ("exec nice -n 5 nohup torchrun --nproc-per-node 8 pretrain_gpt_s2.py", 1, 8),
 }
 
