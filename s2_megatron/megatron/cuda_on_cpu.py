@@ -175,11 +175,19 @@ def _meshes_of_the_cpu() -> None:
 
 def install_if_no_gpu() -> bool:
     """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU
-    that way."""
+    that way.
+
+    Raises ValueError when Megatron's training is imported already.
+    """
     if is_installed():
         return True
     if torch.cuda.is_available():
         return False
+    if "megatron.training" in sys.modules:
+        raise ValueError(
+            "install_if_no_gpu() behind the import of Megatron (apply_s2 imports it, too), which has bound functions of "
+            "torch.cuda; expected it before; make it the first lines of the script"
+        )
     _leave_out_gpu_packages()
     for name, value in _replacements().items():
         setattr(torch.cuda, name, value)

@@ -211,12 +211,17 @@ def apply_s2(model_config, run: S2Run | None) -> None:
 
     model_config: the GPTModelConfig of gpt_config_from_args; its layer spec and softmax scale are set. run: what
     prepare_s2 returned; None leaves everything as it is.
-    Raises ValueError when the model has a layer spec, a softmax scale or a builder of another source already, when
-    Transformer Engine is asked for and missing, and when --s2-dense-core cannot be honoured.
+    Raises ValueError for other objects, when the model has a layer spec, a softmax scale or a builder of another source
+    already, when Transformer Engine is asked for and missing, and when --s2-dense-core cannot be honoured.
     """
     if run is None:
         return
-    transformer = model_config.transformer
+    transformer = getattr(model_config, "transformer", None)
+    if not isinstance(run, S2Run) or transformer is None:
+        raise ValueError(
+            f"apply_s2 got a {type(model_config).__name__} and a {type(run).__name__}; expected the GPTModelConfig of "
+            f"gpt_config_from_args and what prepare_s2 returned; write {CALL}"
+        )
     spec, builder = model_config.transformer_layer_spec, model_config.builder
     if spec is not None:
         raise ValueError(f"the model has the layer spec {spec} and --s2-config; expected one of them; drop --spec")

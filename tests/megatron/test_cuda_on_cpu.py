@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
+from s2_megatron.megatron import cuda_on_cpu
 from s2_megatron.megatron.cuda_on_cpu import _CudaMeansCpu
 
 CALLS = {
@@ -38,3 +42,11 @@ def test_other_calls_are_as_they_were():
             torch.add(tensor, tensor), tensor + 1
         )
         assert tensor.type() == "torch.cuda.FloatTensor" and tensor.type(torch.float64).dtype is torch.float64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU stands for a GPU where there is none")
+def test_behind_the_import_of_megatron_is_too_late(monkeypatch):
+    monkeypatch.setattr(cuda_on_cpu, "is_installed", lambda: False)
+    monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
+    with pytest.raises(ValueError, match="make it the first lines of the script"):
+        cuda_on_cpu.install_if_no_gpu()

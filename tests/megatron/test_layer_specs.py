@@ -331,6 +331,13 @@ def test_apply_refuses_two_sources(prepare, words):
         apply_s2(model_config, make_run(softmax_scale=0.25))
 
 
+def test_apply_refuses_other_objects():
+    model_config = make_model_config()
+    for wrong in ((make_run(), model_config), (model_config, make_sparsity()), (model_config.transformer, make_run())):
+        with pytest.raises(ValueError, match=r"apply_s2 got a .* write apply_s2\(model_config, run\)"):
+            apply_s2(*wrong)
+
+
 def test_apply_refuses_a_missing_transformer_engine(monkeypatch):
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
     model_config = make_model_config()
