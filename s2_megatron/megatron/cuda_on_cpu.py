@@ -185,7 +185,7 @@ def install_if_no_gpu() -> bool:
         return False
     if "megatron.training" in sys.modules:
         raise ValueError(
-            "install_if_no_gpu() behind the import of Megatron (apply_s2 imports it, too), which has bound functions of "
+            "install_if_no_gpu() behind the import of Megatron (apply_s2 imports it, too), which bound functions of "
             "torch.cuda; expected it before; make it the first lines of the script"
         )
     _leave_out_gpu_packages()
