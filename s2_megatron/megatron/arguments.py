@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
 from s2_megatron.config.errors import shown
@@ -248,6 +249,11 @@ def prepare_s2(args: Namespace) -> S2Run | None:
             return None
         raise ValueError(
             "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
+        )
+    if args.s2_loss_from_token is not None and "s2_megatron.megatron.data" not in sys.modules:
+        raise ValueError(
+            "--s2-loss-from-token: the loss of this script counts every token; expected that of "
+            "s2_megatron.megatron.data; import its forward_step and give it to pretrain, or leave the flag out"
         )
     run = check_run(args)
     install_loss_log(args.s2_loss_log)

@@ -58,6 +58,11 @@ def test_a_script_that_lacks_a_line_trains_nothing_dense(lab, tmp_path, line, in
     assert "ValueError: --s2-config=" in run.output and message in run.output and not run.losses
 
 
+def test_a_loss_of_ones_own_does_not_know_answers(lab):
+    run = lab.run("answers", "--train-iters 1 --s2-loss-from-token 9", script=EXAMPLE / "with_s2.py", fails=True)
+    assert "ValueError: --s2-loss-from-token: the loss of this script" in run.output and not run.losses
+
+
 def test_start_up_says_what_runs_where(lab):
     output = lab.run("start_up", "--train-iters 1", torchrun=True).output
     before = output[: output.index("iteration        1/")]
