@@ -12,10 +12,9 @@ is no fork of its parent watches the pipe that its parent holds the other end of
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import importlib
-import multiprocessing
+import multiprocessing.util
 import operator
 import os
 import signal
@@ -95,7 +94,9 @@ def end_daemons_with_this_process() -> None:
     multiprocessing itself sends them SIGTERM there, which `end_with_parent` ignores, and waits for them: a trainer that
     failed while it had a persistent checkpoint writer would never end.
     """
-    atexit.register(_kill_daemons)  # functions are called in the opposite order: before multiprocessing's own
+    # Finalizers come before multiprocessing's own end, also in a trainer that is itself a process of multiprocessing,
+    # which calls no function of atexit.
+    multiprocessing.util.Finalize(None, _kill_daemons, exitpriority=1000)
 
 
 def start_manager(context) -> SyncManager:

@@ -71,7 +71,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path):
 
 # A trainer that fails once its persistent writer is at work, and a DataLoader.
 FAILING = """
-import multiprocessing, time
+import multiprocessing, sys, time
 from torch.utils.data import DataLoader
 from s2_megatron.megatron import processes
 
@@ -91,14 +91,16 @@ def main():
     raise IndexError("failed")
 
 if __name__ == "__main__":
-    main()
+    START
 """
+AS_A_CHILD = "child = multiprocessing.Process(target=main); child.start(); child.join(); sys.exit(child.exitcode)"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
-def test_a_trainer_that_fails_ends(tmp_path):
+@pytest.mark.parametrize("start", ["main()", AS_A_CHILD], ids=["program", "child"])
+def test_a_trainer_that_fails_ends(tmp_path, start):
     """multiprocessing waits for the writer, which does not listen to its SIGTERM."""
-    done = subprocess.run(**command(tmp_path, FAILING), capture_output=True, timeout=300)
+    done = subprocess.run(**command(tmp_path, FAILING.replace("START", start)), capture_output=True, timeout=300)
     assert done.returncode == 1 and "IndexError: failed" in done.stderr and "killed by signal" not in done.stderr
 
 
