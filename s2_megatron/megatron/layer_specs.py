@@ -26,19 +26,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
-from torch.nn import Module
 
-from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
 from s2_megatron.megatron.dense_core import resolve_dense_core
+from s2_megatron.megatron.model_check import CALL
 from s2_megatron.megatron.norms import final_norm, stage_norm
 from s2_megatron.megatron.patches import use_own_mtp_specs
 from s2_megatron.megatron.report import report_layers
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.patterns.ranges import RangePattern
-
-CALL = "apply_s2(model_config, run)"
 
 
 def global_layer_indices(
@@ -234,34 +231,6 @@ def apply_s2(model_config, run: S2Run | None) -> None:
     use_own_mtp_specs()
     model_config.transformer_layer_spec = S2LayerSpecs(run)
     report_layers(run, *_dense_core(transformer, run), transformer)
-
-
-def check_model(config: str | None, sparsity: ResolvedSparsity | None, model: list[Module]) -> None:
-    """Raises ValueError for a model that was built without the S2 layers of --s2-config.
-
-    config: --s2-config. sparsity: what prepare_s2 made of it; None when the script has not called prepare_s2. model:
-    the chunks of this pipeline stage, as Megatron wraps them.
-    """
-    if config is None:
-        return
-    if sparsity is None:
-        raise ValueError(
-            f"--s2-config={config}, and the script has not called prepare_s2: the model is dense; expected "
-            f"run = prepare_s2(args); add it behind parse_and_validate_args, and {CALL} behind gpt_config_from_args"
-        )
-    stock = {
-        module.layer_number - 1
-        for chunk in model
-        for name, module in chunk.named_modules()
-        if isinstance(module, SelfAttention) and not isinstance(module, S2SelfAttention)
-        if "mtp" not in name.split(".")  # made by the same specs, and counted from the start again
-    }
-    dense = sorted(layer for layer in stock if sparsity.layers[layer].pattern is not None)
-    if dense:
-        raise ValueError(
-            f"--s2-config={config}, and layers {joined(dense, 8)} (counted from 0) were built dense; expected S2 "
-            f"attention; call {CALL} with the model config that goes to pretrain"
-        )
 
 
 def _require_transformer_impl(transformer: TransformerConfig) -> None:

@@ -360,7 +360,7 @@ def install_model_check() -> None:
 
     @functools.wraps(setup)
     def checked_setup(*args, **kwargs):
-        from s2_megatron.megatron.layer_specs import check_model
+        from s2_megatron.megatron.model_check import check_model
 
         result = setup(*args, **kwargs)
         check_model(get_args().s2_config, None if _hooks is None else _hooks.sparsity, result[0])
