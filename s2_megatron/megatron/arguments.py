@@ -253,7 +253,8 @@ def prepare_s2(args: Namespace) -> S2Run | None:
     if args.s2_loss_from_token is not None and "s2_megatron.megatron.data" not in sys.modules:
         raise ValueError(
             "--s2-loss-from-token: the loss of this script counts every token; expected that of "
-            "s2_megatron.megatron.data; import its forward_step and give it to pretrain, or leave the flag out"
+            "s2_megatron.megatron.data; import its forward_step above prepare_s2 and give it to pretrain, or drop the "
+            "flag"
         )
     run = check_run(args)
     install_loss_log(args.s2_loss_log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import Module
 
 from s2_megatron.config.errors import joined
@@ -25,16 +25,16 @@ def check_model(config: str | None, sparsity: ResolvedSparsity | None, model: li
             f"--s2-config={config}, and the script has not called prepare_s2: the model is dense; expected "
             f"run = prepare_s2(args); add it behind parse_and_validate_args, and {CALL} behind gpt_config_from_args"
         )
-    stock = {
+    others = {
         module.layer_number - 1
         for chunk in model
         for name, module in chunk.named_modules()
-        if isinstance(module, SelfAttention) and not isinstance(module, S2SelfAttention)
+        if isinstance(module, TransformerLayer) and not isinstance(module.self_attention, S2SelfAttention)
         if "mtp" not in name.split(".")  # made by the same specs, and counted from the start again
     }
-    dense = sorted(layer for layer in stock if sparsity.layers[layer].pattern is not None)
+    dense = sorted(layer for layer in others if sparsity.layers[layer].pattern is not None)
     if dense:
         raise ValueError(
-            f"--s2-config={config}, and layers {joined(dense, 8)} (counted from 0) were built dense; expected S2 "
-            f"attention; call {CALL} with the model config that goes to pretrain"
+            f"--s2-config={config}, and layers {joined(dense, 8)} (counted from 0) were built without S2 "
+            f"attention; expected it; call {CALL} with the model config that goes to pretrain"
         )

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Largest over mean work of the ranks from which on start-up warns.
 BALANCE_LIMIT = 1.1
-
-
 NO_CONFIG = "no --s2-config: the model is Megatron's own, without S2 attention"
 
 

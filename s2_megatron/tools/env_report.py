@@ -69,8 +69,12 @@ def megatron_text() -> str:
     if not found or not found.origin:
         return installed
     folder = Path(found.origin).parent
+    if installed != "not installed":
+        of_pip = importlib.metadata.distribution("megatron-core").locate_file("megatron/core")
+        if Path(of_pip).resolve() == folder.resolve():
+            return installed
     version = runpy.run_path(str(folder / "package_info.py"))["__version__"]  # +COMMIT, of whatever git finds there
-    return installed if version.partition("+")[0] == installed else f"{version} ({folder}; pip's: {installed})"
+    return f"{version} ({folder}; pip's: {installed})"
 
 
 def torch_lines() -> dict[str, str]:

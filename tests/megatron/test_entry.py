@@ -40,13 +40,14 @@ def test_four_lines_in_a_script_of_ones_own(lab, baseline):
     assert [line[0] for line in changed] == ["+", "-", "+", "+", "+"]
     run = lab.run("user", "--train-iters 10", script=EXAMPLE / "with_s2.py", torchrun=True)
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
+    assert run.grad_norms == {step: norm for step, norm in baseline.grad_norms.items() if step <= 10}
 
 
 @pytest.mark.parametrize(
     "line, instead, message",
     [
-        ("apply_s2(model_config, run)", "pass", "layers 1, 2, 3 (counted from 0) were built dense"),
-        ("apply_s2(model_config, run)", "apply_s2(gpt_config_from_args(args), run)", "were built dense"),
+        ("apply_s2(model_config, run)", "pass", "layers 1, 2, 3 (counted from 0) were built without"),
+        ("apply_s2(model_config, run)", "apply_s2(gpt_config_from_args(args), run)", "were built without S2"),
         ("prepare_s2(args)", "None", "the script has not called prepare_s2"),
     ],
 )

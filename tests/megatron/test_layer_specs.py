@@ -12,6 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
 
@@ -20,6 +21,7 @@ from s2_megatron.megatron import patches
 from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
 from s2_megatron.megatron.dense_core import resolve_dense_core
 from s2_megatron.megatron.layer_specs import apply_s2, global_layer_indices, s2_block_spec, s2_mtp_block_spec
+from s2_megatron.megatron.model_check import check_model
 from s2_megatron.megatron.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import make_range_pattern
@@ -336,6 +338,20 @@ def test_apply_refuses_other_objects():
     for wrong in ((make_run(), model_config), (model_config, make_sparsity()), (model_config.transformer, make_run())):
         with pytest.raises(ValueError, match=r"apply_s2 got a .* write apply_s2\(model_config, run\)"):
             apply_s2(*wrong)
+
+
+def test_a_layer_with_an_attention_of_another_kind_is_seen():
+    """One that a script's own spec brought, behind apply_s2."""
+    layer = TransformerLayer.__new__(TransformerLayer)
+    torch.nn.Module.__init__(layer)
+    layer.self_attention, layer.layer_number = torch.nn.Identity(), LAYERS
+    sparsity = make_sparsity()
+    assert sparsity.layers[-1].pattern is not None
+    with pytest.raises(ValueError, match=rf"layers {LAYERS - 1} \(counted from 0\) were built without S2 attention"):
+        check_model("sparse.yaml", sparsity, [torch.nn.ModuleList([layer])])
+    layer.self_attention = S2SelfAttention.__new__(S2SelfAttention)
+    torch.nn.Module.__init__(layer.self_attention)
+    check_model("sparse.yaml", sparsity, [torch.nn.ModuleList([layer])])
 
 
 def test_apply_refuses_a_missing_transformer_engine(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -92,14 +93,15 @@ def test_the_package_is_the_command():
     assert done.stderr == "error: unrecognized arguments: --wrong; see s2-megatron schema --help\n"
 
 
-def test_the_megatron_that_is_imported_is_reported(tmp_path):
+@pytest.mark.parametrize("version", ["0.20.0+abc", importlib.metadata.version("megatron-core")], ids=["other", "equal"])
+def test_the_megatron_that_is_imported_is_reported(tmp_path, version):
     (folder := tmp_path / "megatron" / "core").mkdir(parents=True)
     (folder / "__init__.py").touch()
-    (folder / "package_info.py").write_text("__version__ = '0.20.0+abc'\n")
+    (folder / "package_info.py").write_text(f"__version__ = '{version}'\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     command = [sys.executable, "-m", "s2_megatron", "env-report"]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=True).stdout
-    assert f"0.20.0+abc ({folder}; pip's: " in shown
+    assert f"{version} ({folder}; pip's: " in shown
 
 
 def test_version(capsys):

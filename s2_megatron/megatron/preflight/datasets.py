@@ -29,11 +29,18 @@ TOKENS_LOOKED_AT = 2**20  # of each dataset, its first ones
 
 def split_shares(text: str) -> list[float]:
     """The numbers of --split, with commas, slashes or spaces between them; quotes around them, which a shell's array
-    leaves there, are read over. Raises ValueError for others, and where Megatron reads other ones, such as of 1e-9: it
-    takes every run of digits and points for a number."""
-    shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip("'\" \t"))]
-    if shares != [float(part) for part in re.findall(r"[.0-9]+", text)]:
-        raise ValueError(f"--split={printable(text)}: no list of numbers in plain digits; expected one; use 99,1,0")
+    leaves there, are read over. Raises ValueError for what is no split, and where Megatron reads other numbers, such as
+    of 1e-9: it takes every run of digits and points for a number."""
+    try:
+        shares = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", text.strip("'\" \t"))]
+        read = [float(part) for part in re.findall(r"[.0-9]+", text)]
+    except ValueError:
+        shares = read = []
+    if not shares or shares != read or len(shares) > 3 or shares[0] == 0 or sum(shares) >= 1e12:
+        raise ValueError(
+            f"--split={printable(text)}: expected up to three numbers in plain digits, 0 or more, the first above 0; "
+            "use --split 99,1,0"
+        )
     return shares
 
 
