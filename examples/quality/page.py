@@ -27,7 +27,7 @@ from examples.quality.launch import ROOT
 from examples.quality.positions import losing_lines, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
-from examples.quality.results import chosen_rate, header, read_json
+from examples.quality.results import TIMES_OF, chosen_rate, header, read_json
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
@@ -203,9 +203,17 @@ def about_runs(scale: Scale) -> list[str]:
         "",
         f"Runs an arm: {seeds}. Steps: {int(number(scale.runs[0].arguments, 'train_iters'))} of "
         f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus `{scale.corpus['sha256'][:12]}` "
-        f"({scale.corpus['tokens']:,} tokens).{given} {machine['device']}; {versions}.",
+        f"({scale.corpus['tokens']:,} tokens).{given} {machine['device']}; {versions}.{_borrowed_times(scale.folder)}",
         "",
     ]
+
+
+def _borrowed_times(folder: Path) -> str:
+    """A sentence on the runs that shared their GPU, "" without one."""
+    shared = [path.stem for path in sorted(folder.glob("*.jsonl")) if TIMES_OF in header(path)]
+    if not shared:
+        return ""
+    return f" {len(shared)} runs shared their GPU with other work and take the time of a step from another seed's run."
 
 
 def scale_section(scale: Scale, picture: str) -> list[str]:

@@ -2,8 +2,9 @@
 
 Losses are means of blocks of steps, so that the difference of two runs of one seed, step by step, survives. `time`
 counts training steps alone: an evaluation, a checkpoint, the compilation of the first step and the pause of a run that
-was cut take the median step's time instead of their own. Of the arguments those stay that say what was learnt; the data
-path is `corpus/<hash of the corpus>`, so that `compare` refuses runs of different corpora.
+was cut take the median step's time instead of their own. A run on a GPU that it shared with other work takes the times
+of another seed's run of its arm. Of the arguments those stay that say what was learnt; the data path is
+`corpus/<hash of the corpus>`, so that `compare` refuses runs of different corpora.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from s2_megatron.tools.compare.settings import CHECKED
 
 MOST_RECORDS = 240
 DIGITS = 5
+TIMES_OF = "times_of"  # in the header of a run that shared its GPU: the result whose times it takes
 LONG_STEP = 1.5  # medians; a step that took longer held something else
 KEPT = (
     *(name for names in CHECKED.values() for name in names),
@@ -39,22 +41,47 @@ def training_seconds(times: Sequence[float]) -> np.ndarray:
     return np.cumsum(np.concatenate([[usual], seconds]))
 
 
-def thinned(job: Job, corpus: Corpus, machine: dict) -> list[dict]:
-    """The records of the committed log: a header, blocks of training steps, evaluations."""
+def timed_result(folder: Path, arm: str, device: str) -> Path | None:
+    """A result of the arm whose steps were timed on such a GPU, alone on it; None without one."""
+    for path in sorted(folder.glob(f"{arm}_seed*.jsonl")):
+        about = header(path)
+        if TIMES_OF not in about and about["machine"]["device"] == device:
+            return path
+    return None
+
+
+def usual_step(path: Path) -> float:
+    """Seconds of a training step, the mean over a thinned log."""
+    times = {step: record["time"] for step, record in read_loss_log(path)[0].items()}
+    first, last = min(times), max(times)
+    return (times[last] - times[first]) / (last - first)
+
+
+def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) -> list[dict]:
+    """The records of the committed log: a header, blocks of training steps, evaluations. timed: the result whose steps'
+    time these take."""
     iterations, evaluations = read_loss_log(job.losses)
-    header = next(record for record in read_records(job.losses) if HEADER in record)[HEADER]
-    arguments = {name: header["arguments"][name] for name in KEPT if header["arguments"].get(name) is not None}
+    about = next(record for record in read_records(job.losses) if HEADER in record)[HEADER]
+    arguments = {name: about["arguments"][name] for name in KEPT if about["arguments"].get(name) is not None}
     arguments["data_path"] = [f"corpus/{corpus.sha256[:12]}"]
     arguments["s2_config"] = f"{job.arm}.yaml"
     if job.start is not None:
         arguments["pretrained_checkpoint"] = job.start.label
         arguments.pop("finetune", None)  # Megatron sets it in the process that loads them
     steps = sorted(iterations)
-    seconds = training_seconds([iterations[step]["time"] for step in steps])
+    if timed is None:
+        seconds = training_seconds([iterations[step]["time"] for step in steps])
+    else:
+        seconds = usual_step(timed) * np.arange(1, len(steps) + 1)
     block = -(-len(steps) // MOST_RECORDS)
     records = [
         {
-            HEADER: {"arguments": arguments, "flops_per_token": header["flops_per_token"], "machine": machine},
+            HEADER: {
+                "arguments": arguments,
+                "flops_per_token": about["flops_per_token"],
+                "machine": machine,
+                **({} if timed is None else {TIMES_OF: timed.stem}),
+            },
             "iteration": steps[0],
             "time": 0.0,
         }
@@ -93,10 +120,10 @@ def trained_rate(path: Path) -> float:
     return header(path)["arguments"]["lr"]
 
 
-def write_run(path: Path, job: Job, corpus: Corpus, machine: dict) -> None:
-    """Write the thinned log of a finished run."""
+def write_run(path: Path, job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) -> None:
+    """Write the thinned log of a finished run. timed: as for thinned."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(record) + "\n" for record in thinned(job, corpus, machine))
+    text = "".join(json.dumps(record) + "\n" for record in thinned(job, corpus, machine, timed))
     unfinished = path.with_name(f".{path.name}")
     unfinished.write_text(text)
     unfinished.replace(path)

@@ -31,7 +31,7 @@ from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, trained_rate, write_json, write_run
+from examples.quality.results import LearningRates, timed_result, trained_rate, write_json, write_run
 from examples.quality.studies import Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
@@ -76,10 +76,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--results", type=Path, default=DEFAULT_RESULTS, help=f"default: {DEFAULT_RESULTS.relative_to(ROOT)}"
     )
+    parser.add_argument(
+        "--shared-gpu",
+        action="store_true",
+        help="other work runs on the GPU, too: each run takes the time of its steps from another seed of its arm that "
+        "was timed alone on such a GPU",
+    )
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
     parsed = parser.parse_args(arguments)
     if parsed.start_tokens is not None and ALL[parsed.study].start is None:
         parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")
+    if parsed.shared_gpu and ALL[parsed.study].start is not None:
+        parser.error(f"--shared-gpu: not for {parsed.study}, whose runs go on from another; give it a GPU of its own")
     for name in ("tokens", "start_tokens", "rate_tokens", "rate", "budget"):
         value = getattr(parsed, name)
         if value is not None and not value > 0:
@@ -206,6 +214,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     result of another learning rate."""
     study, about = place.study, machine(found[0][1])
     on_gpu = found[0][0] is not None
+    timed = require_times(place, parsed, found[0][1]) if parsed.shared_gpu else {}
 
     def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is None:
@@ -215,7 +224,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
             if outcome != FINISHED:
                 return outcome
         # A language model's losses are kept at once; a test that the budget cut adds to them later.
-        write_run(place.result(job.arm, job.seed), job, place.corpus, about)
+        write_run(place.result(job.arm, job.seed), job, place.corpus, about, timed.get(job.arm))
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
         if outcome == FINISHED and not parsed.keep_checkpoints:
             remove_checkpoints(job)
@@ -237,6 +246,18 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     return dict.fromkeys((job.name for job in there), FINISHED) | {
         job.name: outcomes.get(job.name) for job in jobs if job not in there
     }
+
+
+def require_times(place: Place, parsed: argparse.Namespace, device: str) -> dict[str, Path]:
+    """{arm: the result that its runs on a shared GPU take their times from}. Raises ValueError for an arm without."""
+    folder = place.result(place.study.baseline, 0).parent
+    timed = {arm: path for arm in parsed.arms if (path := timed_result(folder, arm, device)) is not None}
+    if missing := ", ".join(arm for arm in parsed.arms if arm not in timed):
+        raise ValueError(
+            f"--shared-gpu: no result in {folder} says how long a step of {missing} takes on a {device} alone; "
+            "expected one of another seed; train one seed without --shared-gpu first"
+        )
+    return timed
 
 
 def has_result(place: Place, job: Job) -> bool:

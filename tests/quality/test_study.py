@@ -82,6 +82,13 @@ def test_the_same_command_goes_on_and_says_what_is_left(study):
     assert "2 of 4 runs are finished; the budget is spent; repeat the command to go on" in said
 
 
+def test_times_of_an_arm_on_a_shared_gpu_have_to_be_known(study):
+    folder, _ = study
+    parsed = parse_arguments(arguments(folder, "--seeds", "2", "--arms", "dense", "window", "--shared-gpu"))
+    with pytest.raises(ValueError, match=r"--shared-gpu: no result in .* how long a step of window takes on a CPU"):
+        run(parsed, [].append)
+
+
 def test_the_page_has_a_section_for_the_data(study, tmp_path):
     folder, _ = study
     (scale,) = page.read_scales(TINY, folder / "results")

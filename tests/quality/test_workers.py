@@ -11,16 +11,17 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, thinned, training_seconds
+from examples.quality.results import LearningRates, thinned, timed_result, training_seconds, write_run
 from examples.quality.run import Place, remove_stale_tests
 from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
 from s2_megatron.config.load import SparsityConfig
-from s2_megatron.megatron.loss_log import HEADER, read_loss_log
+from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
 
 TINY, FULL = STUDIES["lm-tiny"], STUDIES["lm8k"]
 CORPUS = Corpus(None, {"sha256": "ab" * 32, "vocabulary": 512, "tokens": 10**6, "split": "98,2,0"})
@@ -178,6 +179,24 @@ def test_a_thinned_log_keeps_means_and_no_paths(tmp_path, monkeypatch):
     assert records[2]["lm loss"] == pytest.approx(5 - (4 + 5 + 6 + 7) / 4 / 31, abs=1e-5)
     assert records[1]["lm loss"] == pytest.approx(5 - (1 + 2 + 3) / 3 / 31, abs=1e-5)
     assert records[-1]["lm loss"] == 4.25
+
+
+def test_a_run_on_a_shared_gpu_takes_the_times_of_another_seed(tmp_path, monkeypatch):
+    alone, shared = (make_job(tmp_path / str(seed), steps=31) for seed in (1, 2))
+    run_jobs([alone, shared], [None], trainer(), Budget(), ends_well, quiet)
+    monkeypatch.setattr("examples.quality.results.training_seconds", lambda times: 0.25 * np.arange(1, 32))
+    write_run(tmp_path / "s2_seed1.jsonl", alone, CORPUS, {"device": "CPU"})
+    timed = timed_result(tmp_path, "s2", "CPU")
+    assert timed == tmp_path / "s2_seed1.jsonl"
+    assert timed_result(tmp_path, "s2", "GPU") is None and timed_result(tmp_path, "dense", "CPU") is None
+    monkeypatch.undo()
+    write_run(tmp_path / "s2_seed2.jsonl", shared, CORPUS, {"device": "CPU"}, timed)
+    log, other = read_records(tmp_path / "s2_seed2.jsonl"), read_records(timed)
+    assert log[0][HEADER]["times_of"] == "s2_seed1" and "times_of" not in other[0][HEADER]
+    assert log[-2]["time"] == pytest.approx(31 * 0.25) and log[-2]["iteration"] == 31
+    # Times that were taken from another run are no measure for a third.
+    timed.unlink()
+    assert timed_result(tmp_path, "s2", "CPU") is None
 
 
 def test_a_rate_is_chosen_when_all_were_tried(tmp_path):
