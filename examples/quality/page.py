@@ -210,10 +210,10 @@ def about_runs(scale: Scale) -> list[str]:
 
 def _borrowed_times(folder: Path) -> str:
     """A sentence on the runs that shared their GPU, "" without one."""
-    shared = [path.stem for path in sorted(folder.glob("*.jsonl")) if TIMES_OF in header(path)]
-    if not shared:
+    runs = [path for path in folder.glob("*.jsonl") if TIMES_OF in header(path)]
+    if not runs:
         return ""
-    return f" {len(shared)} runs shared their GPU with other work and take the time of a step from another seed's run."
+    return f" {len(runs)} runs shared their GPU and take the time of a step from a run of their arm that was alone."
 
 
 def scale_section(scale: Scale, picture: str) -> list[str]:

@@ -2,8 +2,8 @@
 
 Losses are means of blocks of steps, so that the difference of two runs of one seed, step by step, survives. `time`
 counts training steps alone: an evaluation, a checkpoint, the compilation of the first step and the pause of a run that
-was cut take the median step's time instead of their own. A run on a GPU that it shared with other work takes the times
-of another seed's run of its arm. Of the arguments those stay that say what was learnt; the data path is
+was cut take the median step's time instead of their own. A run beside others on its GPU takes the time of a step
+from one of its arm that was alone. Of the arguments those stay that say what was learnt; the data path is
 `corpus/<hash of the corpus>`, so that `compare` refuses runs of different corpora.
 """
 
@@ -22,7 +22,7 @@ from s2_megatron.tools.compare.settings import CHECKED
 
 MOST_RECORDS = 240
 DIGITS = 5
-TIMES_OF = "times_of"  # in the header of a run that shared its GPU: the result whose times it takes
+TIMES_OF = "times_of"  # in the header of a run beside others on its GPU: the result whose time of a step it takes
 LONG_STEP = 1.5  # medians; a step that took longer held something else
 KEPT = (
     *(name for names in CHECKED.values() for name in names),
@@ -42,8 +42,8 @@ def training_seconds(times: Sequence[float]) -> np.ndarray:
 
 
 def timed_result(folder: Path, arm: str, device: str) -> Path | None:
-    """A result of the arm whose steps were timed on such a GPU, alone on it; None without one."""
-    for path in sorted(folder.glob(f"{arm}_seed*.jsonl")):
+    """A result of the arm that had such a GPU alone; None without one. folder: the study's results, of all lengths."""
+    for path in sorted(folder.glob(f"*/{arm}_seed*.jsonl")):
         about = header(path)
         if TIMES_OF not in about and about["machine"]["device"] == device:
             return path

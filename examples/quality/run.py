@@ -7,10 +7,10 @@
     python -m examples.quality.run rules8k --stage estimate --seeds 1 2     # only say how long it would take
 
 In this order, each part only where it is missing: the corpus, the short runs that choose each arm's learning rate, the
-runs, the comparison. One run per GPU at a time. Repeat the command until it says that the study is complete: a run that
-the budget cuts saves a checkpoint and goes on. Runs are in <runs>/<study>/; what is kept of them, thinned losses and
-the chosen rates, in <results>/<study>/, in a folder named by the tokens of a run and the hash of the corpus. No run is
-made again whose result is there.
+runs, the comparison. One run per GPU at a time, or --runs-per-gpu. Repeat the command until it says that the study is
+complete: a run that the budget cuts saves a checkpoint and goes on. Runs are in <runs>/<study>/; what is kept of them,
+thinned losses and the chosen rates, in <results>/<study>/, in a folder named by the tokens of a run and the hash of the
+corpus. No run is made again whose result is there.
 
 Status 0: all that was asked for is there; 3: the budget is spent, repeat the command; 1: a run failed; 2: a wrong
 argument.
@@ -77,17 +77,23 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--results", type=Path, default=DEFAULT_RESULTS, help=f"default: {DEFAULT_RESULTS.relative_to(ROOT)}"
     )
     parser.add_argument(
-        "--shared-gpu",
-        action="store_true",
-        help="other work runs on the GPU, too: each run takes the time of its steps from another seed of its arm that "
-        "was timed alone on such a GPU",
+        "--runs-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="this many at once on each GPU (default: 1). Small models then wait less for the host; a run takes the "
+        "time of a step from one of its arm that had such a GPU alone",
     )
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
     parsed = parser.parse_args(arguments)
     if parsed.start_tokens is not None and ALL[parsed.study].start is None:
         parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")
-    if parsed.shared_gpu and ALL[parsed.study].start is not None:
-        parser.error(f"--shared-gpu: not for {parsed.study}, whose runs go on from another; give it a GPU of its own")
+    if parsed.runs_per_gpu < 1:
+        parser.error(f"--runs-per-gpu {parsed.runs_per_gpu}: expected 1 or more")
+    if parsed.runs_per_gpu > 1 and ALL[parsed.study].start is not None:
+        parser.error(
+            f"--runs-per-gpu {parsed.runs_per_gpu}: expected 1 with {parsed.study}, whose runs go on from other ones"
+        )
     for name in ("tokens", "start_tokens", "rate_tokens", "rate", "budget"):
         value = getattr(parsed, name)
         if value is not None and not value > 0:
@@ -182,7 +188,7 @@ def choose_rates(
         on_gpu = found[0][0] is not None
         outcomes = run_jobs(
             jobs,
-            [device for device, _ in found],
+            [device for device, _ in found] * parsed.runs_per_gpu,
             lambda job: command(job, place.corpus, on_gpu),
             budget,
             finished,
@@ -214,7 +220,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     result of another learning rate."""
     study, about = place.study, machine(found[0][1])
     on_gpu = found[0][0] is not None
-    timed = require_times(place, parsed, found[0][1]) if parsed.shared_gpu else {}
+    timed = require_times(place, parsed, found[0][1]) if parsed.runs_per_gpu > 1 else {}
 
     def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is None:
@@ -237,7 +243,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
         tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
     outcomes = run_jobs(
         [job for job in jobs if job not in there],
-        [device for device, _ in found],
+        [device for device, _ in found] * parsed.runs_per_gpu,
         lambda job: command(job, place.corpus, on_gpu),
         budget,
         finished,
@@ -249,13 +255,13 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
 
 def require_times(place: Place, parsed: argparse.Namespace, device: str) -> dict[str, Path]:
-    """{arm: the result that its runs on a shared GPU take their times from}. Raises ValueError for an arm without."""
-    folder = place.result(place.study.baseline, 0).parent
+    """{arm: the result whose time of a step its runs take}. Raises ValueError for an arm without."""
+    folder = place.results / place.study.name
     timed = {arm: path for arm in parsed.arms if (path := timed_result(folder, arm, device)) is not None}
     if missing := ", ".join(arm for arm in parsed.arms if arm not in timed):
         raise ValueError(
-            f"--shared-gpu: no result in {folder} says how long a step of {missing} takes on a {device} alone; "
-            "expected one of another seed; train one seed without --shared-gpu first"
+            f"--runs-per-gpu {parsed.runs_per_gpu}: no result in {folder} says how long a step of {missing} takes on a "
+            f"{device} alone; expected one of any seed and length; train it with --runs-per-gpu 1 first"
         )
     return timed
 

@@ -82,10 +82,10 @@ def test_the_same_command_goes_on_and_says_what_is_left(study):
     assert "2 of 4 runs are finished; the budget is spent; repeat the command to go on" in said
 
 
-def test_times_of_an_arm_on_a_shared_gpu_have_to_be_known(study):
+def test_several_runs_at_once_need_times_of_their_arms(study):
     folder, _ = study
-    parsed = parse_arguments(arguments(folder, "--seeds", "2", "--arms", "dense", "window", "--shared-gpu"))
-    with pytest.raises(ValueError, match=r"--shared-gpu: no result in .* how long a step of window takes on a CPU"):
+    parsed = parse_arguments(arguments(folder, "--seeds", "2", "--arms", "dense", "window", "--runs-per-gpu", "2"))
+    with pytest.raises(ValueError, match=r"--runs-per-gpu 2: no result in .* how long a step of window takes on a CPU"):
         run(parsed, [].append)
 
 
@@ -128,8 +128,20 @@ def test_where_an_arm_begins_to_lose():
 
 
 def test_arguments_are_refused(capsys):
-    found = {"--tokens=-1": "a number above 0", "lm9k": "choose from lm8k", "sparse": "expected dense, hybrid"}
-    for wrong in (["lm8k", "--tokens=-1"], ["lm9k"], ["lm8k", "--arms", "sparse"]):
+    found = {
+        "--tokens=-1": "a number above 0",
+        "lm9k": "choose from lm8k",
+        "sparse": "expected dense, hybrid",
+        "0": "expected 1 or more",
+        "2": "expected 1 with extend32k",
+    }
+    for wrong in (
+        ["lm8k", "--tokens=-1"],
+        ["lm9k"],
+        ["lm8k", "--arms", "sparse"],
+        ["lm8k", "--runs-per-gpu", "0"],
+        ["extend32k", "--runs-per-gpu", "2"],
+    ):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(wrong)
         said = capsys.readouterr().err

@@ -181,17 +181,18 @@ def test_a_thinned_log_keeps_means_and_no_paths(tmp_path, monkeypatch):
     assert records[-1]["lm loss"] == 4.25
 
 
-def test_a_run_on_a_shared_gpu_takes_the_times_of_another_seed(tmp_path, monkeypatch):
+def test_a_run_beside_others_takes_the_times_of_one_that_was_alone(tmp_path, monkeypatch):
     alone, shared = (make_job(tmp_path / str(seed), steps=31) for seed in (1, 2))
     run_jobs([alone, shared], [None], trainer(), Budget(), ends_well, quiet)
     monkeypatch.setattr("examples.quality.results.training_seconds", lambda times: 0.25 * np.arange(1, 32))
-    write_run(tmp_path / "s2_seed1.jsonl", alone, CORPUS, {"device": "CPU"})
+    folder = tmp_path / "100M"
+    write_run(folder / "s2_seed1.jsonl", alone, CORPUS, {"device": "CPU"})
     timed = timed_result(tmp_path, "s2", "CPU")
-    assert timed == tmp_path / "s2_seed1.jsonl"
+    assert timed == folder / "s2_seed1.jsonl"
     assert timed_result(tmp_path, "s2", "GPU") is None and timed_result(tmp_path, "dense", "CPU") is None
     monkeypatch.undo()
-    write_run(tmp_path / "s2_seed2.jsonl", shared, CORPUS, {"device": "CPU"}, timed)
-    log, other = read_records(tmp_path / "s2_seed2.jsonl"), read_records(timed)
+    write_run(folder / "s2_seed2.jsonl", shared, CORPUS, {"device": "CPU"}, timed)
+    log, other = read_records(folder / "s2_seed2.jsonl"), read_records(timed)
     assert log[0][HEADER]["times_of"] == "s2_seed1" and "times_of" not in other[0][HEADER]
     assert log[-2]["time"] == pytest.approx(31 * 0.25) and log[-2]["iteration"] == 31
     # Times that were taken from another run are no measure for a third.

@@ -129,7 +129,7 @@ def test_inside_of_the_tables_nothing_is_said_and_the_rows_come_back():
     assert time.forward * 1e3 == pytest.approx(18.2, rel=0.05) and time.backward * 1e3 == pytest.approx(59, rel=0.05)
     # Twice the heads, twice the time; a call of few tokens takes as long as its launches.
     assert attention(notes, heads=64).forward == pytest.approx(2 * time.forward)
-    assert attention(notes, tokens=1024, keys=800).backward >= 0.4e-3
+    assert attention(notes, tokens=1024, keys=800).backward >= 0.15e-3
     assert attention(notes, kv_heads=1, heads=8).backward > 1.15 * attention(notes, heads=8).backward
 
 

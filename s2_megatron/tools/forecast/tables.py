@@ -10,7 +10,7 @@ Attention. A kernel's time is (query, key) pairs times the time of a pair, and t
 - the head dim: a factor from the rows of the next larger one that was measured (the kernels pad to 64, 128 or 256).
 - the KV heads of a GPU, below 8: a factor from the rows of one KV head, interpolated over the logarithm.
 
-and no call is shorter than its launches from Python (the rows of a few thousand tokens).
+and no call is shorter than its launches (the rows of a few thousand tokens).
 
 Exchange. What context parallelism adds to a layer beyond its share of one GPU's time, per byte that a rank sends:
 transfers that nothing hides, copies, and kernels that walk lists.
