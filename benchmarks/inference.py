@@ -33,7 +33,7 @@ from benchmarks.report import provenance, write_json
 from benchmarks.timing import milliseconds
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.stored import stored_sparsity
-from s2_megatron.huggingface import S2Cache, S2GPTConfig, S2GPTForCausalLM
+from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTConfig, S2GPTForCausalLM
 from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.cache import S2CacheLayer, kept_tokens
 
@@ -173,7 +173,7 @@ class DecodeStep:
     def _forward(self) -> torch.Tensor:
         self.cache.position.fill_(self.context - 2)
         with torch.no_grad():
-            output = self.model(self.ids, position_ids=self.positions, past_key_values=self.cache, logits_to_keep=1)
+            output = self.model(self.ids, position_ids=self.positions, **{CACHE_ARGUMENT: self.cache}, logits_to_keep=1)
         return output.logits
 
     def capture(self) -> None:
@@ -257,7 +257,7 @@ class Run:
             def prefill(length, side=side, model=model):
                 cache = new_cache(side, model, self.shape, length, 1, filled=False)
                 with torch.no_grad():
-                    model(ids[:, :length], past_key_values=cache, logits_to_keep=1).logits.argmax()
+                    model(ids[:, :length], **{CACHE_ARGUMENT: cache}, logits_to_keep=1).logits.argmax()
                 return cache
 
             prefill(min(context, 4 * self.shape.window))  # loads kernels; a whole prompt twice would take long

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.huggingface.attention import register_attention
-from s2_megatron.huggingface.cache import S2Cache
+from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
 from s2_megatron.huggingface.modeling import S2GPTForCausalLM, S2GPTModel
 
-__all__ = ["MODEL_TYPE", "S2Cache", "S2GPTConfig", "S2GPTForCausalLM", "S2GPTModel"]
+__all__ = ["CACHE_ARGUMENT", "MODEL_TYPE", "S2Cache", "S2GPTConfig", "S2GPTForCausalLM", "S2GPTModel"]
 
 register_attention()
 AutoConfig.register(MODEL_TYPE, S2GPTConfig, exist_ok=True)

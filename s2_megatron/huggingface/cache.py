@@ -9,7 +9,10 @@ B batch, H query heads, G KV heads, R = H / G, D head dim, T tokens of a forward
 
 from __future__ import annotations
 
+import inspect
+
 import torch
+from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from s2_megatron.config.sparsity import ResolvedSparsity
@@ -21,6 +24,9 @@ from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.printing import print_once
 
+# What transformers calls the cache that a model takes, and returns: `cache` since 5.24, before it `past_key_values`.
+_CACHE_NAMES = ("cache", "past_key_values")
+CACHE_ARGUMENT = next(name for name in _CACHE_NAMES if name in inspect.signature(LlamaForCausalLM.forward).parameters)
 SPARE = 8  # without a max_length, a cache that is full grows by one part in so many
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -18,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from s2_megatron.huggingface.attention import NAME
-from s2_megatron.huggingface.cache import S2Cache
+from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
 
 
@@ -42,8 +43,10 @@ class S2GPTAttention(LlamaAttention):
             self.q_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
+        # By its type: under a name that is not known here it would be ignored, and every token see itself alone.
+        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -54,9 +57,9 @@ class S2GPTAttention(LlamaAttention):
         both = torch.cat((query, key), 2)  # half the kernels of a decoding step's RoPE
         query, key = (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        compact = past_key_values if isinstance(past_key_values, S2Cache) else None
-        if past_key_values is not None and compact is None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        compact = cache if isinstance(cache, S2Cache) else None
+        if cache is not None and compact is None:
+            key, value = cache.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, weights = attention(
             self,
@@ -134,10 +137,10 @@ class S2GPTForCausalLM(S2GPTPreTrainedModel, LlamaForCausalLM):
             raise ValueError(
                 f"cache_implementation={wanted!r} for a model of type {self.config.model_type}: a static cache returns "
                 "keys that do not exist yet; expected none (then S2Cache) or 'dynamic'; for static shapes give "
-                "past_key_values=S2Cache(config, max_length=...)"
+                f"{CACHE_ARGUMENT}=S2Cache(config, max_length=...)"
             )
-        none_given = model_kwargs.get("past_key_values") is None
+        none_given = model_kwargs.get(CACHE_ARGUMENT) is None
         if none_given and wanted is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = S2Cache(self.config)
+            model_kwargs[CACHE_ARGUMENT] = S2Cache(self.config)
             return None
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

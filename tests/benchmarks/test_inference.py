@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is an optional extra: p
 from benchmarks import inference, inference_checks
 from benchmarks.inference import TINY, DecodeStep, Shape, build_models, sparsities
 from benchmarks.inference_checks import check_attention, check_replay
-from s2_megatron.huggingface.cache import kept_tokens
+from s2_megatron.huggingface.cache import CACHE_ARGUMENT, kept_tokens
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def test_a_step_is_the_models_next_token(models, side):
         expected = model(text, use_cache=False).logits[:, -1:]
         if side == "dense":  # its cache is filled from the end
             cache.length = 255
-            model(text[:, :255], past_key_values=cache)
+            model(text[:, :255], **{CACHE_ARGUMENT: cache})
             cache.store = [tuple(torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in pair) for pair in cache.store]
             cache.length, cache.position = 256, step.cache.position
         else:
-            model(text[:, :255], past_key_values=cache)
+            model(text[:, :255], **{CACHE_ARGUMENT: cache})
     step.cache, step.ids = cache, text[:, 255:]
     assert torch.allclose(step.eager(), expected, atol=1e-5)
     assert torch.equal(step.eager(), step.eager())

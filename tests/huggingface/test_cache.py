@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from s2_megatron.config.load import load_config
-from s2_megatron.huggingface import S2Cache
+from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.attention import attend
 from tests.huggingface.tiny import (
     BLOCK,
@@ -128,7 +128,8 @@ def test_greedy_generation_equals_the_full_cache(name):
     settings = dict(attention_mask=mask, max_new_tokens=120, do_sample=False, return_dict_in_generate=True)
     compact = model.generate(prompt, output_logits=True, **settings)
     full = model.generate(prompt, output_logits=True, cache_implementation="dynamic", **settings)
-    assert isinstance(compact.past_key_values, S2Cache) and isinstance(full.past_key_values, DynamicCache)
+    taken = [getattr(output, CACHE_ARGUMENT) for output in (compact, full)]
+    assert isinstance(taken[0], S2Cache) and isinstance(taken[1], DynamicCache)
     assert torch.equal(compact.sequences, full.sequences)
     difference = (torch.stack(compact.logits) - torch.stack(full.logits)).abs().max()
     assert difference < 1e-5 * torch.stack(full.logits).abs().max()
@@ -146,9 +147,9 @@ def test_beam_search_equals_the_full_cache():
 def test_a_conversation_goes_on_in_the_same_cache():
     model = model_of(sparsity_named("s2"))
     cache = S2Cache(model.config)
-    first = model.generate(tokens(1, 50), past_key_values=cache, max_new_tokens=40, do_sample=False)
+    first = model.generate(tokens(1, 50), **{CACHE_ARGUMENT: cache}, max_new_tokens=40, do_sample=False)
     text = torch.cat([first, tokens(1, 30, seed=5)], 1)
-    second = model.generate(text, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    second = model.generate(text, **{CACHE_ARGUMENT: cache}, max_new_tokens=40, do_sample=False)
     assert torch.equal(second, model.generate(text, max_new_tokens=40, do_sample=False))
 
 
@@ -158,10 +159,21 @@ def test_reset_and_another_text():
     with torch.no_grad():
         for seed in (1, 2):
             text = tokens(2, 130, seed)
-            parts = [model(piece, past_key_values=cache).logits for piece in text.split([90] + [1] * 40, 1)]
+            parts = [model(piece, **{CACHE_ARGUMENT: cache}).logits for piece in text.split([90] + [1] * 40, 1)]
             expected = model(text, use_cache=False).logits
             assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-4)
             cache.reset()
+
+
+def test_a_cache_of_any_name_is_taken():
+    """transformers renamed the argument once: a cache that the attention overlooks is text that the model forgets."""
+    model = model_of(sparsity_named("s2"))
+    cache = S2Cache(model.config)
+    hidden = torch.randn(1, 20, model.config.hidden_size)
+    with torch.no_grad():
+        positions = model.model.rotary_emb(hidden, torch.arange(20)[None])
+        model.model.layers[0].self_attn(hidden, position_embeddings=positions, a_name_of_tomorrow=cache)
+    assert cache.get_seq_length() == 20
 
 
 def test_memory_is_that_of_the_kept_tokens():
@@ -169,7 +181,7 @@ def test_memory_is_that_of_the_kept_tokens():
     model = model_of(sparsity)
     cache = S2Cache(model.config, max_length=1024)
     with torch.no_grad():
-        model(tokens(3, 5), past_key_values=cache)
+        model(tokens(3, 5), **{CACHE_ARGUMENT: cache})
     kept = 1024 + 2 * BLOCK + 1024 // 4  # the dense layer; window and stripes of the other
     assert cache.nbytes == 2 * 3 * KV_HEADS * kept * 16 * 4
 
@@ -179,10 +191,10 @@ def test_repeated_and_chosen_rows():
     cache = S2Cache(model.config)
     text = tokens(2, 100)
     with torch.no_grad():
-        model(text[:, :90], past_key_values=cache)
+        model(text[:, :90], **{CACHE_ARGUMENT: cache})
         cache.batch_repeat_interleave(2)
         cache.batch_select_indices(torch.tensor([1, 2]))
-        got = model(text[:, 90:], past_key_values=cache).logits
+        got = model(text[:, 90:], **{CACHE_ARGUMENT: cache}).logits
         assert torch.allclose(got, model(text, use_cache=False).logits[:, 90:], atol=1e-4)
 
 
@@ -203,7 +215,7 @@ def test_a_stock_model_cannot_take_it():
     config = config_of(sparsity_named("s2"))
     llama = LlamaForCausalLM(_llama())
     with pytest.raises(ValueError, match="works with models of type s2_gpt"):
-        llama(tokens(1, 20), past_key_values=S2Cache(config))
+        llama(tokens(1, 20), **{CACHE_ARGUMENT: S2Cache(config)})
 
 
 def _llama():
@@ -220,7 +232,7 @@ def test_static_caches_are_refused():
     with pytest.raises(ValueError, match="max_length"):
         model.generate(tokens(1, 20), max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="S2Cache"):
-        model(tokens(1, 20), past_key_values=StaticCache(model.config, max_cache_len=64))
+        model(tokens(1, 20), **{CACHE_ARGUMENT: StaticCache(model.config, max_cache_len=64)})
 
 
 def test_a_mask_that_forgets_the_padding_is_refused():
@@ -229,14 +241,14 @@ def test_a_mask_that_forgets_the_padding_is_refused():
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :5] = 0
     with torch.no_grad():
-        model(tokens(2, 20), attention_mask=mask, past_key_values=cache)
+        model(tokens(2, 20), attention_mask=mask, **{CACHE_ARGUMENT: cache})
         with pytest.raises(ValueError, match="pass it in every forward"):
-            model(tokens(2, 1), past_key_values=cache)
+            model(tokens(2, 1), **{CACHE_ARGUMENT: cache})
 
 
 def test_decoding_has_no_gradient():
     model = model_of(sparsity_named("s2"))
     cache = S2Cache(model.config)
-    model(tokens(1, 20), past_key_values=cache)
+    model(tokens(1, 20), **{CACHE_ARGUMENT: cache})
     with pytest.raises(ValueError, match="no gradient"):
-        model(tokens(1, 1), past_key_values=cache)
+        model(tokens(1, 1), **{CACHE_ARGUMENT: cache})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.timing import milliseconds
-from s2_megatron.huggingface import S2Cache
+from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.decoding import decode_attention, decode_mask
 from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
@@ -56,10 +56,10 @@ def test_a_captured_step_is_replayed_over_block_borders(name):
 
     def step():
         positions = (cache.position + 1)[:, None]
-        return model(ids, position_ids=positions, past_key_values=cache).logits
+        return model(ids, position_ids=positions, **{CACHE_ARGUMENT: cache}).logits
 
     with torch.no_grad():
-        model(text[:, :60], past_key_values=cache)
+        model(text[:, :60], **{CACHE_ARGUMENT: cache})
         step()  # token 60, eagerly: makes what a capture must not make
         ids.copy_(text[:, 61:62])
         graph = torch.cuda.CUDAGraph()
