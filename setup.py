@@ -79,6 +79,6 @@ setup(
         "resiliency": ["nvidia-resiliency-ext>=0.6"],
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
         "wandb": ["wandb"],
-        "hf": ["transformers>=5"],
+        "hf": ["transformers>=5.4"],
     },
 )

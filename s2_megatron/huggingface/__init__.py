@@ -6,15 +6,19 @@
 It registers the model type `s2_gpt` and the attention `s2` (with its mask).
 """
 
+from packaging.version import Version
+
+_OLDEST = "5.4"  # setup.py says so, too; before it a configuration was no dataclass
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        "s2_megatron.huggingface needs transformers 5 or later, which is not installed; pip install 's2-megatron[hf]'"
+        f"s2_megatron.huggingface needs transformers {_OLDEST} or later, which is not installed; "
+        "pip install 's2-megatron[hf]'"
     ) from error
-if int(_transformers.__version__.split(".")[0]) < 5:
+if Version(_transformers.__version__) < Version(_OLDEST):
     raise ImportError(
-        f"s2_megatron.huggingface needs transformers 5 or later, found {_transformers.__version__}; "
+        f"s2_megatron.huggingface needs transformers {_OLDEST} or later, found {_transformers.__version__}; "
         "pip install 's2-megatron[hf]'"
     )
 

@@ -16,3 +16,10 @@ def test_one_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == s2_megatron.__version__
     released = re.findall(r"^## (\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert released[0] == s2_megatron.__version__
+
+
+def test_one_oldest_transformers():
+    """setup.py's and that of the import, which says so in one line."""
+    wanted = re.search(r'"transformers>=([\d.]+)"', (ROOT / "setup.py").read_text())[1]
+    checked = re.search(r'^_OLDEST = "([\d.]+)"', (ROOT / "s2_megatron/huggingface/__init__.py").read_text(), re.M)[1]
+    assert checked == wanted
