@@ -8,17 +8,16 @@ It registers the model type `s2_gpt` and the attention `s2` (with its mask).
 
 from packaging.version import Version
 
-_OLDEST = "5.4"  # setup.py says so, too; before it a configuration was no dataclass
 try:
     import transformers as _transformers
 except ImportError as error:
     raise ImportError(
-        f"s2_megatron.huggingface needs transformers {_OLDEST} or later, which is not installed; "
-        "pip install 's2-megatron[hf]'"
+        "s2_megatron.huggingface needs transformers 5.4 or later, which is not installed; pip install 's2-megatron[hf]'"
     ) from error
-if Version(_transformers.__version__) < Version(_OLDEST):
+# setup.py says so, too; before it a configuration was no dataclass.
+if Version(_transformers.__version__) < Version("5.4"):
     raise ImportError(
-        f"s2_megatron.huggingface needs transformers {_OLDEST} or later, found {_transformers.__version__}; "
+        f"s2_megatron.huggingface needs transformers 5.4 or later, found {_transformers.__version__}; "
         "pip install 's2-megatron[hf]'"
     )
 
