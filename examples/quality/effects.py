@@ -45,6 +45,21 @@ class Effects:
         error = self.noise * math.sqrt(max(0.0, float(contrast @ self.inverse @ contrast)))
         return float(stats.t.ppf(1 - (1 - CONFIDENCE) / (2 * comparisons), self.freedom)) * error
 
+    def seeds_for(self, half_width: float) -> int | None:
+        """How many seeds of every arm would make the interval of one difference this narrow, were the noise as it is
+        estimated here; None with one seed, of which no noise is known. half_width: above 0, in units of the values."""
+        if self.freedom == 0:
+            return None
+        seeds = 2
+        while self._half_width_of(seeds) > half_width:
+            seeds += 1
+        return seeds
+
+    def _half_width_of(self, seeds: int) -> float:
+        """Of the interval of one difference, with as many seeds of every arm."""
+        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, (seeds - 1) * (len(self.arms) - 1))
+        return float(quantile) * self.noise * math.sqrt(2 / seeds)
+
 
 def fit(values: Mapping[tuple[str, str], float]) -> Effects:
     """values: {(arm, seed): value of its run}. Every arm shares a seed with another one, directly or over others."""

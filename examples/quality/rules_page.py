@@ -163,7 +163,8 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         "One seed: how large differences by chance are is not known."
         if loss.freedom == 0
         else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
-        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a table together."
+        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a table together. "
+        + seeds_needed(loss)
     )
     recall = f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."
     lines = [
@@ -186,6 +187,15 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         caption = f"{question.text}: loss against {base} over tokens and by position"
         lines += ["", f"![{caption}]({pictures}/{question.name}.png)", ""]
     return lines
+
+
+def seeds_needed(loss: Effects) -> str:
+    """A sentence: with how many seeds a study of such noise would decide what its targets ask."""
+    whole, half = (loss.seeds_for(share * float(loss.means.mean())) for share in (0.01, 0.005))
+    return (
+        f"With noise of this size it would take about {whole} seeds of every arm to know one difference to ± 1 % of "
+        f"the loss, and {half} to ± 0.5 %."
+    )
 
 
 def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:

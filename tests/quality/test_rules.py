@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -164,6 +165,14 @@ def test_the_interval_of_a_difference_holds_as_often_as_it_says():
         effects = fit(values)
         missed += abs(effects.difference("a", "b")) > effects.half_width("a", "b")
     assert 8 <= missed <= 34  # of 20 expected
+
+
+def test_so_many_seeds_make_an_interval_as_narrow_as_asked():
+    effects = fit(made_up(NOISE))
+    seeds = effects.seeds_for(NOISE)
+    wide, narrow = (replace(fit(made_up(NOISE, seeds=n)), noise=effects.noise) for n in (seeds - 1, seeds))
+    assert narrow.half_width("s2", "hybrid") <= NOISE < wide.half_width("s2", "hybrid")
+    assert fit(made_up(NOISE, seeds=1)).seeds_for(NOISE) is None
 
 
 def test_a_winner_is_told_apart_from_noise():
