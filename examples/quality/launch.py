@@ -23,7 +23,7 @@ FINAL_RATE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """One run. folder: of this run alone; its files: sparsity.yaml, train.log, losses.jsonl, checkpoints/.
+    """One run. folder: of this run alone; its files: sparsity.yaml, train.log, losses.jsonl, shared_gpu, checkpoints/.
 
     tokens: training tokens. seed: of weights and data order, the same for all arms. short: evaluated at the end alone,
     without checkpoints. start: the run whose weights it begins with. evaluated: before any step, and not
@@ -64,6 +64,11 @@ class Job:
     @property
     def losses(self) -> Path:
         return self.folder / "losses.jsonl"
+
+    @property
+    def shared(self) -> Path:
+        """Is there once the run has been beside others on its GPU: its own times of a step say nothing then."""
+        return self.folder / "shared_gpu"
 
     @property
     def log(self) -> Path:

@@ -213,7 +213,7 @@ def _borrowed_times(folder: Path) -> str:
     runs = [path for path in folder.glob("*.jsonl") if TIMES_OF in header(path)]
     if not runs:
         return ""
-    return f" {len(runs)} runs shared their GPU and take the time of a step from a run of their arm that was alone."
+    return f" Runs that shared their GPU: {len(runs)}. They have the step times of runs of their arms that were alone."
 
 
 def scale_section(scale: Scale, picture: str) -> list[str]:

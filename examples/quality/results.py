@@ -80,7 +80,7 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
                 "arguments": arguments,
                 "flops_per_token": about["flops_per_token"],
                 "machine": machine,
-                **({} if timed is None else {TIMES_OF: timed.stem}),
+                **({} if timed is None else {TIMES_OF: f"{timed.parent.name}/{timed.stem}"}),
             },
             "iteration": steps[0],
             "time": 0.0,

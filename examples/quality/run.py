@@ -220,7 +220,16 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     result of another learning rate."""
     study, about = place.study, machine(found[0][1])
     on_gpu = found[0][0] is not None
-    timed = require_times(place, parsed, found[0][1]) if parsed.runs_per_gpu > 1 else {}
+    jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
+    there = [job for job in jobs if has_result(place, job)]
+    left = [job for job in jobs if job not in there]
+    shared = [job.arm for job in left if parsed.runs_per_gpu > 1 or job.shared.exists()]
+    timed = require_times(place, shared, found[0][1])
+
+    def start(job: Job) -> list[str]:
+        if parsed.runs_per_gpu > 1:
+            job.shared.touch()
+        return command(job, place.corpus, on_gpu)
 
     def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is None:
@@ -230,38 +239,29 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
             if outcome != FINISHED:
                 return outcome
         # A language model's losses are kept at once; a test that the budget cut adds to them later.
-        write_run(place.result(job.arm, job.seed), job, place.corpus, about, timed.get(job.arm))
+        times = timed[job.arm] if job.shared.exists() else None
+        write_run(place.result(job.arm, job.seed), job, place.corpus, about, times)
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
         if outcome == FINISHED and not parsed.keep_checkpoints:
             remove_checkpoints(job)
         return outcome
 
-    jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
-    there = [job for job in jobs if has_result(place, job)]
-    remove_stale_tests(place, [job for job in jobs if job not in there])
+    remove_stale_tests(place, left)
     if there:
         tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
-    outcomes = run_jobs(
-        [job for job in jobs if job not in there],
-        [device for device, _ in found] * parsed.runs_per_gpu,
-        lambda job: command(job, place.corpus, on_gpu),
-        budget,
-        finished,
-        tell,
-    )
-    return dict.fromkeys((job.name for job in there), FINISHED) | {
-        job.name: outcomes.get(job.name) for job in jobs if job not in there
-    }
+    outcomes = run_jobs(left, [device for device, _ in found] * parsed.runs_per_gpu, start, budget, finished, tell)
+    return dict.fromkeys((job.name for job in there), FINISHED) | {job.name: outcomes.get(job.name) for job in left}
 
 
-def require_times(place: Place, parsed: argparse.Namespace, device: str) -> dict[str, Path]:
-    """{arm: the result whose time of a step its runs take}. Raises ValueError for an arm without."""
+def require_times(place: Place, arms: Sequence[str], device: str) -> dict[str, Path]:
+    """{arm: the result whose time of a step those of its runs take that share a GPU}. Raises ValueError for an arm
+    without."""
     folder = place.results / place.study.name
-    timed = {arm: path for arm in parsed.arms if (path := timed_result(folder, arm, device)) is not None}
-    if missing := ", ".join(arm for arm in parsed.arms if arm not in timed):
+    timed = {arm: path for arm in arms if (path := timed_result(folder, arm, device)) is not None}
+    if missing := ", ".join(dict.fromkeys(arm for arm in arms if arm not in timed)):
         raise ValueError(
-            f"--runs-per-gpu {parsed.runs_per_gpu}: no result in {folder} says how long a step of {missing} takes on a "
-            f"{device} alone; expected one of any seed and length; train it with --runs-per-gpu 1 first"
+            f"--runs-per-gpu: no result in {folder} says how long a step of {missing} takes on a {device} alone; "
+            "expected one of any seed and length, for runs beside others; train it with --runs-per-gpu 1 first"
         )
     return timed
 
@@ -366,6 +366,9 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     if parsed.stage == "corpus":
         return COMPLETE
     place = Place(study, corpus, tokens, parsed.runs.resolve(), parsed.results.resolve())
+    if parsed.runs_per_gpu > 1 and parsed.stage != "rates":  # before hours of other runs
+        unfinished = [arm for arm in parsed.arms if not all(place.result(arm, seed).exists() for seed in parsed.seeds)]
+        require_times(place, unfinished, found[0][1])
     rates, failed = choose_rates(place, parsed, found, budget, tell)
     if failed:
         return FAILURE

@@ -1,4 +1,5 @@
-"""Runs on several devices at once: one process per device, the next run as soon as one ends, all within a budget.
+"""Runs on several devices at once: one process for every entry in a list of devices, the next run as soon as one ends,
+all within a budget.
 
 When the budget is nearly spent every process gets SIGTERM, on which Megatron saves a checkpoint and ends. The same
 command goes on from there: a run that was cut is started again before the others.

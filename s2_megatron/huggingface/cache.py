@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 
 import torch
+import transformers
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -26,7 +27,13 @@ from s2_megatron.printing import print_once
 
 # What transformers calls the cache that a model takes, and returns: `cache` since 5.24, before it `past_key_values`.
 _CACHE_NAMES = ("cache", "past_key_values")
-CACHE_ARGUMENT = next(name for name in _CACHE_NAMES if name in inspect.signature(LlamaForCausalLM.forward).parameters)
+_read = inspect.signature(LlamaForCausalLM.forward).parameters
+CACHE_ARGUMENT = next((name for name in _CACHE_NAMES if name in _read), "")
+if not CACHE_ARGUMENT:
+    raise ImportError(
+        f"transformers {transformers.__version__} calls a model's cache neither {' nor '.join(_CACHE_NAMES)}; "
+        "pip install 'transformers==5.24'"
+    )
 SPARE = 8  # without a max_length, a cache that is full grows by one part in so many
 
 

@@ -6,9 +6,11 @@ The weights have Llama's names (q_norm and k_norm are Qwen3's). B batch, T token
 from __future__ import annotations
 
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -21,6 +23,19 @@ from transformers.models.llama.modeling_llama import (
 from s2_megatron.huggingface.attention import NAME
 from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
+
+
+def cache_of(arguments: dict) -> Cache | None:
+    """The cache among a module's keyword arguments. Raises ValueError for one under a name that the model does not
+    read: it would go on as if there were no text before."""
+    caches = {name: value for name, value in arguments.items() if isinstance(value, Cache)}
+    cache = caches.pop(CACHE_ARGUMENT, None)
+    for name, ignored in caches.items():
+        raise ValueError(
+            f"{name}={type(ignored).__name__} for a model of type s2_gpt: transformers {transformers.__version__} "
+            f"calls the cache {CACHE_ARGUMENT} and would ignore it; pass it as {CACHE_ARGUMENT}="
+        )
+    return cache
 
 
 class S2GPTRMSNorm(nn.RMSNorm):
@@ -45,8 +60,7 @@ class S2GPTAttention(LlamaAttention):
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
-        # By its type: under a name that is not known here it would be ignored, and every token see itself alone.
-        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+        cache = cache_of(kwargs)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -131,16 +145,24 @@ class S2GPTForCausalLM(S2GPTPreTrainedModel, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic", "offloaded", "quantized"):
+        if wanted not in (None, "dynamic", "dynamic_full", "offloaded", "quantized"):
             raise ValueError(
                 f"cache_implementation={wanted!r} for a model of type {self.config.model_type}: a static cache returns "
                 "keys that do not exist yet; expected none (then S2Cache) or 'dynamic'; for static shapes give "
                 f"{CACHE_ARGUMENT}=S2Cache(config, max_length=...)"
             )
-        none_given = model_kwargs.get(CACHE_ARGUMENT) is None
-        if none_given and wanted is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_ARGUMENT] = S2Cache(self.config)
-            return None
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        given = model_kwargs.get(CACHE_ARGUMENT)
+        # An assistant's tokens are taken back where they are wrong: it needs the full cache, as the model it helps.
+        compact = given is None and wanted is None and not generation_config.is_assistant
+        if generation_config.use_cache is not False and (compact or isinstance(given, S2Cache)):
+            if generation_mode == GenerationMode.ASSISTED_GENERATION:
+                raise ValueError(
+                    "assisted decoding takes tokens back, and S2Cache cannot: blocks that left the window are gone; "
+                    "expected the full cache; give cache_implementation='dynamic' and no S2Cache"
+                )
+            if compact:
+                model_kwargs[CACHE_ARGUMENT] = S2Cache(self.config)
+                return None
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)

@@ -165,15 +165,31 @@ def test_reset_and_another_text():
             cache.reset()
 
 
-def test_a_cache_of_any_name_is_taken():
-    """transformers renamed the argument once: a cache that the attention overlooks is text that the model forgets."""
+@pytest.mark.parametrize("use_cache", [None, False])
+def test_a_cache_of_another_name_is_refused(use_cache):
+    """transformers has renamed the argument once: a cache that nobody reads is a text that the model forgets."""
     model = model_of(sparsity_named("s2"))
     cache = S2Cache(model.config)
-    hidden = torch.randn(1, 20, model.config.hidden_size)
-    with torch.no_grad():
-        positions = model.model.rotary_emb(hidden, torch.arange(20)[None])
-        model.model.layers[0].self_attn(hidden, position_embeddings=positions, a_name_of_tomorrow=cache)
-    assert cache.get_seq_length() == 20
+    with torch.no_grad(), pytest.raises(ValueError, match=f"kv=S2Cache .* pass it as {CACHE_ARGUMENT}="):
+        model(tokens(1, 20), kv=cache, use_cache=use_cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_assisted_decoding_takes_the_full_cache():
+    """By tokens looked up in the prompt, and with an S2 model as the assistant of another one."""
+    model, assistant = (model_of(sparsity_named("s2")) for _ in range(2))
+    with torch.no_grad():  # often of the same opinion, not always
+        assistant.lm_head.weight += 0.1 * assistant.lm_head.weight.std() * torch.randn_like(assistant.lm_head.weight)
+    prompt = tokens(1, 40).repeat(1, 2)
+    expected = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    for helper in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)):
+        settings = dict(max_new_tokens=60, do_sample=False, **helper)
+        with pytest.raises(ValueError, match="assisted decoding takes tokens back"):
+            model.generate(prompt, **settings)
+        with pytest.raises(ValueError, match="assisted decoding takes tokens back"):
+            model.generate(prompt, **{CACHE_ARGUMENT: S2Cache(model.config)}, **settings)
+        found = model.generate(prompt, cache_implementation="dynamic", **settings)
+        assert torch.equal(found, expected)
 
 
 def test_memory_is_that_of_the_kept_tokens():

@@ -85,7 +85,7 @@ def test_the_same_command_goes_on_and_says_what_is_left(study):
 def test_several_runs_at_once_need_times_of_their_arms(study):
     folder, _ = study
     parsed = parse_arguments(arguments(folder, "--seeds", "2", "--arms", "dense", "window", "--runs-per-gpu", "2"))
-    with pytest.raises(ValueError, match=r"--runs-per-gpu 2: no result in .* how long a step of window takes on a CPU"):
+    with pytest.raises(ValueError, match=r"--runs-per-gpu: no result in .* how long a step of window takes on a CPU"):
         run(parsed, [].append)
 
 

@@ -17,7 +17,7 @@ import pytest
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, thinned, timed_result, training_seconds, write_run
-from examples.quality.run import Place, remove_stale_tests
+from examples.quality.run import Place, parse_arguments, remove_stale_tests, train
 from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
 from s2_megatron.config.load import SparsityConfig
@@ -193,11 +193,35 @@ def test_a_run_beside_others_takes_the_times_of_one_that_was_alone(tmp_path, mon
     monkeypatch.undo()
     write_run(folder / "s2_seed2.jsonl", shared, CORPUS, {"device": "CPU"}, timed)
     log, other = read_records(folder / "s2_seed2.jsonl"), read_records(timed)
-    assert log[0][HEADER]["times_of"] == "s2_seed1" and "times_of" not in other[0][HEADER]
+    assert log[0][HEADER]["times_of"] == "100M/s2_seed1" and "times_of" not in other[0][HEADER]
     assert log[-2]["time"] == pytest.approx(31 * 0.25) and log[-2]["iteration"] == 31
     # Times that were taken from another run are no measure for a third.
     timed.unlink()
     assert timed_result(tmp_path, "s2", "CPU") is None
+
+
+def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monkeypatch):
+    """Also where the command that finishes it has the GPU for it alone."""
+    pace = {"seconds": 0.0}
+    monkeypatch.setattr("examples.quality.run.command", lambda job, *_: trainer(**pace)(job))
+    monkeypatch.setattr("examples.quality.run.measure_copies", lambda *arguments: FINISHED)
+    place = Place(TINY, CORPUS, 31 * TINY.step_tokens, tmp_path / "runs", tmp_path / "results")
+
+    def study(*more, seconds=None):
+        parsed = parse_arguments(["lm-tiny", "--arms", "s2", *more])
+        budget = Budget(seconds, save_seconds=0.0, start_seconds=0.0)
+        return train(place, parsed, {"s2": 0.1}, [(None, "CPU")], budget, quiet)
+
+    study("--seeds", "1")
+    pace["seconds"] = 1.0  # never ends within the budget
+    assert set(study("--seeds", "2", "3", "--runs-per-gpu", "2", seconds=0.5).values()) == {CUT}
+    pace["seconds"] = 0.0
+    assert set(study("--seeds", "2", "3").values()) == {FINISHED}
+    records = [read_records(place.result("s2", seed))[0][HEADER] for seed in (1, 2, 3)]
+    assert [record.get("times_of") for record in records] == [None, *[f"{place.scale}/s2_seed1"] * 2]
+    place.result("s2", 1).unlink()
+    with pytest.raises(ValueError, match="how long a step of s2 takes on a CPU alone"):
+        study("--seeds", "4", "--runs-per-gpu", "2")
 
 
 def test_a_rate_is_chosen_when_all_were_tried(tmp_path):

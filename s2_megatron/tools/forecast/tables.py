@@ -30,7 +30,7 @@ import numpy as np
 FOLDER = Path(__file__).parent
 FORMAT = 1
 BASE_HEAD_DIM = 128
-LAUNCH_TOKENS = 8192  # with fewer tokens a row of the tables is one of launches
+LAUNCH_TOKENS = 8192  # rows of fewer tokens say how long launches take, the others how long a pair does
 MEMORY_GIB = {"h100": 79.1}  # of GPUs without a table, as torch has it: that of 80 GB
 ALL_KV_HEADS = 8  # from so many KV heads on their number does not matter
 
