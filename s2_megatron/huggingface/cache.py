@@ -200,7 +200,7 @@ class S2CacheLayer(CacheLayerMixin):
         if tokens_to_remove:
             raise ValueError(
                 f"S2Cache cannot go back by {abs(tokens_to_remove)} tokens: blocks that left the window are gone; "
-                "for assisted decoding use cache_implementation='dynamic' (the full cache)"
+                f"for assisted decoding give {CACHE_ARGUMENT}=DynamicCache() (the full cache)"
             )
 
     def reset(self) -> None:

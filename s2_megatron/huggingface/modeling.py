@@ -160,7 +160,7 @@ class S2GPTForCausalLM(S2GPTPreTrainedModel, LlamaForCausalLM):
             if generation_mode == GenerationMode.ASSISTED_GENERATION:
                 raise ValueError(
                     "assisted decoding takes tokens back, and S2Cache cannot: blocks that left the window are gone; "
-                    "expected the full cache; give cache_implementation='dynamic' and no S2Cache"
+                    f"expected the full cache; give {CACHE_ARGUMENT}=DynamicCache()"
                 )
             if compact:
                 model_kwargs[CACHE_ARGUMENT] = S2Cache(self.config)

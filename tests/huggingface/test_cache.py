@@ -181,15 +181,15 @@ def test_assisted_decoding_takes_the_full_cache():
     with torch.no_grad():  # often of the same opinion, not always
         assistant.lm_head.weight += 0.1 * assistant.lm_head.weight.std() * torch.randn_like(assistant.lm_head.weight)
     prompt = tokens(1, 40).repeat(1, 2)
-    expected = model.generate(prompt, max_new_tokens=60, do_sample=False)
+    settings = dict(max_new_tokens=60, do_sample=False, eos_token_id=0)
+    expected = model.generate(prompt, **settings)
     for helper in (dict(prompt_lookup_num_tokens=3), dict(assistant_model=assistant)):
-        settings = dict(max_new_tokens=60, do_sample=False, **helper)
+        helped = settings | helper
         with pytest.raises(ValueError, match="assisted decoding takes tokens back"):
-            model.generate(prompt, **settings)
+            model.generate(prompt, **helped)
         with pytest.raises(ValueError, match="assisted decoding takes tokens back"):
-            model.generate(prompt, **{CACHE_ARGUMENT: S2Cache(model.config)}, **settings)
-        found = model.generate(prompt, cache_implementation="dynamic", **settings)
-        assert torch.equal(found, expected)
+            model.generate(prompt, **{CACHE_ARGUMENT: S2Cache(model.config)}, **helped)
+        assert torch.equal(model.generate(prompt, **{CACHE_ARGUMENT: DynamicCache()}, **helped), expected)
 
 
 def test_memory_is_that_of_the_kept_tokens():
