@@ -13,6 +13,7 @@ from s2_megatron.kernels.triton.key_kernels import s2_add_returned_kernel, s2_ba
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
 
 DELTA_ROWS = 64  # of a program that makes row sums
+DELTA_ROWS_32BIT = 16  # of 32-bit numbers, whose tiles stand in shared memory
 
 
 @cache
@@ -95,9 +96,10 @@ def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
     when it is given."""
     batch, heads, rows, head_dim = out.shape
     log_grad = lse if grad_lse is None else grad_lse
-    s2_delta_kernel[(triton.cdiv(rows, DELTA_ROWS) * batch * heads,)](
+    tile_rows = DELTA_ROWS_32BIT if grad_out.dtype == torch.float32 else DELTA_ROWS
+    s2_delta_kernel[(triton.cdiv(rows, tile_rows) * batch * heads,)](
         out, grad_out, log_grad, lse, delta, delta if clear is None else clear, delta, 0, rows, heads,
-        *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=DELTA_ROWS, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        *out.stride(), *grad_out.stride(), *log_grad.stride(), ROWS=tile_rows, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         GRAD_LSE=grad_lse is not None, CLEAR=clear is not None, COUNTERS=False, **OPTIONS)
 
 
