@@ -114,3 +114,11 @@ def same_numbers_in_fixtures():
 def same_numbers(same_numbers_in_fixtures):
     """What a test draws without a seed of its own is the same in every run."""
     seed_all()
+
+
+@pytest.fixture(autouse=True)
+def memory_for_other_workers():
+    """What a test had of the GPU's memory goes back: the workers of pytest-xdist share one card."""
+    yield
+    if HAS_GPU:
+        torch.cuda.empty_cache()
