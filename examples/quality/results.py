@@ -41,11 +41,12 @@ def training_seconds(times: Sequence[float]) -> np.ndarray:
     return np.cumsum(np.concatenate([[usual], seconds]))
 
 
-def timed_result(folder: Path, arm: str, device: str) -> Path | None:
-    """A result of the arm that had such a GPU alone; None without one. folder: the study's results, of all lengths."""
+def timed_result(folder: Path, arm: str, machine: dict) -> Path | None:
+    """A result of the arm that had such a GPU alone, with the same versions; None without one. folder: the study's
+    results, of all lengths."""
     for path in sorted(folder.glob(f"*/{arm}_seed*.jsonl")):
         about = header(path)
-        if TIMES_OF not in about and about["machine"]["device"] == device:
+        if TIMES_OF not in about and about["machine"] == machine:
             return path
     return None
 

@@ -224,7 +224,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     there = [job for job in jobs if has_result(place, job)]
     left = [job for job in jobs if job not in there]
     shared = [job.arm for job in left if parsed.runs_per_gpu > 1 or job.shared.exists()]
-    timed = require_times(place, shared, found[0][1])
+    timed = require_times(place, shared, about)
 
     def start(job: Job) -> list[str]:
         if parsed.runs_per_gpu > 1:
@@ -253,15 +253,17 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     return dict.fromkeys((job.name for job in there), FINISHED) | {job.name: outcomes.get(job.name) for job in left}
 
 
-def require_times(place: Place, arms: Sequence[str], device: str) -> dict[str, Path]:
-    """{arm: the result whose time of a step those of its runs take that share a GPU}. Raises ValueError for an arm
-    without."""
+def require_times(place: Place, arms: Sequence[str], about: dict) -> dict[str, Path]:
+    """{arm: the result whose time of a step those of its runs take that share a GPU}. about: what `machine`
+    returned. Raises ValueError for an arm without."""
     folder = place.results / place.study.name
-    timed = {arm: path for arm in arms if (path := timed_result(folder, arm, device)) is not None}
+    timed = {arm: path for arm in arms if (path := timed_result(folder, arm, about)) is not None}
     if missing := ", ".join(dict.fromkeys(arm for arm in arms if arm not in timed)):
+        versions = ", ".join(f"{name} {version}" for name, version in about.items() if name != "device")
         raise ValueError(
-            f"--runs-per-gpu: no result in {folder} says how long a step of {missing} takes on a {device} alone; "
-            "expected one of any seed and length, for runs beside others; train it with --runs-per-gpu 1 first"
+            f"--runs-per-gpu: no result in {folder} says how long a step of {missing} takes on a {about['device']} "
+            f"alone with {versions}; expected one of any seed and length, for runs beside others; train it with "
+            "--runs-per-gpu 1 first"
         )
     return timed
 
@@ -368,7 +370,7 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
     place = Place(study, corpus, tokens, parsed.runs.resolve(), parsed.results.resolve())
     if parsed.runs_per_gpu > 1 and parsed.stage != "rates":  # before hours of other runs
         unfinished = [arm for arm in parsed.arms if not all(place.result(arm, seed).exists() for seed in parsed.seeds)]
-        require_times(place, unfinished, found[0][1])
+        require_times(place, unfinished, machine(found[0][1]))
     rates, failed = choose_rates(place, parsed, found, budget, tell)
     if failed:
         return FAILURE

@@ -186,18 +186,21 @@ def test_a_run_beside_others_takes_the_times_of_one_that_was_alone(tmp_path, mon
     run_jobs([alone, shared], [None], trainer(), Budget(), ends_well, quiet)
     monkeypatch.setattr("examples.quality.results.training_seconds", lambda times: 0.25 * np.arange(1, 32))
     folder = tmp_path / "100M"
-    write_run(folder / "s2_seed1.jsonl", alone, CORPUS, {"device": "CPU"})
-    timed = timed_result(tmp_path, "s2", "CPU")
+    cpu = {"device": "CPU", "torch": "2.11.0"}
+    write_run(folder / "s2_seed1.jsonl", alone, CORPUS, cpu)
+    timed = timed_result(tmp_path, "s2", cpu)
     assert timed == folder / "s2_seed1.jsonl"
-    assert timed_result(tmp_path, "s2", "GPU") is None and timed_result(tmp_path, "dense", "CPU") is None
+    assert timed_result(tmp_path, "dense", cpu) is None
+    for other in (cpu | {"device": "GPU"}, cpu | {"torch": "2.12.0"}):
+        assert timed_result(tmp_path, "s2", other) is None
     monkeypatch.undo()
-    write_run(folder / "s2_seed2.jsonl", shared, CORPUS, {"device": "CPU"}, timed)
+    write_run(folder / "s2_seed2.jsonl", shared, CORPUS, cpu, timed)
     log, other = read_records(folder / "s2_seed2.jsonl"), read_records(timed)
     assert log[0][HEADER]["times_of"] == "100M/s2_seed1" and "times_of" not in other[0][HEADER]
     assert log[-2]["time"] == pytest.approx(31 * 0.25) and log[-2]["iteration"] == 31
     # Times that were taken from another run are no measure for a third.
     timed.unlink()
-    assert timed_result(tmp_path, "s2", "CPU") is None
+    assert timed_result(tmp_path, "s2", cpu) is None
 
 
 def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monkeypatch):
