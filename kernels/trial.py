@@ -1,8 +1,8 @@
 """Which versions of Triton the Hopper kernels run on. Gluon, the language that they are written in, changes from one to
 the next.
 
-They were measured on 3.6 to 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On a
-newer one they are tried: a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and
+They were measured on 3.6 and 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On one
+between them, and on a newer one, they are tried: a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and
 compares a small call with the portable kernels; of its own, because what the wrong code does to a GPU may end a process
 or never return. The verdict is stored in Triton's cache folder, for this version of Triton, these sources, this GPU and
 this kind of call.
@@ -25,7 +25,8 @@ from triton.runtime.cache import get_cache_manager
 
 from s2_megatron.printing import print_once
 
-OLDEST, NEWEST = (3, 6), (3, 9)  # that the kernels were measured on
+MEASURED = ((3, 6), (3, 9))  # the kernels were, on a GPU
+OLDEST = MEASURED[0]
 SECONDS = 600  # that a trial may take
 FILE = "s2_hopper_trial.json"
 MODULE = "s2_megatron.testing.kernel_trial"
@@ -61,7 +62,7 @@ def no_gluon() -> str | None:
     """Why no Hopper kernel can be loaded with the installed Triton, or None."""
     if release() < OLDEST:
         return f"the kernels for Hopper need Triton {_version(OLDEST)} or newer, and this is Triton {triton.__version__}"
-    if release() > NEWEST:
+    if release() not in MEASURED:
         try:
             import s2_megatron.kernels.hopper.launch  # noqa: F401
         except (ImportError, AttributeError) as error:
@@ -71,8 +72,8 @@ def no_gluon() -> str | None:
 
 def refusal(query, call) -> str | None:
     """Why a call does not run on the Hopper kernels with the installed Triton, or None. Takes a minute at the first
-    call of a kind, if the version is a new one."""
-    return None if release() <= NEWEST else _verdict(query.device, _kind(query, call), call.layout.pattern)
+    call of a kind, on a version that was not measured."""
+    return None if release() in MEASURED else _verdict(query.device, _kind(query, call), call.layout.pattern)
 
 
 def _version(numbers) -> str:
@@ -103,7 +104,7 @@ def _verdict(device, kind: Kind, pattern) -> str | None:
             stored.write(found)
         reason = found["reason"]
         if reason is not None:
-            reason = (f"Triton {triton.__version__} is newer than {_version(NEWEST)}, the newest that the kernels for Hopper were measured on, "
+            reason = (f"the kernels for Hopper were measured on Triton {' and '.join(map(_version, MEASURED))}, this is {triton.__version__}, "
                       f"and their trial ({kind}) failed: {reason}")
         else:
             print_once(f"S2 attention: the kernels for Hopper have not been measured on Triton {triton.__version__}; in a trial ({kind}) they "

@@ -46,7 +46,7 @@ def in_python(request, monkeypatch):
     )
     monkeypatch.setattr(attention, "resolve_backend", lambda name, device_type: name)
     monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(trial, "NEWEST", trial.release())
+    monkeypatch.setattr(trial, "MEASURED", (trial.release(),))
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
 
 

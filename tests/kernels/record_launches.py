@@ -70,4 +70,4 @@ def believe_in_hopper() -> None:
 
     hopper._multiprocessors = lambda device: 132
     launch._is_hopper = lambda device: True
-    trial.NEWEST = trial.release()  # nothing runs: a new version of Triton needs no trial
+    trial.MEASURED = (trial.release(),)  # nothing runs: a new version of Triton needs no trial

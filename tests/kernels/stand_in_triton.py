@@ -84,7 +84,7 @@ def stand_in(monkeypatch) -> Triton:
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: triton_.run(*args, **kwargs))
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(dispatch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(trial, "NEWEST", trial.release())
+    monkeypatch.setattr(trial, "MEASURED", (trial.release(),))
     monkeypatch.setattr(hopper, "s2_delta_kernel", delta)
     monkeypatch.setattr(hopper, "s2_scale_kernel", scale)
     return triton_

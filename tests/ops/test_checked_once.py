@@ -87,7 +87,7 @@ def test_kernels_are_chosen_once_for_each_kind(monkeypatch):
     from s2_megatron.kernels.hopper import launch as hopper
 
     monkeypatch.setattr(dispatch, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(trial, "NEWEST", trial.release())
+    monkeypatch.setattr(trial, "MEASURED", (trial.release(),))
     looked, real = [], hopper.refusal
     monkeypatch.setattr(hopper, "refusal", lambda *args: looked.append(1) or real(*args))
     layout = build_layout(HOPPER)
