@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from s2_megatron.kernels import dispatch
+from s2_megatron.kernels import dispatch, trial
 from s2_megatron.kernels.hopper import descriptors, gluon_versions, launch
 from s2_megatron.ops import api
 
@@ -93,6 +93,7 @@ def stubbed(hopper: bool) -> Iterator[None]:
         with (
             mock.patch.object(JITFunction, "_do_compile", _compile),
             mock.patch.object(dispatch, "_is_hopper", _always(hopper)),
+            mock.patch.object(trial, "MEASURED", (trial.release(),)),  # a trial would run kernels
             mock.patch.object(descriptors, "raw_launch", _RawLaunch),
             mock.patch.object(launch, "_multiprocessors", _always(MULTIPROCESSORS)),
             mock.patch.object(api, "resolve_backend", lambda name, device_type: resolve(name, "cuda")),

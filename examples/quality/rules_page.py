@@ -107,7 +107,7 @@ def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
 def question_table(found: Findings, question: Question, table: Callable) -> list[str]:
     """One row an arm; the differences are to the first arm that is there."""
     study, arms = found.study, found.answered(question)
-    base, comparisons = arms[0], math.comb(len(found.competing(question)), 2)
+    base, comparisons = arms[0], max(math.comb(len(found.competing(question)), 2), len(arms) - 1)
     loss, trailing = found.effects[LOSS], found.effects[TRAILING_LOSS]
     rows = [
         [
@@ -163,7 +163,7 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         "One seed: how large differences by chance are is not known."
         if loss.freedom == 0
         else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
-        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a table together. "
+        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a column together. "
         + seeds_needed(loss)
     )
     recall = f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."

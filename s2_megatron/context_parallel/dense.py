@@ -18,12 +18,19 @@ from torch.autograd.function import once_differentiable
 
 from s2_megatron.context_parallel.exchange import all_gather, all_to_all
 from s2_megatron.ops.api import attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward
+from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.layout import PackedSequence, Placement
 
 
 @lru_cache(maxsize=16)
 def sequence_order(tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """int64 [tokens]: where each token lies after the ranks' rows are joined, when one sequence was cut in zigzag."""
+    """int64 [tokens]: where each token lies after the ranks' rows are joined, when one sequence was cut in zigzag.
+    Raises ValueError for one that cannot be."""
+    if tokens % (2 * size):
+        raise ValueError(
+            f"a sequence of {tokens} tokens cannot be cut into 2 * {size} equal chunks; expected a multiple of "
+            f"{2 * size}; pad it"
+        )
     return cut_order(torch.tensor([0, tokens], dtype=torch.int32), tokens, size).to(device)
 
 
@@ -111,7 +118,7 @@ class GatheredAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad_out, _):
         query, key, value, out, lse, *saved = ctx.saved_tensors
         whole = saved[0] if saved else _gather((key, value), ctx.state.order, ctx.state.group)

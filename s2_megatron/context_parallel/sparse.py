@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
 from s2_megatron.context_parallel.exchange import BlockExchange, receive_rate, slot_views
 from s2_megatron.context_parallel.plan import ExchangePlan, heads_beside
@@ -25,6 +24,7 @@ from s2_megatron.ops.api import (
     empty_lse,
     joins_keys,
 )
+from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.layout import Placement
 from s2_megatron.patterns.ranges import Pattern
 
@@ -118,7 +118,7 @@ class SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad_out, _):
         return *gradients(grad_out, *ctx.saved_tensors, call=ctx.call, state=ctx.state), None, None, None, None
 

@@ -81,6 +81,11 @@ class S2CacheLayer(CacheLayerMixin):
         self.groups: list[Slots] = []
         self.keys, self.values, self.seen = [], [], 0
 
+    def _take_memory(self, key) -> None:
+        """For this batch, unless it is there."""
+        if not self.is_initialized or (self.seen == 0 and len(self.keys[0]) != len(key)):
+            self.lazy_initialization(key)
+
     def lazy_initialization(self, key_states, value_states=None) -> None:
         batch, _, _, dim = key_states.shape
         for store in (self.keys, self.values):
@@ -106,8 +111,7 @@ class S2CacheLayer(CacheLayerMixin):
 
     def extend(self, query, key, value, starts, scale: float) -> torch.Tensor:
         """Attention of T tokens to what is kept and to each other; keeps of them what will be needed. [B, H, T, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key)
+        self._take_memory(key)
         length, after = query.shape[2], self.seen + query.shape[2]
         whole = [(slice(None), 0)] if starts is None else rows_by_start(starts, query.device)
         out = torch.zeros_like(query)
@@ -155,8 +159,7 @@ class S2CacheLayer(CacheLayerMixin):
     def decode(self, query, key, value, steps, scale: float) -> torch.Tensor:
         """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask).
         [B, H, 1, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key)
+        self._take_memory(key)
         if torch.is_grad_enabled() and key.requires_grad:
             raise ValueError(
                 "a decoding step of S2Cache has no gradient; use torch.no_grad(), or use_cache=False to train"
@@ -279,12 +282,13 @@ class S2Cache(Cache):
 
     def _begin(self, length: int, query, starts) -> None:
         self._check_starts(starts)
+        # The start of a row that is all padding so far moves with the columns.
+        moved = starts is not None and self.starts is not None and not torch.equal(starts, self.starts)
         self.starts = starts
         self.seen += length
         self._steps.clear()
-        longest = self.seen - (0 if starts is None else int(starts.min()))
-        self._make_room(longest)
-        if length == 1 and self.seen > 1:
+        self._make_room(self._longest())
+        if length == 1 and self.seen > 1 and not moved:
             self.position.add_(1)  # in place, so that a captured step counts
             return
         first = torch.zeros(query.shape[0], dtype=torch.int64) if starts is None else starts
@@ -293,6 +297,10 @@ class S2Cache(Cache):
             self.position.copy_(position)  # a captured step reads this tensor
         else:
             self.position = position
+
+    def _longest(self) -> int:
+        """Tokens of the longest text, padding not counted."""
+        return self.seen - (0 if self.starts is None else int(self.starts.min()))
 
     def _check_starts(self, starts) -> None:
         if self.seen == 0:
@@ -360,7 +368,7 @@ class S2Cache(Cache):
         self.seen += 1
         for layer in self.layers:
             layer.seen += 1
-        self._make_room(self.seen)
+        self._make_room(self._longest())
 
     def reset(self) -> None:
         super().reset()

@@ -70,7 +70,8 @@ class S2GPTAttention(LlamaAttention):
         cos, sin = (tensor.unsqueeze(2) for tensor in position_embeddings)
         both = torch.cat((query, key), 2)  # half the kernels of a decoding step's RoPE
         query, key = (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        # Under autocast the projections are in 16 bits, and what RoPE multiplies is not.
+        query, key, value = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
         compact = cache if isinstance(cache, S2Cache) else None
         if cache is not None and compact is None:
             key, value = cache.update(key, value, self.layer_idx)

@@ -253,10 +253,12 @@ class TableSlots(Slots):
         table = self._table(query_block.device)
         first, end = (table["rows"][:, query_block + step].T for step in (0, 1))  # [B, heads]
         entry = first[..., None] + torch.arange(self._longest_row, device=query_block.device)
-        keys = table["keys"][entry.clamp(max=len(table["keys"]) - 1)]
+        inside = entry < end[..., None]
+        # Behind the end of a row stand the keys of others, which may lie beyond the blocks that are kept.
+        keys = table["keys"][entry.clamp(max=len(table["keys"]) - 1)].where(inside, 0)
         keys = keys.unflatten(1, (-1, self._query_heads))  # [B, K, R, row]
         slot = torch.gather(table["slot"].expand(len(keys), -1, -1), 2, keys.flatten(2)).view_as(keys)
-        slot = slot.where((entry < end[..., None]).view_as(keys), self.n_slots)
+        slot = slot.where(inside.view_as(keys), self.n_slots)
         attended = torch.zeros((*keys.shape[:3], self.n_slots + 1), dtype=torch.bool, device=keys.device)
         return attended.scatter_(3, slot, True)[..., :-1]
 

@@ -7,10 +7,10 @@ goes as its handle, a number that a compiled graph holds (see `_hold_for_graph`)
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from s2_megatron.ops.call import FORMATS, AttentionCall
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_of
@@ -24,6 +24,28 @@ _CALL = (
 _library = torch.library.Library("s2_megatron", "DEF")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _layouts_of_graphs: dict[int, Layout] = {}  # the graph itself holds only their number
+
+
+def first_derivative(backward: Callable) -> Callable:
+    """A backward whose results raise RuntimeError when they are differentiated, instead of missing a term.
+
+    Unlike torch's once_differentiable also where the incoming gradient is a constant, as that of out.sum() is.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *grads):
+        if not torch.is_grad_enabled():  # the usual case: no create_graph
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        refuse = torch._C._functions.DelayedError(
+            b"the backward of S2 attention has no derivative of its own; expected no second derivative (create_graph); "
+            b"use dense attention in eager PyTorch for it",
+            len(found),
+        )
+        return refuse(*(grad if grad is None else grad.detach().requires_grad_() for grad in found))
+
+    return run
 
 
 def _taken_apart(call: AttentionCall) -> tuple:
@@ -138,13 +160,8 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
             return out, lse
 
         @staticmethod
+        @first_derivative
         def backward(ctx, grad_out, grad_lse):
-            if torch.is_grad_enabled():  # a second derivative raises instead of missing a term
-                return once_differentiable(Attention.gradients)(ctx, grad_out, grad_lse)
-            return Attention.gradients(ctx, grad_out, grad_lse)
-
-        @staticmethod
-        def gradients(ctx, grad_out, grad_lse):
             if grad_out is None and grad_lse is None:
                 return None, None, None, None
             saved, call = ctx.saved_tensors, ctx.call

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from s2_megatron.ops.api import attend, attention_backward
+from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.call import AttentionCall
 
 
@@ -46,7 +46,7 @@ class _KnownAttention(torch.autograd.Function):
         return known[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, grad_out):
         query, key, value, out, lse = ctx.saved_tensors
         return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), None, None

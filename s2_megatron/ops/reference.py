@@ -8,6 +8,7 @@ with delta = rowsum(dO O) - dLSE (Dao et al., FlashAttention-2, arXiv 2307.08691
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -74,6 +75,17 @@ def _rows(query, key, call: AttentionCall):
                 )
 
 
+def _without_autocast(function):
+    """The function computes in the precision of its working type, whatever autocast is set to."""
+
+    @functools.wraps(function)
+    def run(first, *arguments, **options):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *arguments, **options)
+
+    return run
+
+
 def _scores(row, q, k, scale):
     scores = (q @ k.transpose(-1, -2)) * scale
     return scores if row.mask is None else scores.masked_fill(~row.mask, float("-inf"))
@@ -88,6 +100,7 @@ def joins_keys(query, key, value, more, call) -> bool:
     return False
 
 
+@_without_autocast
 def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more=None):
     """Writes out and lse, continuing `initial`."""
     assert kv_heads is None and more is None, "joins_keys says no"
@@ -113,6 +126,7 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
     lse.copy_(log_sum)
 
 
+@_without_autocast
 def backward(
     grad_out,
     grad_lse,
@@ -143,6 +157,7 @@ def delta(grad_out, grad_lse, out, lse, row_sums):
         row_sums -= torch.where(torch.isinf(lse), 0.0, grad_lse.to(work))
 
 
+@_without_autocast
 def backward_dkdv(grad_out, query, key, value, lse, row_sums, grad_key, grad_value, call, returned=None):
     """Writes dK and dV."""
     _, dk, dv = _gradients(grad_out, query, key, value, lse, row_sums, call, of_query=False)
@@ -168,6 +183,7 @@ def _add_returned(grads, slots, starts, entries):
             blocks[:, places % heads, places // heads] += slots[slot, :, part].movedim(2, 0).to(grad.dtype)
 
 
+@_without_autocast
 def backward_dq(grad_out, query, key, value, lse, row_sums, grad_query, call, initial=None, kv_heads=None, more=None):
     """Writes dQ, added to `initial`."""
     assert kv_heads is None and more is None, "joins_keys says no"

@@ -15,6 +15,7 @@ from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.context_parallel import plan as cp_plan
 from s2_megatron.context_parallel import sparse as cp_sparse
 from s2_megatron.context_parallel.attention import ContextParallel
+from s2_megatron.context_parallel.dense import sequence_order
 from s2_megatron.context_parallel.plan import (
     block_pairs,
     check_block_count,
@@ -251,3 +252,10 @@ def test_heads_that_share_l2_follow_from_the_whole_sequence(n_blocks, together):
         tensor, tensor, tensor, AttentionCall(layout.build_layout(pattern), 1.0, placement=placement)
     ).tiles
     assert tiles.forward.heads == tiles.grad_query.heads == together and tiles.backward.heads == 4
+
+
+@pytest.mark.parametrize("tokens, size", [(6, 2), (34, 2), (9, 3)])
+def test_a_sequence_without_equal_chunks_is_refused(tokens, size):
+    with pytest.raises(ValueError, match=rf"{tokens} tokens cannot be cut .* multiple of {2 * size}; pad it"):
+        sequence_order(tokens, size, torch.device("cpu"))
+    assert sorted(sequence_order(12 * size, size, torch.device("cpu")).tolist()) == list(range(12 * size))

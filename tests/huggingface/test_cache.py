@@ -89,6 +89,46 @@ def test_rows_of_unequal_length(name, pieces):
         assert (out[row : row + 1, :, start:] - expected).abs().max() < FP64
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("starts", [[0, 37], [12, 12]])
+def test_rows_that_begin_later_token_by_token(name, starts):
+    """A row is all padding at first: its start is the number of columns so far."""
+    sparsity, starts = sparsity_named(name), torch.tensor(starts)
+    parts = qkv(2, 120)
+    cache = S2Cache(config_of(sparsity), max_length=40 * BLOCK if name.startswith("mask") else 108)
+    if starts.min() == 0:
+        cache = S2Cache(config_of(sparsity))
+    cache.layers = [cache.layers[1]]
+    out = [
+        cache.attend(0, *(part[:, :, at : at + 1] for part in parts), starts.clamp(max=at + 1), 0.3)
+        for at in range(120)
+    ]
+    for row, start in enumerate(starts.tolist()):
+        alone = (part[row : row + 1, :, start:] for part in parts)
+        expected = attend(*alone, sparsity.layers[1].pattern, 0.3)
+        assert (torch.cat(out, 2)[row : row + 1, :, start:] - expected).abs().max() < FP64
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("mask")])
+def test_a_mask_that_is_longer_than_the_text(name):
+    sparsity = sparsity_named(name)
+    parts = qkv(2, 5 * BLOCK - 3)
+    cache = S2Cache(config_of(sparsity), max_length=5 * BLOCK)
+    cache.layers = [cache.layers[1]]
+    out = fed(cache, 0, parts, [BLOCK] + [1] * (4 * BLOCK - 3))
+    assert (out - attend(*parts, sparsity.layers[1].pattern, 0.3)).abs().max() < FP64
+
+
+def test_padding_takes_no_room_in_a_replayed_step():
+    cache = S2Cache(config_of(sparsity_named("s2")), max_length=12)
+    cache.layers = [cache.layers[1]]
+    fed(cache, 0, qkv(1, 20), [19, 1], torch.tensor([10]))
+    cache.count_replay()
+    cache.count_replay()
+    with pytest.raises(ValueError, match=r"max_length=12\) got 13 tokens"):
+        cache.count_replay()
+
+
 @pytest.mark.parametrize("name", ["s2", "dense_heads", "mask_heads", "query_slide"])
 def test_beams_move_with_their_rows(name):
     sparsity = sparsity_named(name)
@@ -157,8 +197,8 @@ def test_reset_and_another_text():
     model = model_of(sparsity_named("s2"))
     cache = S2Cache(model.config, max_length=256)
     with torch.no_grad():
-        for seed in (1, 2):
-            text = tokens(2, 130, seed)
+        for seed, rows in ((1, 2), (2, 2), (3, 1), (4, 3)):
+            text = tokens(rows, 130, seed)
             parts = [model(piece, **{CACHE_ARGUMENT: cache}).logits for piece in text.split([90] + [1] * 40, 1)]
             expected = model(text, use_cache=False).logits
             assert torch.allclose(torch.cat(parts, 1), expected, atol=1e-4)

@@ -148,6 +148,17 @@ def test_right_padding_changes_nothing_before_it():
     assert torch.allclose(logits[1, :60], model(text[1:, :60], use_cache=False).logits[0], atol=2e-5)
 
 
+def test_autocast_trains_and_generates_in_16_bits():
+    model, text = model_of(sparsity_named("s2")).float(), tokens(2, 60)
+    exact = model(text, labels=text)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(text, labels=text)
+        model.generate(text, max_new_tokens=3, do_sample=False)
+    assert abs(found.loss - exact.loss) < 2e-2 and (found.logits - exact.logits).abs().max() > 0
+    found.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_gradient_checkpointing_gives_the_same_gradients():
     model = model_of(sparsity_named("s2")).train()
     grads = []

@@ -338,14 +338,28 @@ def test_a_gradient_with_such_strides_is_copied(monkeypatch):
     assert lines == [line] * 4
 
 
-def test_a_second_derivative_raises():
+@pytest.mark.parametrize("loss_of", [torch.sum, lambda out: out.square().sum()], ids=["constant", "not constant"])
+def test_a_second_derivative_raises(loss_of):
     """A kernel's gradient is no differentiable function of its inputs: a gradient penalty must not lose its term in
-    silence."""
+    silence, whether the gradient of out depends on it or not."""
     query, key, value = (torch.randn(GOOD[name], requires_grad=True) for name in GOOD)
     out = s2_attention(query, key, value, build_layout(pattern_of(PAPER, 16, 4, 2)), backend="reference")
-    (grad,) = torch.autograd.grad(out.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.square().sum().backward()
+    loss = loss_of(out)
+    (grad,) = torch.autograd.grad(loss, query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no derivative of its own"):
+        (loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocast_changes_no_bit(backend, device):
+    leaves = [torch.randn(GOOD[name], device=device, requires_grad=True) for name in GOOD]
+    layout = build_layout(pattern_of(PAPER, 16, 4, 2))
+    results = []
+    for enabled in (False, True):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=enabled):
+            out = s2_attention(*leaves, layout, backend=backend)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    assert all(torch.equal(one, two) for one, two in zip(*results))
 
 
 def test_fp64_is_exact():

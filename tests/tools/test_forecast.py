@@ -11,7 +11,7 @@ from s2_megatron.config.load import SparsityConfig
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools.forecast.flags import FLAGS, destination, read_flags, reasons, vocabulary
 from s2_megatron.tools.forecast.flops import token_flops
-from s2_megatron.tools.forecast.memory import GIB, memory
+from s2_megatron.tools.forecast.memory import GIB, _checkpoints, memory
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes, training_run
 from s2_megatron.tools.forecast.step_time import step_time
 from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables
@@ -204,6 +204,23 @@ def test_recomputation_trades_time_for_memory():
     assert held["selective"] > held["mlp"] > held["full"]
     assert time["none"] < time["selective"] and time["block"] < time["keep"] < time["full"]
     assert time["none"] < time["mlp"] < time["full"]
+
+
+@pytest.mark.parametrize(
+    "layers, pp, virtual, group, firsts",
+    [
+        (8, 2, 1, 3, [[0, 3], [4, 7]]),
+        (12, 4, 1, 2, [[0, 2], [3, 5], [6, 8], [9, 11]]),
+        (12, 4, 1, 4, [[0], [3], [6], [9]]),
+        (12, 2, 2, 2, [[0, 2, 6, 8], [3, 5, 9, 11]]),
+    ],
+)
+def test_checkpoints_are_counted_from_the_first_layer_of_a_chunk(layers, pp, virtual, group, firsts):
+    flags = ["--num-layers", layers, "--pipeline-model-parallel-size", pp, "--global-batch-size", 8]
+    run = run_of(*map(str, flags), gpus=pp, sparsity=S2 | {"layers": "S"})
+    run = replace(run, virtual=virtual, recompute="full", recompute_method="uniform", recompute_layers=group)
+    assert [sorted(_checkpoints(run, stage)) for stage in range(pp)] == firsts
+    assert memory(run).parts["activations"] > 0
 
 
 def test_time_follows_the_work():

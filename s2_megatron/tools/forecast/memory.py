@@ -160,16 +160,14 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     parameters, tokens, size = rank_parameters(run, stage), run.rank_tokens, run.itemsize
     mixed = size == 2
     shards = run.dp * run.cp if run.distributed_optimizer else 1
-    layers, again = run.stage_layers(stage), run.recomputed(stage)
+    layers, again, firsts = run.stage_layers(stage), run.recomputed(stage), _checkpoints(run, stage)
     shared = run.hidden // (run.tp if run.sequence_parallel else 1)
-    kept = sum(_kept_layer(run, layer, "full") for layer in layers if layer in again and _is_checkpoint(run, layer))
+    kept = sum(_kept_layer(run, layer, "full") for layer in layers if layer in again and layer in firsts)
     others = "selective" if run.recompute == "selective" else "none"
     kept += sum(_kept_layer(run, layer, others) for layer in layers if layer not in again)
     # A layer behind the first of its checkpoint stores what S2 keeps, no input.
     kept += sum(
-        _kept_layer(run, layer, "full") - size * shared
-        for layer in layers
-        if layer in again and not _is_checkpoint(run, layer)
+        _kept_layer(run, layer, "full") - size * shared for layer in layers if layer in again and layer not in firsts
     )
     exchange = max((received(run, layer) for layer in layers), default=0)
     stored_exchange = sum(received(run, layer) for layer in layers if run.by_s2(layer)) if run.keep_received else 0
@@ -185,7 +183,7 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     loss = 0
     if stage == run.pp - 1:
         loss = tokens * (2 * size * run.hidden + _logit_bytes(run) * run.vocabulary // run.tp)
-    group = run.recompute_layers if run.recompute_method == "uniform" else 1
+    group = min(run.recompute_layers, run.chunk_layers) if run.recompute_method == "uniform" else 1
     # The input of a recomputed layer is among the activations already.
     redone = max((_kept_layer(run, layer, "none") - size * shared for layer in again), default=0) * group
     gradients = tokens * (redone + _gradients(run))
@@ -195,9 +193,11 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     return Memory({**parts, **largest}, stage, "backward of a layer")
 
 
-def _is_checkpoint(run: TrainingRun, layer: int) -> bool:
-    """Whether a recomputed layer is the first of its checkpoint."""
-    return run.recompute_method == "block" or layer % run.recompute_layers == 0
+def _checkpoints(run: TrainingRun, stage: int) -> set[int]:
+    """Of the layers of a stage, those that are the first of a checkpoint if they are recomputed. Megatron counts them
+    from the first layer of every chunk."""
+    layers, step = run.stage_layers(stage), 1 if run.recompute_method == "block" else run.recompute_layers
+    return {layer for at, layer in enumerate(layers) if at % run.chunk_layers % step == 0}
 
 
 def memory(run: TrainingRun) -> Memory:

@@ -122,9 +122,14 @@ class TrainingRun:
         sparsity = self.sparsity
         return RangePattern.dense(sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
 
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of a pipeline stage, or of each of its chunks."""
+        return len(self.sparsity.layers) // (self.pp * self.virtual)
+
     def stage_layers(self, stage: int) -> list[int]:
         """The layers of a pipeline stage."""
-        chunk = len(self.sparsity.layers) // (self.pp * self.virtual)
+        chunk = self.chunk_layers
         starts = [(part * self.pp + stage) * chunk for part in range(self.virtual)]
         return [layer for start in starts for layer in range(start, start + chunk)]
 
@@ -135,8 +140,7 @@ class TrainingRun:
         layers = self.stage_layers(stage)
         if self.recompute_method == "uniform":
             return set(layers)
-        chunk = len(layers) // self.virtual
-        return {layer for at, layer in enumerate(layers) if at % chunk < self.recompute_layers}
+        return {layer for at, layer in enumerate(layers) if at % self.chunk_layers < self.recompute_layers}
 
     def dense(self) -> TrainingRun:
         """The same run with Megatron's dense attention in every layer, without S2's flags."""
