@@ -26,9 +26,10 @@ PROGRAM_START = time.time()
 
 
 def main() -> None:
-    from s2_megatron.megatron.processes import end_with_torchrun
+    from s2_megatron.megatron.processes import end_with_torchrun, start_without_torchrun
 
     end_with_torchrun()
+    start_without_torchrun()
     if int(os.environ.get("RANK", "0")) != 0:
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category)

@@ -148,6 +148,11 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
     if args.s2_loss_from_token is not None and batch["labels"] is not None:
+        if args.s2_loss_from_token >= args.padded_vocab_size:
+            raise ValueError(
+                f"--s2-loss-from-token={args.s2_loss_from_token}: the vocabulary has {args.padded_vocab_size} tokens, "
+                "and no prediction would count; expected a smaller one; name the first token that counts"
+            )
         batch["loss_mask"] = batch["loss_mask"] * (batch["labels"] >= args.s2_loss_from_token)
     positions = None
     if position_loss() is not None and batch["labels"] is not None:

@@ -18,8 +18,11 @@ import multiprocessing.util
 import operator
 import os
 import signal
+import socket
 import threading
 from multiprocessing.managers import SyncManager
+
+from s2_megatron.printing import print_once
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -55,6 +58,16 @@ def end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_when_parent_ends()
+
+
+def start_without_torchrun() -> None:
+    """Makes a process that nobody gave a rank the only one, as `torchrun --nproc-per-node 1` would."""
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    print_once("S2: no torchrun started this process, so it trains alone")
 
 
 _forking: dict = {}  # of the fork under way: the process, and whether its main thread does it

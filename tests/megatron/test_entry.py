@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from s2_megatron.megatron.processes import start_without_torchrun
 from tests.megatron.conftest import ROOT, end_all, run_processes
 
 EXAMPLE = ROOT / "examples" / "existing_launch"  # a script before and after
@@ -100,3 +102,15 @@ def test_static_inference_equals_the_full_forward(lab):
     assert [int(prefix) for prefix in found] == [1, 63, 64, 65, 1000]
     # Logits of size 5 in fp32, in another order of summation.
     assert max(float(difference) for difference in found.values()) <= 1e-5, found
+
+
+def test_a_process_without_a_rank_is_the_only_one(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that all are as before afterwards
+        monkeypatch.delenv(name)
+    start_without_torchrun()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 0 < int(os.environ["MASTER_PORT"]) < 65536
+    assert "no torchrun started this process" in capsys.readouterr().out
+    monkeypatch.setenv("MASTER_PORT", "1")
+    start_without_torchrun()
+    assert os.environ["MASTER_PORT"] == "1", "what is set stays"

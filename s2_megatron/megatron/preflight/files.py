@@ -33,7 +33,14 @@ def _existing(path: Path) -> Path:
 
 
 def check_written(args: Namespace) -> None:
-    """Raises ValueError for a folder that cannot be made or written, and for a file where a folder belongs."""
+    """Raises ValueError for a folder that cannot be made or written, for a file where a folder belongs, and for a path
+    without a character, which Megatron takes for none."""
+    for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES, *READ_FILES, "load", "pretrained_checkpoint"):
+        if getattr(args, name, None) == "":
+            raise ValueError(
+                f"--{name.replace('_', '-')} is empty (an unset variable?); expected a path; set it, or leave the flag "
+                "out"
+            )
     for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES):
         value = getattr(args, name, None)
         if not value or is_remote(str(value)):

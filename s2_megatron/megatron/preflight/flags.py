@@ -7,13 +7,14 @@ the first thing that is wrong.
 from __future__ import annotations
 
 import math
+import re
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
-from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+from s2_megatron.megatron.checkpoint_folder import TRACKER, checkpoint_to_load
 from s2_megatron.megatron.preflight.combinations import check_combinations
 from s2_megatron.megatron.preflight.datasets import split_shares
 from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
@@ -173,6 +174,12 @@ def check_settings(args: Namespace) -> None:
         )
     if args.split is not None:
         split_shares(args.split)
+    first = getattr(args, "s2_loss_from_token", None)
+    if first is not None and args.vocab_size is not None and first > args.vocab_size:
+        raise ValueError(
+            f"--s2-loss-from-token={first} with --vocab-size={args.vocab_size}: no prediction would count; expected a "
+            "token of the vocabulary; name the first one that counts"
+        )
 
 
 def _check_product(sizes: dict[str, int], world_size: int, what: str, also: int = 1, more: str = "") -> None:
@@ -209,7 +216,8 @@ def check_world(args: Namespace) -> None:
 
 
 def check_checkpoint_flags(args: Namespace) -> None:
-    """Raises ValueError where a run is told to load, and there is nothing to load."""
+    """Raises ValueError where a run is told to load, and there is nothing to load: Megatron would begin with random
+    weights, and say so in the middle of its log."""
     source = args.pretrained_checkpoint
     if source is not None and checkpoint_to_load(Path(source), setting="--pretrained-checkpoint") is None:
         raise ValueError(
@@ -220,6 +228,7 @@ def check_checkpoint_flags(args: Namespace) -> None:
         flag for flag in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args") if getattr(args, flag)
     ]
     if not needing or source is not None:
+        _check_load(args)
         return
     flag = flag_of(needing[0])
     if args.load is None:
@@ -229,6 +238,22 @@ def check_checkpoint_flags(args: Namespace) -> None:
         raise ValueError(
             f"{flag} with --load={printable(args.load, 200)}: no checkpoint there; expected one; name the folder that "
             f"has latest_checkpointed_iteration.txt, or leave {flag} out"
+        )
+
+
+def _check_load(args: Namespace) -> None:
+    """--load without a checkpoint is the first start of a run that will save there, or a wrong path."""
+    if args.load is None or "://" in args.load or args.non_persistent_ckpt_type is not None:
+        return
+    folder = Path(args.load).absolute()
+    if args.save is not None and folder == Path(args.save).absolute():
+        return
+    if checkpoint_to_load(folder, step=args.ckpt_step) is None:
+        inside = re.fullmatch(r"iter_0*(\d+)", folder.name)
+        fix = f"give its parent and --ckpt-step {inside[1]}" if inside else "name the folder that has " + TRACKER
+        raise ValueError(
+            f"--load={printable(args.load, 200)}: no checkpoint there, and it is not the folder of --save; expected a "
+            f"checkpoint, for the run would begin with random weights; {fix}, or leave --load out"
         )
 
 
