@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
-from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
+from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, model_of, random_mask, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,6 +268,16 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tools, made, tmp_path):
         (dict(intermediate_size=80), "model.layers.0.mlp.gate_proj.weight has shape [96, 64], expected [80, 64]"),
         (dict(num_hidden_layers=3), "model.layers.2.input_layernorm.weight is missing"),
         (dict(qk_norm=False), "model.layers.0.self_attn.q_norm.weight is unknown"),
+        (dict(model_type=["llama"]), "model_type=['llama']; expected one of"),
+        (dict(num_hidden_layers="4"), "num_hidden_layers='4', expected a whole number above 0"),
+        (dict(hidden_size=64.0, vocab_size=True), "hidden_size=64.0, expected a whole number above 0; vocab_size=True"),
+        (dict(num_attention_heads=None), "num_attention_heads=None, expected a whole number"),
+        (dict(num_key_value_heads=3), "num_key_value_heads=3, expected a divisor of num_attention_heads="),
+        (dict(rms_norm_eps="small"), "rms_norm_eps='small', expected a number above 0"),
+        (dict(tie_word_embeddings="no"), "tie_word_embeddings='no', expected true or false"),
+        (dict(rope_parameters=[1]), "rope_parameters=[1], expected an object"),
+        (dict(rope_parameters=dict(rope_theta="big")), "rope_parameters.rope_theta='big', expected a number"),
+        (dict(s2_sparsity=[1]), "stored sparsity has format 'list'"),
     ],
 )
 def test_what_cannot_be_imported(made, tmp_path, change, message, capsys):
@@ -348,7 +358,7 @@ def test_pieces_of_other_layouts_are_put_together(made, tmp_path):
                 writer.add("a", (2, 8, 6), (layer, row, column), part)
     writer.add("gap", (4, 2), (0, 0), torch.zeros(3, 2))
     writer.finish()
-    reader = TorchDistReader(iteration_folder(tmp_path))
+    reader = TorchDistReader(tmp_path)
     assert torch.equal(reader.read("a", (1, 0, 0), (1, 8, 6)), whole[1:])
     assert torch.equal(reader.read("a", (0, 2, 1), (2, 4, 4)), whole[:, 2:6, 1:5])
     with pytest.raises(ValueError, match="gap is not complete"):

@@ -7,8 +7,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from s2_megatron.config.load import load_config
-from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
+from s2_megatron.tools.hf.config_types import check_types
 from s2_megatron.tools.hf.weights import Shape
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -68,34 +69,51 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
 
 def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) -> ResolvedSparsity:
     """The sparsity that a checkpoint was trained with. config: the YAML, needed for block masks, of which a checkpoint
-    has only the hashes.
+    has only the hashes; compared when it is given without need.
 
     Raises ValueError when the YAML is missing or says something else than the checkpoint.
     """
     stored = getattr(args, "s2_sparsity", None)
-    if stored is None:
-        scale = getattr(args, "softmax_scale", None)
-        return _dense(shape, scale, args.seq_length)
-    content = json.loads(stored)
-    if not any(form["kind"] == "block_mask" for form in content["patterns"]):
+    content = None if stored is None else json.loads(stored)
+    masked = content is not None and any(form["kind"] == "block_mask" for form in content["patterns"])
+    if config is not None and not config.is_file():
+        raise ValueError(
+            f"--s2-config {config} does not exist or is no file; expected the YAML that the checkpoint was trained "
+            "with; correct the path" + ("" if masked else ", or leave --s2-config out")
+        )
+    if masked:
+        path = config or Path(getattr(args, "s2_config", None) or "")
+        if not path.is_file():
+            raise ValueError(
+                f"the checkpoint has a block mask, of which it stores only the hash, and its config {path} does not "
+                "exist; give the YAML that it was trained with: --s2-config FILE"
+            )
+        return _given(path, args, shape, stored)
+    if content is None:
+        sparsity = _dense(shape, getattr(args, "softmax_scale", None), args.seq_length)
+    else:
         content |= dict(
             num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, seq_length=args.seq_length,
             block_size=next((form["block_size"] for form in content["patterns"] if form["kind"] != "dense"), 64),
         )  # fmt: skip
-        return sparsity_from_stored(content)
-    path = config or Path(getattr(args, "s2_config", None) or "")
-    if not path.is_file():
-        raise ValueError(
-            f"the checkpoint has a block mask, of which it stores only the hash, and its config {path} does not exist; "
-            "give the YAML that it was trained with: --s2-config FILE"
-        )
-    sparsity = load_config(path, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
+        sparsity = sparsity_from_stored(content)
+    if config is not None:
+        _given(config, args, shape, stored or sparsity.canonical_json())
+    return sparsity
+
+
+def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> ResolvedSparsity:
+    """The sparsity of a YAML. Raises ValueError unless it is the one that is stored in the checkpoint."""
+    sparsity = load_config(config, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
         seq_length=args.seq_length,
     )  # fmt: skip
-    if sparsity.canonical_json() != stored:
+    differences = diff_sparsity(stored, sparsity.canonical_json())
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ValueError(
-            f"{path} is another sparsity than that of the checkpoint; give the YAML that it was trained with"
+            f"--s2-config {config} is another sparsity than that of the checkpoint ({'; '.join(differences[:3])}"
+            f"{more}); expected no difference; give the YAML that it was trained with"
         )
     return sparsity
 
@@ -155,10 +173,11 @@ def shape_of_config(content: dict, where: str, divisor: int) -> Shape:
     Raises one ValueError for whatever a Megatron Llama or Qwen does not have.
     """
     family = content.get("model_type")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise ValueError(
             f"{where}: model_type={family!r}; expected one of {', '.join(_FAMILIES)}; only {FORM} can be imported"
         )
+    check_types(content, where)
     rope = rope_of_config(content)
     wanted = {
         "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
 
@@ -34,12 +35,14 @@ def checkpoint_arguments(folder: Path) -> Namespace:
         install_if_no_gpu()  # without it Megatron, which knows the types of its arguments, cannot be imported
         import megatron.training.checkpointing  # noqa: F401
         from megatron.core.dist_checkpointing import load_common_state_dict
+        from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
         try:
             trained = load_common_state_dict(folder).get("args")
-        except Exception as error:  # whatever unpickling raises: the file is not one of Megatron's
+        except (Exception, CheckpointException) as error:  # whatever unpickling raises: the file is not Megatron's
+            reason = f"{type(error).__name__}: {printable(' '.join(str(error).split()), 200)}"
             raise ValueError(
-                f"{folder}: Megatron's arguments cannot be read ({error}); the checkpoint is damaged"
+                f"{folder}: Megatron's arguments cannot be read ({reason}); the checkpoint is damaged; load another one"
             ) from error
     if trained is None:
         raise ValueError(f"{folder} holds no arguments of Megatron; expected a checkpoint of a training run")
@@ -60,8 +63,8 @@ def load_model(
     """The model of a torch_dist checkpoint (the iteration's folder), built by Megatron in this process and loaded by
     it.
 
-    s2_config: the YAML, only for block masks. dense_core: what computes dense layers, as --s2-dense-core. Once a
-    process. Raises ValueError for a model that is not Llama- or Qwen-shaped.
+    s2_config: the YAML, needed for block masks, else compared. dense_core: what computes dense layers, as
+    --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped.
     """
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None)

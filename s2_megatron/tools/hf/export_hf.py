@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.checksums import files_of_rank, read_checksums
 from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape
@@ -33,7 +34,9 @@ DENSE_WARNING = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", type=Path, required=True, help="Megatron's checkpoint folder (torch_dist)")
     parser.add_argument("--output", type=Path, required=True, help="the folder to make; it must not exist")
-    parser.add_argument("--s2-config", type=Path, help="the YAML it was trained with; only needed for block masks")
+    parser.add_argument(
+        "--s2-config", type=Path, help="the YAML it was trained with: needed for block masks, else compared"
+    )
     parser.add_argument(
         "--tokenizer",
         help="Hugging Face tokenizer, a folder or a name (default: the one in the checkpoint's arguments)",
@@ -56,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--output {args.output} exists and is never overwritten; name another folder, or move it away"
         )
+    files = len(files_of_rank(folder, 0, 1))
+    print(f"{len(read_checksums(folder))} of the {files} files of {folder} are verified by their checksums")
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
     shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
+def _refuse_existing(output: Path, flag: str) -> None:
+    if output.exists():
+        raise ValueError(f"{flag} {output} exists and is never overwritten; name another folder, or move it away")
+
+
 @contextmanager
 def complete_folder(output: Path, flag: str) -> Iterator[Path]:
-    """A folder to write into, beside `output`; renamed to it at the end, removed when something fails.
+    """A folder to write into, in a hidden one beside `output` that no one else has; renamed to `output` at the end,
+    removed when something fails.
 
     Raises ValueError when `output` exists, which is never overwritten.
     """
-    if output.exists():
-        raise ValueError(f"{flag} {output} exists and is never overwritten; name another folder, or move it away")
+    _refuse_existing(output, flag)
     output.parent.mkdir(parents=True, exist_ok=True)
-    work = output.parent / f".{output.name}.unfinished"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    hidden = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
+        work = hidden / output.name  # for mkdtemp's own folder is closed to others
+        work.mkdir()
         yield work
+        _refuse_existing(output, flag)  # another process may have written it meanwhile
         work.rename(output)
-    except BaseException:  # also an interruption leaves nothing behind
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+    finally:  # also an interruption leaves nothing behind
+        shutil.rmtree(hidden, ignore_errors=True)

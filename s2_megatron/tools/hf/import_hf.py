@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from s2_megatron.config.errors import printable
 from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
@@ -75,11 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(folder: Path) -> dict:
     try:
-        return json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"--input {folder}: config.json cannot be read ({error}); expected a Hugging Face folder on this machine"
         ) from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--input {folder}: config.json holds {printable(repr(content))}; expected an object with the model's "
+            "settings; save the model again with save_pretrained"
+        )
+    return content
 
 
 def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> None:

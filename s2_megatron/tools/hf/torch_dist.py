@@ -8,9 +8,9 @@ one tensor whose first dimension counts them.
 from __future__ import annotations
 
 import io
-import json
 import math
 import pickle
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,30 +26,71 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from s2_megatron.config.errors import joined
+from s2_megatron.megatron.checkpoint_folder import (
+    FOLDER,
+    TRACKER,
+    Checkpoint,
+    CheckpointError,
+    find_problem,
+    newest_complete,
+    read_tracker,
+)
+from s2_megatron.megatron.checksums import damaged_files, read_checksums
+
 
 def iteration_folder(load: Path) -> Path:
-    """The folder of the newest checkpoint in Megatron's --load folder (or that folder itself).
+    """The folder of the newest checkpoint in Megatron's --load folder (or that folder itself): complete, and its files
+    verified by their checksums, as far as it has some.
 
-    Raises ValueError when there is none, and for another format than torch_dist.
+    Raises ValueError when there is none, for a damaged one, and for another format than torch_dist.
     """
-    folder = load
-    tracker = load / "latest_checkpointed_iteration.txt"
-    if tracker.is_file():
-        text = tracker.read_text().strip()
-        folder = load / (text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else text)
-    if not folder.is_dir():
-        what = "no such folder" if folder == load else f"{folder.name}, which its tracker names, does not exist"
-        raise ValueError(f"--load {load}: {what}; expected a checkpoint that Megatron saved, such as --save's folder")
-    if not (folder / "metadata.json").is_file() or not (folder / ".metadata").is_file():
+    try:
+        chosen = read_tracker(load)
+    except CheckpointError as error:
         raise ValueError(
-            f"--load {load}: {folder} has no metadata.json and .metadata; expected a complete checkpoint of "
-            "--ckpt-format torch_dist; "
+            f"--load {load}: its tracker {TRACKER} {error}; without it no iteration is known; {_other(load)}"
+        ) from None
+    folder = load if chosen is None else chosen.path
+    if not folder.is_dir():
+        what = "no such folder" if chosen is None else f"{folder.name}, which its tracker names, does not exist"
+        fix = "correct the path" if chosen is None else _other(load, chosen.iteration)
+        raise ValueError(
+            f"--load {load}: {what}; expected a checkpoint that Megatron saved, such as --save's folder; {fix}"
+        )
+    if chosen is None and not any((folder / name).exists() for name in (".metadata", "metadata.json")):
+        raise ValueError(
+            f"--load {load}: neither a tracker {TRACKER} nor a checkpoint's .metadata is there; expected a complete "
+            f"checkpoint; {_other(load)}"
+        )
+    number = FOLDER.fullmatch(folder.absolute().name)
+    parent, below = folder.absolute().parent, int(number[1]) if number else None
+    problem = find_problem(folder)
+    if problem is not None:
+        raise ValueError(
+            f"--load {load}: {folder} {problem}; expected a complete checkpoint of --ckpt-format torch_dist; "
+            f"{_other(parent, below)}"
+        )
+    if not (folder / "metadata.json").is_file():
+        raise ValueError(
+            f"--load {load}: {folder} has no metadata.json; expected a checkpoint of --ckpt-format torch_dist; "
             "convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
-    backend = json.loads((folder / "metadata.json").read_text()).get("sharded_backend")
-    if backend != "torch_dist":
-        raise ValueError(f"--load {load}: the checkpoint's format is {backend!r}; expected torch_dist")
+    damaged = damaged_files(folder, read_checksums(folder))
+    if damaged:
+        raise ValueError(
+            f"--load {load}: {folder} is not what was saved: {joined(damaged, 3)}; expected files with its checksums; "
+            f"{_other(parent, below)}"
+        )
     return folder
+
+
+def _other(folder: Path, below: int | None = None) -> str:
+    """What to load instead of a checkpoint that cannot be: the newest complete one (before the iteration `below`)."""
+    newest = newest_complete(folder, below)
+    if newest is None:
+        return "no other checkpoint there is complete; copy it again, or name another folder"
+    return f"load the newest complete one: --load {shlex.quote(str(Checkpoint(folder, newest).path))}"
 
 
 class _FilePart(io.RawIOBase):
