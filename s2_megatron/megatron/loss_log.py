@@ -25,6 +25,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -119,26 +120,64 @@ def _drop_unfinished_line(path: Path) -> None:
             file.truncate(end)
 
 
+def finite_number(value) -> bool:
+    """Whether a JSON value is a number that a float holds, other than NaN and infinity."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return False
+
+
+def _mistake(record: dict) -> str | None:
+    """What a record should have, as the end of a sentence; None for a good one. NaN and infinity are good: losses of
+    runs that diverged."""
+    if HEADER in record and not isinstance(record[HEADER], dict):
+        return f", with a JSON object as {HEADER}"
+    iteration = record.get("iteration", 0 if HEADER in record else None)
+    if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration < 2**63:
+        return ", with an integer of 0 or more as iteration"
+    if not isinstance(record.get("validation", ""), str):
+        return ", with a text as validation"
+    time_or_none = record.get("time")
+    if time_or_none is not None and not (finite_number(time_or_none) and time_or_none >= 0):
+        return ", with a number of 0 or more as time"
+    for name, value in record.items():
+        number = finite_number(value) or isinstance(value, float)
+        if not number and (isinstance(value, (bool, int)) or (name == "lm loss" and value is not None)):
+            return f", with a number that a float holds as {name}"
+    return None
+
+
 def read_records(path: str | Path) -> list[dict]:
     """Every record of a loss log in the order of writing, headers included; [] where there is no file.
 
     A last line without its end (the run was killed while writing it) is left out. Raises ValueError on any other line
-    that is no JSON object.
+    that is no JSON object, or has values of other types than LossLog writes.
     """
+    return [record for _, record in numbered_records(path)]
+
+
+def numbered_records(path: str | Path) -> list[tuple[int, dict]]:
+    """The same as read_records, each with the number of its line, from 1 on."""
     path = Path(path)
     if not path.exists():
         return []
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):  # no UTF-8, no JSON, or nested too deeply
             record = None
-        if not isinstance(record, dict) or not {HEADER, "iteration"} & set(record):
+        mistake = ""
+        if isinstance(record, dict) and {HEADER, "iteration"} & set(record):
+            mistake = _mistake(record)
+        if mistake is not None:
+            shown = line[:80].decode("utf-8", "backslashreplace")
             raise ValueError(
-                f"{path}, line {number}: expected one JSON object of a loss log, got {line[:80]!r}; remove the line"
+                f"{path}, line {number}: expected one JSON object of a loss log{mistake}, got {shown!r}; remove the "
+                "line"
             )
-        records.append(record)
+        records.append((number, record))
     return records
 
 

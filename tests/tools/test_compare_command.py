@@ -148,7 +148,7 @@ def test_the_differences_of_all_arms_are_in_the_picture(tmp_path):
     [
         (["{dense}"], "expected two or more to compare"),
         (["{dense}", "/nowhere/run"], "no such file or folder"),
-        (["{dense}", "{s2}", "--at-most", "-1"], "--at-most -1.0: expected a number of 0 or more"),
+        (["{dense}", "{s2}", "--at-most", "-1"], "--at-most -1.0: expected a finite number of 0 or more"),
         (["{dense}", "{s2}", "--vary", "seeds"], "--vary seeds: not among the settings"),
         (["{dense}", "{other}"], "pass --vary global_batch_size"),
         (["{dense}", "{short}"], "have 12 logged steps in common; expected 20 or more"),

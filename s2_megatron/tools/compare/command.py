@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
+from s2_megatron.tools.compare.outputs import check_outputs
 from s2_megatron.tools.compare.runs import AXES
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
 from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, SMALL_RUNS
@@ -31,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the baseline.",
     )
     parser.add_argument("--x", choices=AXES, default="tokens", help="the axis of the curves (default: tokens)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as one self-contained page")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves as one picture")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the comparison as one .html page")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves as one .png picture")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--wandb-project", metavar="ENTITY/PROJECT", help="where RUNs that are no files are looked up: their ids there"
@@ -64,11 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, value, low in (("--at-most", args.at_most, 0.0), ("--run-offset", args.run_offset, 0.0)):
-        if value is not None and not value >= low:
-            raise ValueError(f"{name} {value}: expected a number of {low:g} or more")
+    numbers = {"--at-most": args.at_most, "--run-offset": args.run_offset, "--target-loss": args.target_loss}
+    for name, value in numbers.items():
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} {value}: expected a finite number of 0 or more; give one, or leave {name} out")
     if len(args.runs) < 2:
         raise ValueError(f"one run ({args.runs[0]}): expected two or more to compare; give the baseline first")
+    check_outputs({"--html": args.html, "--png": args.png}, args.runs)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(table.as_json(comparison), indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
+        terminal = getattr(sys.stdout, "isatty", bool)()  # stdout is None where the shell closed it (>&-)
+        console = Console(width=None if terminal else 140)
         console.print(table.rich_table(comparison), highlight=False)
         for line in [*table.remarks(comparison), *_verdicts(comparison)]:
             console.print(line, highlight=False, markup=False)

@@ -14,6 +14,7 @@ from s2_megatron.config.sparsity import joined_layers
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
+from s2_megatron.tools.compare.outputs import write_output
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, number
 from s2_megatron.tools.compare.settings import DENSE, Arm
 from s2_megatron.tools.compare.table import AXIS_NAMES
@@ -115,7 +116,8 @@ def _draw_series(axis, comparison: Comparison, x: str, name: str, title: str, **
     for run, colour, label in _runs(comparison):
         if name in run.series:
             series = run.series[name]
-            places, values = _thinned(run.at(series.steps, x), series.values)
+            finite = np.isfinite(series.values)  # a gradient norm may be infinite where an iteration was skipped
+            places, values = _thinned(run.at(series.steps[finite], x), series.values[finite])
             axis.plot(places, values, color=colour, label=label, **style)
             curves.append(values)
     axis.set_title(title)
@@ -219,9 +221,10 @@ def write_png(comparison: Comparison, x: str, file: Path) -> None:
         _panel(axis, name, comparison, x)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
     pyplot.close(figure)
+    write_output(file, picture.getvalue())
 
 
 def pattern_of(form: dict) -> RangePattern | None:

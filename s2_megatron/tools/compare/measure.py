@@ -121,6 +121,19 @@ def _averaged(values: np.ndarray, tokens: np.ndarray, edges: np.ndarray) -> np.n
     return np.diff(np.interp(edges, spent, total)) / np.diff(edges)
 
 
+def _check_finite(run: Run) -> None:
+    """Raises ValueError where a loss is NaN or infinite: no mean, interval or verdict is left of such a run."""
+    for name in (TRAINING_LOSS, VALIDATION_LOSS):
+        series = run.series.get(name)
+        bad = [] if series is None else series.steps[~np.isfinite(series.values)].tolist()
+        if bad:
+            raise ValueError(
+                f"run {run.name} ({', '.join(run.sources)}): {len(bad)} of {len(series)} values of {name!r} are no "
+                f"finite numbers, the first at iteration {bad[0]}; expected finite losses; the run diverged there: "
+                f"compare a log that ends before iteration {bad[0]}, or train it again with a lower learning rate"
+            )
+
+
 def _last(paired: Paired, names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray]:
     count = max(MIN_PAIRED_STEPS, round(VERDICT_SHARE * len(paired.steps)))
     if len(paired.steps) < count:
@@ -139,9 +152,11 @@ def compare(
 
     target: the loss of to_target; default the largest final loss of any run, which all of them reach. run_offset: in
     nats, see statistics.difference_of_pairs; default that of runs of as many tokens. Raises ValueError for arms without
-    a common seed and for runs that are too short.
+    a common seed, for runs that are too short and for losses that are no finite numbers.
     """
     runs = [run for arm in arms for run in arm.runs]
+    for run in runs:
+        _check_finite(run)
     if target is None:
         target = max(float(smoothed(run)[-1]) for run in runs)
     shared = [axis for axis in AXES if all(axis in run.axes for run in runs)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from s2_megatron.tools.compare import table
 from s2_megatron.tools.compare.figures import pattern_svg, svg_panels
 from s2_megatron.tools.compare.measure import Comparison
+from s2_megatron.tools.compare.outputs import write_output
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -86,5 +87,4 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 def write_page(comparison: Comparison, x: str, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(make_page(comparison, x), encoding="utf-8")
+    write_output(file, make_page(comparison, x).encode("utf-8"))

@@ -15,7 +15,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from s2_megatron.megatron.loss_log import HEADER, read_records
+from s2_megatron.megatron.loss_log import HEADER, finite_number, numbered_records
 from s2_megatron.tools.compare.runs import LEARNING_RATE, TRAINING_LOSS, Piece, Run, join
 
 # Fields of a loss log's records that have another name than Megatron's TensorBoard tag.
@@ -26,14 +26,26 @@ _NO_SERIES = {"iteration", "validation", "time", "skipped"}
 def read_run(text: str, wandb_project: str | None = None) -> tuple[Run, bool]:
     """(the run, whether the user named it). text: `[NAME=]PLACE[,PLACE ...]`.
 
-    Raises ValueError for a place that is not there or holds no run.
+    Raises ValueError for a place that is empty, is not there or holds no run.
     """
-    name, _, places = text.rpartition("=") if re.match(r"[^/=]+=", text) else ("", "", text)
+    name, places = split_run(text)
     logs: dict[str, list[Piece]] = {}
-    for place in places.split(","):
+    for place in places:
         kind, pieces = read_place(place, wandb_project)
         logs.setdefault(kind, []).extend(pieces)
-    return join(name or _short_name(places.split(",")[0]), list(logs.values())), bool(name)
+    return join(name or _short_name(places[0]), list(logs.values())), bool(name)
+
+
+def split_run(text: str) -> tuple[str, list[str]]:
+    """(name, "" without one; places) of a run on the command line. Raises ValueError for an empty place."""
+    name, _, joined = text.rpartition("=") if re.match(r"[^/=]+=", text) else ("", "", text)
+    places = joined.split(",")
+    if not all(place.strip() for place in places):
+        raise ValueError(
+            f"run {text!r}: an empty place; expected [NAME=]PLACE[,PLACE...]; is a variable of the shell unset, or a "
+            "comma too many?"
+        )
+    return name, places
 
 
 def _short_name(place: str) -> str:
@@ -92,8 +104,9 @@ def read_loss_log_pieces(path: Path) -> list[Piece]:
     release has no headers)."""
     pieces = [Piece(str(path))]
     last = 0
-    for record in read_records(path):
+    for number, record in numbered_records(path):
         if HEADER in record:
+            _check_header(path, number, record[HEADER])
             if pieces[-1].values:
                 pieces.append(Piece(str(path)))
             pieces[-1].arguments = record[HEADER]["arguments"]
@@ -113,6 +126,17 @@ def read_loss_log_pieces(path: Path) -> list[Piece]:
             pieces[-1].times[step] = record["time"]
         _add_record(pieces[-1], record, step, "")
     return pieces
+
+
+def _check_header(path: Path, line: int, header: dict) -> None:
+    flops = header.get("flops_per_token", "")
+    numbers = flops is None or (isinstance(flops, dict) and all(map(finite_number, flops.values())))
+    if not isinstance(header.get("arguments"), dict) or not numbers:
+        raise ValueError(
+            f"{path}, line {line}: a header without a JSON object as arguments, or without numbers or null as "
+            "flops_per_token; expected the first line of a process's --s2-loss-log; remove the line, and pass --vary "
+            "all if no other header is left"
+        )
 
 
 def _add_record(piece: Piece, record: dict, step: int, suffix: str) -> None:

@@ -1,0 +1,45 @@
+"""The files that a comparison writes: which paths are refused, and how a file is replaced in one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from s2_megatron.tools.compare.readers import split_run
+
+_SUFFIXES = {"--html": (".html", ".htm"), "--png": (".png",)}
+
+
+def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
+    """Raises ValueError for an output that has another kind's suffix, or is a folder, an input or another output.
+
+    outputs: {option: its path, None without it}. runs: the runs of the command line.
+    """
+    taken = {Path(place).resolve(): f"the input {place}" for text in runs for place in split_run(text)[1]}
+    for option, file in outputs.items():
+        if file is None:
+            continue
+        suffixes = _SUFFIXES[option]
+        if file.suffix.lower() not in suffixes or file.is_dir():
+            raise ValueError(
+                f"{option} {file}: expected a file whose name ends in {' or '.join(suffixes)}; give a path such as "
+                f"compare{suffixes[0]}"
+            )
+        place = file.resolve()
+        if place in taken:
+            raise ValueError(
+                f"{option} {file}: would overwrite {taken[place]}; expected a file of its own; give another path"
+            )
+        taken[place] = f"the file of {option}"
+
+
+def write_output(file: Path, content: bytes) -> None:
+    """Write a file, and the folders above it. The file is the old one or the new one at every moment."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(content)
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
