@@ -38,6 +38,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
 from s2_megatron.megatron.position_loss import packed_positions, position_loss
+from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
 
@@ -148,11 +149,7 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
     if args.s2_loss_from_token is not None and batch["labels"] is not None:
-        if args.s2_loss_from_token >= args.padded_vocab_size:
-            raise ValueError(
-                f"--s2-loss-from-token={args.s2_loss_from_token}: the vocabulary has {args.padded_vocab_size} tokens, "
-                "and no prediction would count; expected a smaller one; name the first token that counts"
-            )
+        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
         batch["loss_mask"] = batch["loss_mask"] * (batch["labels"] >= args.s2_loss_from_token)
     positions = None
     if position_loss() is not None and batch["labels"] is not None:
@@ -391,11 +388,8 @@ datasets_provider.is_distributed = True
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the word embedding: the first, those with MTP layers, and the last when it is
-    tied.
-
-    pp_ranks: the global ranks of one pipeline, first stage first.
-    """
+    """Those of a pipeline that hold the word embedding: the first, those with MTP layers, the last when it is tied.
+    pp_ranks: the global ranks of one pipeline, first stage first."""
     ranks = {pp_ranks[0]}
     if len(pp_ranks) > 1:
         args = get_args()

@@ -174,11 +174,16 @@ def check_settings(args: Namespace) -> None:
         )
     if args.split is not None:
         split_shares(args.split)
-    first = getattr(args, "s2_loss_from_token", None)
-    if first is not None and args.vocab_size is not None and first > args.vocab_size:
+    if args.vocab_size is not None:
+        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)  # some add one
+
+
+def check_first_token(first: int | None, vocabulary: int) -> None:
+    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token."""
+    if first is not None and first >= vocabulary:
         raise ValueError(
-            f"--s2-loss-from-token={first} with --vocab-size={args.vocab_size}: no prediction would count; expected a "
-            "token of the vocabulary; name the first one that counts"
+            f"--s2-loss-from-token={first}: the vocabulary has {vocabulary} tokens, and no prediction would count; "
+            "expected one of them; name the first token that counts"
         )
 
 
