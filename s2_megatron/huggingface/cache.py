@@ -299,8 +299,8 @@ class S2Cache(Cache):
             self.position = position
 
     def _longest(self) -> int:
-        """Tokens of the longest text, padding not counted."""
-        return self.seen - (0 if self.starts is None else int(self.starts.min()))
+        """Tokens of the longest text, padding not counted; at least one, so that there are slots."""
+        return max(1, self.seen - (0 if self.starts is None else int(self.starts.min())))
 
     def _check_starts(self, starts) -> None:
         if self.seen == 0:

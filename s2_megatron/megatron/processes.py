@@ -60,9 +60,16 @@ def end_with_torchrun() -> None:
         signal_when_parent_ends()
 
 
+# How many processes srun and mpirun started; of several, none knows its rank for Megatron.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
 def start_without_torchrun() -> None:
-    """Makes a process that nobody gave a rank the only one, as `torchrun --nproc-per-node 1` would."""
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+    """Makes a process that nobody gave a rank the only one, as `torchrun --nproc-per-node 1` would. Does nothing for
+    one of several tasks, which Megatron refuses."""
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & os.environ.keys():
+        return
+    if any(os.environ.get(name, "1") not in ("", "1") for name in TASKS):  # each of them would train, and save there
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -91,13 +91,12 @@ def test_rows_of_unequal_length(name, pieces):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("starts", [[0, 37], [12, 12]])
-def test_rows_that_begin_later_token_by_token(name, starts):
+@pytest.mark.parametrize("grows", [True, False])
+def test_rows_that_begin_later_token_by_token(name, starts, grows):
     """A row is all padding at first: its start is the number of columns so far."""
     sparsity, starts = sparsity_named(name), torch.tensor(starts)
     parts = qkv(2, 120)
-    cache = S2Cache(config_of(sparsity), max_length=40 * BLOCK if name.startswith("mask") else 108)
-    if starts.min() == 0:
-        cache = S2Cache(config_of(sparsity))
+    cache = S2Cache(config_of(sparsity), max_length=None if grows else 120 - int(starts.min()))
     cache.layers = [cache.layers[1]]
     out = [
         cache.attend(0, *(part[:, :, at : at + 1] for part in parts), starts.clamp(max=at + 1), 0.3)

@@ -108,9 +108,14 @@ def test_a_process_without_a_rank_is_the_only_one(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that all are as before afterwards
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    start_without_torchrun()
+    assert "MASTER_ADDR" not in os.environ, "eight tasks would train beside each other"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     start_without_torchrun()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 0 < int(os.environ["MASTER_PORT"]) < 65536
     assert "no torchrun started this process" in capsys.readouterr().out
     monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("MASTER_ADDR")
     start_without_torchrun()
-    assert os.environ["MASTER_PORT"] == "1", "what is set stays"
+    assert os.environ["MASTER_PORT"] == "1" and "MASTER_ADDR" not in os.environ, "what is set stays"

@@ -355,7 +355,7 @@ BAD = {
         "checkpoint there", "give its parent and --ckpt-step 5")),
     "an unset variable": Bad({"--save": "", "--save-interval": "5"},
         ("--save is empty (an unset variable?); expected a path",)),
-    "a token that is none": Bad({"--s2-loss-from-token": "600"}, ("--s2-loss-from-token=600: the vocabulary has",)),
+    "a token that is none": Bad({"--s2-loss-from-token": "600"}, ("--s2-loss-from-token=600: the vocabulary has 512",)),
     "finetune from nothing": Bad({"--finetune": None, "--load": "{tmp}/empty"},
         ("--finetune with --load={tmp}/empty: no",)),
     "pretrained": Bad({"--pretrained-checkpoint": "{tmp}/empty"},

@@ -175,12 +175,13 @@ def check_settings(args: Namespace) -> None:
     if args.split is not None:
         split_shares(args.split)
     if args.vocab_size is not None:
-        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)  # some add one
+        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size)
 
 
 def check_first_token(first: int | None, vocabulary: int) -> None:
-    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token."""
-    if first is not None and first >= vocabulary:
+    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: its tokens; some
+    tokenizers add one."""
+    if first is not None and first > vocabulary:
         raise ValueError(
             f"--s2-loss-from-token={first}: the vocabulary has {vocabulary} tokens, and no prediction would count; "
             "expected one of them; name the first token that counts"
@@ -233,7 +234,7 @@ def check_checkpoint_flags(args: Namespace) -> None:
         flag for flag in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args") if getattr(args, flag)
     ]
     if not needing or source is not None:
-        _check_load(args)
+        _check_load(args, source is None)
         return
     flag = flag_of(needing[0])
     if args.load is None:
@@ -246,14 +247,16 @@ def check_checkpoint_flags(args: Namespace) -> None:
         )
 
 
-def _check_load(args: Namespace) -> None:
-    """--load without a checkpoint is the first start of a run that will save there, or a wrong path."""
+def _check_load(args: Namespace, needed: bool) -> None:
+    """--load without a checkpoint is the first start of a run that will save there, or a wrong path. needed: the
+    weights come from nowhere else."""
     if args.load is None or "://" in args.load or args.non_persistent_ckpt_type is not None:
         return
-    folder = Path(args.load).absolute()
-    if args.save is not None and folder == Path(args.save).absolute():
+    folder = Path(args.load)
+    if args.save is not None and "\0" not in args.load + args.save and folder.resolve() == Path(args.save).resolve():
         return
-    if checkpoint_to_load(folder, step=args.ckpt_step) is None:
+    if checkpoint_to_load(folder, step=args.ckpt_step) is None and needed:
+        folder = folder.absolute()
         inside = re.fullmatch(r"iter_0*(\d+)", folder.name)
         fix = f"give its parent and --ckpt-step {inside[1]}" if inside else "name the folder that has " + TRACKER
         raise ValueError(

@@ -36,6 +36,7 @@ def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
 
 def write_output(file: Path, content: bytes) -> None:
     """Write a file, and the folders above it. The file is the old one or the new one at every moment."""
+    file = file.resolve()  # behind a link
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     try:
