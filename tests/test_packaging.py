@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import s2_megatron
+from s2_megatron.kernels.trial import OLDEST
 from s2_megatron.tools import env_report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -387,3 +388,12 @@ def test_pypis_apex_is_not_taken_for_nvidias(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "apex", raising=False)
     assert "another project" in env_report.apex_text()
     sys.modules.pop("apex", None)
+
+
+def test_the_environment_has_the_oldest_triton_beside_its_own():
+    script = ROOT / "scripts" / "make-venv.sh"
+    (line,) = (line for line in script.read_text().splitlines() if line.startswith("oldest="))
+    found = subprocess.run(
+        ["bash", "-c", f'{line}; echo "$oldest"', script], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == ".".join(map(str, OLDEST))

@@ -137,8 +137,11 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
 
 def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str]) -> argparse.Namespace:
     """What Megatron stores with a checkpoint: all its arguments, here the defaults with the model's flags."""
+    from s2_megatron.config.stored import sparsity_from_stored
     from s2_megatron.tools.hf.checkpoint_model import quiet
 
+    stored = content.get("s2_sparsity")
+    sparsity = None if stored is None else sparsity_from_stored(stored)
     with quiet():
         from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
@@ -152,9 +155,6 @@ def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str
     args.layernorm_epsilon = getattr(args, "layernorm_epsilon", content.get("rms_norm_eps", 1e-6))
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         args.tokenizer_type, args.tokenizer_model = TOKENIZER, str(folder.resolve())
-    if content.get("s2_sparsity") is not None:
-        from s2_megatron.config.stored import sparsity_from_stored
-
-        sparsity = sparsity_from_stored(content["s2_sparsity"])
+    if sparsity is not None:
         args.s2_sparsity, args.seq_length = sparsity.canonical_json(), sparsity.seq_length
     return args
