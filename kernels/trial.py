@@ -2,9 +2,9 @@
 the next.
 
 They were measured on 3.6 and 3.9 (hopper/gluon_versions.py has what differs). On an older one they do not run. On one
-between them, and on a newer one, they are tried: a process of its own (s2_megatron.testing.kernel_trial) compiles the kernels of a kind, and
-compares a small call with the portable kernels; of its own, because what the wrong code does to a GPU may end a process
-or never return. The verdict is stored in Triton's cache folder, for this version of Triton, these sources, this GPU and
+between them, and on a newer one, they are tried: a process of its own (s2_megatron.testing.kernel_trial) compiles the
+kernels of a kind, and compares a small call with the portable kernels; of its own, because what the wrong code does to
+a GPU may end a process or never return. The verdict is stored in Triton's cache folder, for this version of Triton, these sources, this GPU and
 this kind of call.
 """
 from __future__ import annotations
