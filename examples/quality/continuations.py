@@ -17,30 +17,32 @@ def _longer(study: Study, times: int) -> Model:
 
 
 ARMS = ("dense", "dense-fourth", "s2")
-ARMS_TINY = ("dense", "hybrid", "s2")  # of three layers
 
 
 def _continued(
-    name: str, study: Study, start_tokens: int, tokens: int, *, arms=ARMS, from_scratch=(), **changed
+    name: str, study: Study, start_tokens: int, tokens: int, *, arms=None, from_scratch=(), **changed
 ) -> Study:
-    """Goes on from the study's dense model, as these of its arms."""
+    """Goes on from the study's dense model, as these of its arms (None: as all)."""
     start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
-    trained = tuple(arm for arm in study.arms if arm.name in arms)
+    trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
     return replace(study, name=name, tokens=tokens, start=start, arms=trained, **changed)
 
 
-LM, RETRIEVAL = STUDIES["lm8k"], STUDIES["retrieval8k"]
-LM_TINY, RETRIEVAL_TINY = STUDIES["lm-tiny"], STUDIES["retrieval-tiny"]
+LM, RETRIEVAL, RULES = (STUDIES[name] for name in ("lm8k", "retrieval8k", "rules8k"))
+LM_TINY, RETRIEVAL_TINY, RULES_TINY = (STUDIES[name] for name in ("lm-tiny", "retrieval-tiny", "rules-tiny"))
 
 CONTINUATIONS = {
     study.name: study
     for study in (
         _continued("from-dense8k", LM, 80_000_000, 40_000_000, from_scratch=("dense-fourth", "s2")),
+        # In from-dense8k the gap of `s2` has opened by 25M tokens; these steps are half as long.
+        _continued("from-dense-rules8k", RULES, 100_000_000, 30_000_000, recall=None),
         _continued(
             "extend32k",
             LM,
             80_000_000,
             40_000_000,
+            arms=ARMS,
             model=_longer(LM, 4),
             batch=2,
             micro_batch=2,
@@ -51,6 +53,7 @@ CONTINUATIONS = {
             RETRIEVAL,
             150_000_000,
             60_000_000,
+            arms=ARMS,
             model=_longer(RETRIEVAL, 4),
             batch=4,
             micro_batch=2,
@@ -58,13 +61,14 @@ CONTINUATIONS = {
             tasks=TaskSettings(sequences=2_000, pairs=512, chains=64),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
-        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, arms=ARMS_TINY, from_scratch=("s2",)),
+        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, from_scratch=("s2",)),
+        _continued("from-dense-rules-tiny", RULES_TINY, 40 * 1024, 24 * 1024, recall=None),
         _continued(
             "extend-retrieval-tiny",
             RETRIEVAL_TINY,
             40 * 1024,
             24 * 1024,
-            arms=ARMS_TINY,
+            arms=("dense", "hybrid", "s2"),  # of three layers
             model=_longer(RETRIEVAL_TINY, 4),
             batch=2,
             micro_batch=2,

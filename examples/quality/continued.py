@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from examples.quality.after_training import measure_recall
+from examples.quality.after_training import measure_copies, measure_recall
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
@@ -110,13 +110,16 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
         outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
         if outcome != FINISHED:
             return outcome
+    outcome = FINISHED
     if job.role == SWITCHED:
         write_json(place.switched(job.arm, job.seed), final_evaluation(job))
     else:
         write_run(place.result(job.label, job.seed), job, place.corpus, about)
+        if job.study.tasks is None and not job.role:
+            outcome = measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
-    if options.keep_checkpoints:
-        return FINISHED
+    if options.keep_checkpoints or outcome != FINISHED:
+        return outcome
     if job.role != START:
         remove_checkpoints(job)
     # The dense weights, when nothing begins with them any more.
@@ -144,6 +147,8 @@ def is_kept(place: ContinuedPlace, job: Job) -> bool:
 
 def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell) -> int:
     """The command for such a study; returns its status. Raises ValueError for settings that do not fit."""
+    if parsed.from_scratch is not None:
+        study = replace(study, start=replace(study.start, from_scratch=tuple(parsed.from_scratch)))
     start = study.start
     tokens, start_tokens = int(parsed.tokens or study.tokens), int(parsed.start_tokens or start.tokens)
     study.iterations(tokens), start.study.iterations(start_tokens)

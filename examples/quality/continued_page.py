@@ -46,10 +46,10 @@ def _returned(comparison: Comparison, arm: str, limit: float) -> str:
     return f"{max(found) / 1e6:.2f}M" if max(found) else "at once"
 
 
-def read_switched(folder: Path, arm: str) -> dict[str, dict]:
-    """{seed: the evaluation right after the switch}."""
-    paths = sorted(folder.glob(f"{SWITCHED}-{arm}_seed*.json"))
-    return {path.stem.rpartition("_seed")[2]: read_json(path, {}) for path in paths}
+def read_switched(folder: Path, arm: str, by: str = "_seed") -> dict[str, dict]:
+    """{seed: the evaluation right after the switch}. by: what stands before the seed in a file's name."""
+    paths = sorted(folder.glob(f"{SWITCHED}-{arm}{by}*.json"))
+    return {path.stem.rpartition(by)[2]: read_json(path, {}) for path in paths}
 
 
 def _read_runs(folder: Path, label: str) -> list[Run]:

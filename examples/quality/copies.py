@@ -98,7 +98,7 @@ def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.copies", description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=[name for name, study in ALL.items() if not (study.tasks or study.start)])
+    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is None])
     parser.add_argument("--data", type=Path, required=True, help="the folder of the corpus")
     parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")

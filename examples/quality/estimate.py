@@ -77,6 +77,7 @@ def estimate_continued(
     for arm in arms:
         step, seconds = run_seconds(study, arm, tokens)
         evaluated = START_SECONDS + step * study.eval_batches * FORWARD_SHARE
+        seconds += LOSS_TEST_SECONDS if study.tasks is None else 0.0
         runs += [(f"switched-{arm}", 0, step, evaluated), (arm, tokens, step, seconds)]
     for arm in (arm for arm in start.from_scratch if arm in arms):
         own = tokens_from_scratch(study, arm, start_tokens, tokens, vocabulary)

@@ -27,6 +27,7 @@ from examples.quality.launch import ROOT
 from examples.quality.positions import losing_lines, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
+from examples.quality.repeats import section as repeats_section
 from examples.quality.results import TIMES_OF, chosen_rate, header, read_json
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
@@ -41,7 +42,7 @@ from s2_megatron.tools.compare.settings import check_comparable, make_arms
 PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "patterns.md", "quality"))
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
 VARIED = ("lr", "min_lr")
-RULES = ("rules8k", "lm32k")  # the studies of patterns.md
+RULES = ("from-dense-rules8k", "rules8k", "lm32k")  # the studies of patterns.md
 TITLES = {
     "lm8k": "Language modelling at 8K",
     "lm32k": "Language modelling at 32K",
@@ -49,6 +50,7 @@ TITLES = {
     "retrieval32k": "Retrieval at 32K",
     "rules8k": "Rules of thumb, at 8K",
     "from-dense8k": "From a dense checkpoint, at its length",
+    "from-dense-rules8k": "Rules of thumb from a dense checkpoint, at 8K",
     "extend32k": "From dense at 8K to 32K",
     "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
 }
@@ -290,6 +292,10 @@ def results_text(data: Path, pictures: bool) -> str:
                 if study.start is not None:
                     draw_continued(scale.folder, scale.comparison, Path(switch_picture(str(picture))))
             lines += scale_section(scale, f"{_shown_folder(scale, data)}/curves.png")
+    folders = sorted(folder for folder in (data / "repeats").glob("*") if folder.is_dir())
+    if folders:
+        lines += ["## Repeats of one seed", ""]
+        lines += [line for folder in folders for line in repeats_section(folder, table)]
     return "\n".join(lines)
 
 
@@ -302,12 +308,12 @@ def rules_text(data: Path, pictures: bool) -> str:
     """What stands between the marks of patterns.md: of each study the scale with the most tokens."""
     lines: list[str] = []
     for name in RULES:
-        study = STUDIES[name]
+        study = ALL[name]
         for scale in read_scales(study, data)[:1]:
             device = header_machine(scale.folder)["device"]
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
-                lines += rules_summary(found, scale.tokens, device, table)
+                lines += rules_summary(found, scale.tokens, device, TITLES[name], table)
             else:
                 lines += [f"At {study.model.seq_length // 1024}K, {scale.tokens / 1e6:.0f}M tokens a run, on {device}, "
                           "validation loss by position:", "", *losing_lines(scale.comparison)]  # fmt: skip

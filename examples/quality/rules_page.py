@@ -198,8 +198,8 @@ def seeds_needed(loss: Effects) -> str:
     )
 
 
-def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:
-    """What docs/patterns.md says: one row a question."""
+def summary(found: Findings, tokens: float, device: str, title: str, table: Callable) -> list[str]:
+    """What docs/patterns.md says: one row a question. title: of the study's section in quality.md."""
     rows, measures = [], [name for name in (LOSS, TRAILING_LOSS, RECALL) if name in found.effects]
     for question in found.study.questions:
         if not found.answered(question):
@@ -210,14 +210,16 @@ def summary(found: Findings, tokens: float, device: str, table: Callable) -> lis
     if not rows:
         return []
     model, study = found.study.model, found.study
+    place = title.lower().replace(",", "").replace(" ", "-")
+    going_on = "" if study.start is None else f"Going on from a dense model of {study.start.tokens / 1e6:.0f}M tokens. "
     return [
-        f"A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} query heads, "
+        f"{going_on}A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} query heads, "
         f"{model.num_kv_heads} KV heads), {model.seq_length:,} tokens, {tokens / 1e6:.0f}M tokens a run, on "
         f"{device}; around a window of {study.local_tokens} and a stride of {study.stride}. It is small and has seen "
         "few tokens: a large model may give other answers.",
         "",
         *table(["question", *(f"by {name}" for name in measures), "from best to worst, in loss"], rows),
         "",
-        "The tables behind it, with step times: [quality.md](quality.md#rules-of-thumb-at-8k).",
+        f"The tables behind it, with step times: [quality.md](quality.md#{place}).",
         "",
     ]

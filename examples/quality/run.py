@@ -4,6 +4,7 @@
     python -m examples.quality.run lm8k --stage rates --budget 570          # only choose the learning rates
     python -m examples.quality.run lm8k --seeds 1 --tokens 27.5e6 --budget 570
     python -m examples.quality.run rules8k --question stride --seeds 1 2 --budget 570
+    python -m examples.quality.run from-dense-rules8k --seeds 1 --budget 570
     python -m examples.quality.run rules8k --stage estimate --seeds 1 2     # only say how long it would take
 
 In this order, each part only where it is missing: the corpus, the short runs that choose each arm's learning rate, the
@@ -32,7 +33,7 @@ from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import LearningRates, timed_result, trained_rate, write_json, write_run
-from examples.quality.studies import Study
+from examples.quality.studies import BASELINE, Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
     FAILED,
@@ -69,6 +70,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--start-tokens", type=float, help="of the dense run that the others go on from (default: the study's)"
     )
+    parser.add_argument(
+        "--from-scratch",
+        nargs="*",
+        metavar="ARM",
+        help="of a study that goes on from a dense run: arms that are trained from random weights, too (default: the "
+        "study's; nothing: none)",
+    )
     parser.add_argument("--rate-tokens", type=float, help="of a short run (default: the study's)")
     parser.add_argument("--rate", type=float, help="one learning rate for all arms, in place of a choice")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="end within them (default: no limit)")
@@ -101,11 +109,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if parsed.rate is not None:
         parsed.rate = float(f"{parsed.rate:g}")  # as the runs log it
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
+    if parsed.from_scratch is not None and ALL[parsed.study].start is None:
+        parser.error(f"--from-scratch: all runs of {parsed.study} begin with random weights; remove --from-scratch")
+    for name in parsed.from_scratch or ():
+        if name not in parsed.arms:
+            parser.error(f"--from-scratch {name}: expected some of {', '.join(parsed.arms)}, which are trained here")
     return parsed
 
 
 def chosen_arms(study: Study, parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> list[str]:
-    """The arms of the questions, each once, in the study's order; those of --arms; or all."""
+    """The arms of the questions, each once, in the study's order, with those that they are compared with; those of
+    --arms; or all."""
     questions = [question.name for question in study.questions]
     for option, known in (("arms", study.arm_names), ("question", questions)):
         for name in getattr(parsed, option) or ():
@@ -116,6 +130,7 @@ def chosen_arms(study: Study, parsed: argparse.Namespace, parser: argparse.Argum
                 )
     if parsed.question is not None:
         wanted = {arm for name in parsed.question for arm in study.question(name).arms} | {study.baseline}
+        wanted |= set() if study.start is None else {BASELINE}
         return [arm for arm in study.arm_names if arm in wanted]
     return list(dict.fromkeys(parsed.arms or study.arm_names))
 
@@ -288,7 +303,7 @@ def has_result(place: Place, job: Job) -> bool:
 
 def is_cut_before_its_test(place: Place, job: Job) -> bool:
     """Whether the checkpoint of a finished language model is still there, for a test that the budget cut."""
-    if job.study.tasks or job.study.start or job.role or place.copies(job.arm, job.seed).exists():
+    if job.study.tasks or job.role or place.copies(job.arm, job.seed).exists():
         return False
     return final_evaluation(job) is not None and checkpoint_iteration(job.folder) == job.iterations
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from examples.quality import continued, page
 from examples.quality.continuations import CONTINUATIONS, token_flops, tokens_from_scratch
 from examples.quality.continued import make_jobs, run_continued
 from examples.quality.continued_page import read_switched, tokens_to_return
+from examples.quality.copies import GROUPS, score
 from examples.quality.corpus import Corpus, write_documents
 from examples.quality.launch import Job, command
 from examples.quality.parts import split_corpus
+from examples.quality.results import write_json
 from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
-from examples.quality.workers import Budget
+from examples.quality.workers import CUT, FINISHED, Budget
 from s2_megatron.megatron.loss_log import read_records
 from s2_megatron.tools.compare.measure import Paired
 
@@ -85,6 +88,15 @@ def study(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr(continued, "command", trainer)
 
+    def measure(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+        assert (job.checkpoints / "weights").exists() or path.exists()
+        write_json(
+            path, {"sequences": 1, "near": 32, "corpus": "ab", **score(np.ones(len(GROUPS)), np.arange(len(GROUPS)))}
+        )
+        return FINISHED
+
+    monkeypatch.setattr(continued, "measure_copies", measure)
+
     def run_study(*more: str, rate: str = "4e-3"):
         said = []
         size = ["--tokens", str(STEPS * TINY.step_tokens), "--start-tokens", str(STEPS * TINY.step_tokens)]
@@ -101,7 +113,8 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
     kept = {path.name for path in folder.iterdir()}
     logs = {f"{label}_seed1.jsonl" for label in ("start-dense", "dense", "s2", "scratch-s2")}
-    assert kept == logs | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
+    copies = {"dense_seed1.copies.json", "s2_seed1.copies.json"}
+    assert kept == logs | copies | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
     header = read_records(folder / "s2_seed1.jsonl")[0]["run"]["arguments"]
     assert header["pretrained_checkpoint"] == "start-dense" and "finetune" not in header
     assert "secret" not in json.dumps(header)
@@ -114,7 +127,7 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     assert read_switched(folder, "s2")["1"]["lm loss"] == 4.5
     text = "\n".join(page.scale_section(scale, "x/curves.png"))
     assert "0.1M tokens at a length of 256, validation loss 4.0000 there" in text
-    assert "](x/switch.png)" in text and "at most 1 % above" not in text
+    assert "Where the loss lies" in text and "](x/switch.png)" in text and "at most 1 % above" not in text
     (row,) = [line for line in text.splitlines() if line.startswith("| s2 | 4.5")]
     # Right after the switch, at the end of the context; within 0.5 % and 0.1 %; the end; from random weights.
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -150,6 +163,41 @@ def test_another_arm_after_the_dense_weights_are_gone(study, tmp_path):
     assert status == COMPLETE
     started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
     assert sorted(started) == ["dense", "s2", "scratch-s2", "start-dense", "switched-dense", "switched-s2"]
+
+
+def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch):
+    """The dense weights of the seed are gone by then: nothing is trained again."""
+    measure = continued.measure_copies
+    monkeypatch.setattr(continued, "measure_copies", lambda job, *rest: CUT if job.arm == "s2" else measure(job, *rest))
+    status, said = study()
+    assert status == AGAIN and said[-1].startswith("5 of 6 runs are finished")
+    assert [path.parent.name for path in (tmp_path / "runs").rglob("checkpoints") if "s2_" in path.parent.name] == [
+        "s2_seed1_0.00133333"]  # fmt: skip
+    monkeypatch.setattr(continued, "measure_copies", measure)
+    monkeypatch.setattr("examples.quality.run.checkpoint_iteration", lambda folder: STEPS)
+    status, said = study()
+    assert status == COMPLETE and not [line for line in said if line.startswith("started")]
+    assert list((tmp_path / "results").rglob("s2_seed1.copies.json"))
+    assert not list((tmp_path / "runs").rglob("checkpoints"))
+
+
+def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
+    assert study("--from-scratch")[0] == COMPLETE
+    assert not list(tmp_path.rglob("scratch-*"))
+    assert [line.split()[0] for line in study("--from-scratch", "dense", "--stage", "estimate")[1][1:-1]] == [
+        "start-dense", "switched-dense", "dense", "switched-s2", "s2", "scratch-dense"]  # fmt: skip
+    for words, said in (
+        (["lm8k", "--from-scratch"], "all runs of lm8k begin with random weights"),
+        (["from-dense8k", "--arms", "dense", "s2", "--from-scratch", "window"], "expected some of dense, s2"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments(words)
+        assert said in capsys.readouterr().err
+
+
+def test_a_question_brings_the_arms_it_is_compared_with():
+    assert parse_arguments(["from-dense-rules-tiny", "--question", "stride"]).arms == [
+        "s2", "dense", "stride-2", "stride-8", "stride-16"]  # fmt: skip
 
 
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):

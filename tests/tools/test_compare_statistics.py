@@ -8,6 +8,8 @@ import pytest
 from s2_megatron.tools.compare.statistics import (
     LARGE_RUNS,
     LARGE_TOKENS,
+    MIDDLE_RUNS,
+    MIDDLE_TOKENS,
     SMALL_RUNS,
     block_steps,
     bootstrap_error,
@@ -116,7 +118,9 @@ def test_times_of_a_row_have_one_unit():
 
 
 def test_short_runs_are_assumed_to_end_further_apart():
-    assert run_offset_for(0.6e6) is run_offset_for(LARGE_TOKENS - 1) is SMALL_RUNS
-    assert run_offset_for(None) is SMALL_RUNS  # the tokens were not logged: the careful one
+    assert run_offset_for(0.6e6) is run_offset_for(MIDDLE_TOKENS - 1) is SMALL_RUNS
+    assert run_offset_for(MIDDLE_TOKENS) is run_offset_for(LARGE_TOKENS - 1) is MIDDLE_RUNS
+    assert run_offset_for(None) is MIDDLE_RUNS  # the tokens were not logged: the careful one
     assert run_offset_for(LARGE_TOKENS) is LARGE_RUNS
-    assert SMALL_RUNS.nats > LARGE_RUNS.nats
+    assert run_offset_for(80e6, going_on=True) is run_offset_for(None, going_on=True) is SMALL_RUNS
+    assert MIDDLE_RUNS.nats > SMALL_RUNS.nats > LARGE_RUNS.nats

@@ -19,7 +19,7 @@ from rich.console import Console
 from s2_megatron.tools.compare.outputs import check_outputs
 from s2_megatron.tools.compare.runs import AXES
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
-from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, SMALL_RUNS
+from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, MIDDLE_RUNS, MIDDLE_TOKENS, SMALL_RUNS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="NATS",
         help="standard deviation of the loss of runs that differ in nothing but rounding (or seed); used for fewer "
-        f"than three pairs (default: {SMALL_RUNS.nats}, {SMALL_RUNS.source}; from {LARGE_TOKENS / 1e6:g}M tokens on "
-        f"{LARGE_RUNS.nats}, {LARGE_RUNS.source})",
+        f"than three pairs (default: {SMALL_RUNS.nats}, {SMALL_RUNS.source}; from {MIDDLE_TOKENS / 1e6:g}M tokens on "
+        f"{MIDDLE_RUNS.nats}, {MIDDLE_RUNS.source}; from {LARGE_TOKENS / 1e6:g}M on {LARGE_RUNS.nats}, "
+        f"{LARGE_RUNS.source}; of runs with one --pretrained-checkpoint {SMALL_RUNS.nats})",
     )
 
 

@@ -151,8 +151,9 @@ def compare(
     """Compare every arm with the first one.
 
     target: the loss of to_target; default the largest final loss of any run, which all of them reach. run_offset: in
-    nats, see statistics.difference_of_pairs; default that of runs of as many tokens. Raises ValueError for arms without
-    a common seed, for runs that are too short and for losses that are no finite numbers.
+    nats, see statistics.difference_of_pairs; default that of runs of as many tokens, or of runs that go on from one
+    checkpoint. Raises ValueError for arms without a common seed, for runs that are too short and for losses that are no
+    finite numbers.
     """
     runs = [run for arm in arms for run in arm.runs]
     for run in runs:
@@ -161,7 +162,8 @@ def compare(
         target = max(float(smoothed(run)[-1]) for run in runs)
     shared = [axis for axis in AXES if all(axis in run.axes for run in runs)]
     limits = {axis: min(float(run.axis(axis)[-1]) for run in runs) for axis in shared}
-    offset = run_offset_for(limits.get("tokens"))
+    starts = {(run.arguments or {}).get("pretrained_checkpoint") for run in runs}
+    offset = run_offset_for(limits.get("tokens"), going_on=len(starts) == 1 and starts != {None})
     if run_offset is not None:
         offset = RunOffset(run_offset, "as given by --run-offset")
     baseline = arms[0]
