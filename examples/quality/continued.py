@@ -140,6 +140,20 @@ def begin_again(jobs: Sequence[Job]) -> None:
                 shutil.rmtree(job.folder, ignore_errors=True)
 
 
+def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
+    """Raises ValueError where a dense run is to be trained whose seed has results of other arms: those went on from
+    weights that are gone, and runs of equal settings are too far apart to be compared."""
+    for dense in (job for job in jobs if job.role == START and not job.checkpoints.exists()):
+        own = {place.result(job.label, job.seed).name for job in jobs if job.seed == dense.seed}
+        there = {path.name for path in place.result(BASELINE, dense.seed).parent.glob(f"*_seed{dense.seed}.jsonl")}
+        if others := sorted(name.rpartition("_seed")[0] for name in there - own):
+            raise ValueError(
+                f"seed {dense.seed} has results of {', '.join(others)} that went on from weights which are gone; "
+                "expected all arms of a seed from one dense run; use another seed, or add them to --arms to train "
+                "them again"
+            )
+
+
 def is_kept(place: ContinuedPlace, job: Job) -> bool:
     """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
     return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job)
@@ -188,6 +202,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     jobs = [job for job in asked if job.seed in seeds]
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
+    require_one_start(place, jobs)
     begin_again(jobs)
     remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None

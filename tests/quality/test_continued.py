@@ -200,6 +200,14 @@ def test_a_question_brings_the_arms_it_is_compared_with():
         "s2", "dense", "stride-2", "stride-8", "stride-16"]  # fmt: skip
 
 
+def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
+    assert study()[0] == COMPLETE
+    with pytest.raises(ValueError, match="seed 1 has results of s2, scratch-s2 that went on from weights which"):
+        study("--arms", "dense", "window")
+    assert not list(tmp_path.rglob("window_seed1*"))
+    assert study("--arms", "dense", "s2", "window")[0] == COMPLETE
+
+
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):
     with pytest.raises(ValueError, match="--arms s2: expected dense among them, the arm to compare with"):
         study("--arms", "s2")
