@@ -61,15 +61,17 @@ def run(args: argparse.Namespace) -> int:
     # Behind the end of the prompt, for what stands between two tokens depends on both.
     shown = list(start[-PROMPT_END:])
     text = tokenizer.detokenize(shown)
-    for token in continuation(loaded.model, start, args.max_new_tokens, choose):
-        if token == getattr(tokenizer, "eod", None):
-            break
-        shown.append(token)
-        longer = tokenizer.detokenize(shown)
-        if not longer.endswith("\ufffd"):  # half a character
-            print(longer[len(text) :], end="", flush=True)
-            text = longer
-    print()
+    try:
+        for token in continuation(loaded.model, start, args.max_new_tokens, choose):
+            if token == getattr(tokenizer, "eod", None):
+                break
+            shown.append(token)
+            longer = tokenizer.detokenize(shown)
+            if not longer.endswith("\ufffd"):  # half a character
+                print(longer[len(text) :], end="", flush=True)
+                text = longer
+    finally:
+        print()  # also where it is interrupted
     return 0
 
 

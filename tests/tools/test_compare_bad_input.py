@@ -10,8 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from s2_megatron.tools import commands
-from s2_megatron.tools.compare import outputs
+from s2_megatron.tools import commands, outputs
 from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
 
 HEADER = {"run": {"arguments": {}, "flops_per_token": None}, "iteration": 1, "time": 1.0}
@@ -73,7 +72,7 @@ def test_two_outputs_are_two_files(folder, capsys):
 def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
     """A write that fails in between leaves the old file, and nothing beside it."""
     page = folder / "out" / "compare.html"
-    outputs.write_output(page, b"old")
+    outputs.write_file(page, b"old")
 
     def fails(source, target):
         assert source.read_bytes() == b"new" and target.read_bytes() == b"old"
@@ -82,9 +81,9 @@ def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(outputs.os, "replace", fails)
         with pytest.raises(OSError, match="no space"):
-            outputs.write_output(page, b"new")
+            outputs.write_file(page, b"new")
     assert contents(page.parent) == {"compare.html": b"old"}
-    outputs.write_output(page, b"new")
+    outputs.write_file(page, b"new")
     assert contents(page.parent) == {"compare.html": b"new"}
 
 
