@@ -3,7 +3,7 @@
     s2-megatron generate --load runs/quickstart/checkpoints --prompt "def main("
 
 One process, Megatron's static context with the full KV cache, and a loop of our own: Megatron's engines read the cache
-around the core attention, densely. That S2-Attention computed every layer of every step is asserted.
+around the core attention, densely. That S2-Attention computed every layer of every step is asserted. The text alone goes to standard output.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 PROMPT_END = 8  # tokens
 
@@ -35,6 +37,14 @@ def run(args: argparse.Namespace) -> int:
     ):
         if not value >= least:
             raise ValueError(f"{name} {value}: expected a number of {least} or more")
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):
+        _write_text(args, output)
+    return 0
+
+
+def _write_text(args: argparse.Namespace, output: TextIO) -> None:
+    """Writes the prompt and what the checkpoint makes of it, token by token."""
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
     folder = iteration_folder(args.load)
@@ -46,6 +56,11 @@ def run(args: argparse.Namespace) -> int:
     start = tokenizer.tokenize(prompt)
     if not start:
         raise ValueError("--prompt has no token; expected a text, e.g. --prompt 'def '")
+    if max(start) >= trained.padded_vocab_size:
+        raise ValueError(
+            f"--tokenizer {trained.tokenizer_model}: the prompt has token {max(start)}; expected less than "
+            f"{trained.padded_vocab_size}, the model's vocabulary; give the tokenizer that it was trained with"
+        )
     import torch
 
     from s2_megatron.megatron.cuda_on_cpu import compute_device
@@ -57,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     words = min(tokenizer.vocab_size, trained.padded_vocab_size)
     choose = chooser(args.temperature, args.top_k, args.seed, words)
     resolve_backend("auto", compute_device().type)  # says which, before the text
-    print(prompt, end="", flush=True)
+    print(prompt, end="", file=output, flush=True)
     # Behind the end of the prompt, for what stands between two tokens depends on both.
     shown = list(start[-PROMPT_END:])
     text = tokenizer.detokenize(shown)
@@ -68,11 +83,10 @@ def run(args: argparse.Namespace) -> int:
             shown.append(token)
             longer = tokenizer.detokenize(shown)
             if not longer.endswith("\ufffd"):  # half a character
-                print(longer[len(text) :], end="", flush=True)
+                print(longer[len(text) :], end="", file=output, flush=True)
                 text = longer
     finally:
-        print()  # also where it is interrupted
-    return 0
+        print(file=output)  # also where it is interrupted
 
 
 def _tokenizer(trained, folder: str | None):

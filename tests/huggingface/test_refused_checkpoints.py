@@ -13,6 +13,7 @@ import torch
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.checksums import write_checksums
 from s2_megatron.tools import commands
+from s2_megatron.tools.hf import torch_dist
 from s2_megatron.tools.hf.architecture import sparsity_of_arguments
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter, iteration_folder
@@ -89,6 +90,14 @@ def test_damaged_checkpoints_are_refused_in_one_line(load, capsys, name):
     assert message in named and named.endswith(another)
     assert [path.name for path in load.parent.iterdir()] == ["load"]
     assert iteration_folder(load / "iter_0000005")
+
+
+def test_hashing_a_large_checkpoint_is_announced(load, monkeypatch, capsys):
+    iteration_folder(load)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(torch_dist, "SLOW_BYTES", 1000)
+    iteration_folder(load)
+    assert capsys.readouterr() == ("", f"verifying {load / 'iter_0000010'} (0.0 GB)\n")
 
 
 @pytest.mark.parametrize(

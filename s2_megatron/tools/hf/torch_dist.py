@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,8 @@ from s2_megatron.megatron.checkpoint_folder import (
     read_tracker,
 )
 from s2_megatron.megatron.checksums import damaged_files, read_checksums
+
+SLOW_BYTES = 10**9  # to hash more takes seconds, which are announced
 
 
 def iteration_folder(load: Path) -> Path:
@@ -76,7 +79,11 @@ def iteration_folder(load: Path) -> Path:
             f"--load {load}: {folder} has no metadata.json; expected a checkpoint of --ckpt-format torch_dist; "
             "convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
-    damaged = damaged_files(folder, read_checksums(folder))
+    checksums = read_checksums(folder)
+    size = sum(path.stat().st_size for name in checksums if (path := folder / name).is_file())
+    if size > SLOW_BYTES:
+        print(f"verifying {folder} ({size / 1e9:.1f} GB)", file=sys.stderr)
+    damaged = damaged_files(folder, checksums)
     if damaged:
         raise ValueError(
             f"--load {load}: {folder} is not what was saved: {joined(damaged, 3)}; expected files with its checksums; "
