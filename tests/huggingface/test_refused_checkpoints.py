@@ -116,6 +116,20 @@ def test_trackers_that_name_nothing(load, capsys, content, message):
     assert message in error and error.endswith(f"--load {load / 'iter_0000010'}\n")
 
 
+def test_the_legacy_format_is_to_be_converted(load, capsys):
+    """However it is named."""
+    shutil.rmtree(load / "iter_0000010")
+    (ranks := load / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    torch.save({}, ranks / "model_optim_rng.pt")
+    for place in (load, load / "iter_0000010"):
+        error = refused(capsys, "export-hf", "--load", place, "--output", load.parent / "out")
+        assert "iter_0000010 has no metadata.json; expected a checkpoint of --ckpt-format torch_dist; convert" in error
+        assert "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER" in error
+    (ranks / "model_optim_rng.pt").unlink()
+    error = refused(capsys, "export-hf", "--load", load / "iter_0000010", "--output", load.parent / "out")
+    assert "has no mp_rank_00/model_optim_rng.pt" in error
+
+
 def test_without_another_checkpoint_none_is_named(load, capsys):
     shutil.rmtree(load / "iter_0000005")
     flip(load / "iter_0000010" / "__0_0.distcp")

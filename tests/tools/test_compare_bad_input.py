@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools import commands, outputs
+from s2_megatron.tools.compare.readers import split_run
 from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
 
 HEADER = {"run": {"arguments": {}, "flops_per_token": None}, "iteration": 1, "time": 1.0}
@@ -91,6 +92,29 @@ def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
 def test_an_empty_place_is_not_the_current_folder(folder, capsys, run):
     (folder / "s2.jsonl").rename(folder.parent / f"{folder.name}.jsonl")  # one log is left here, which would be read
     assert f"run {run!r}: an empty place; expected [NAME=]PLACE" in refused(capsys, "dense.jsonl", run)
+
+
+@pytest.mark.parametrize(
+    "text, name, places",
+    [
+        ("s2.jsonl", "", ["s2.jsonl"]),
+        ("a=s2.jsonl", "a", ["s2.jsonl"]),
+        ("a=b=c/log", "a", ["b=c/log"]),
+        ("b=c/log", "", ["b=c/log"]),
+        ("./b=c/log", "", ["./b=c/log"]),
+        ("b=c/log,s2.jsonl", "", ["b=c/log", "s2.jsonl"]),
+        ("a=b=c/log,s2.jsonl", "a", ["b=c/log", "s2.jsonl"]),
+        ("lr=1=s2.jsonl", "lr=1", ["s2.jsonl"]),
+        ("a=entity/project/run", "a", ["entity/project/run"]),
+        ("a=none=1/log", "a", ["none=1/log"]),
+        ("none/a=1", "", ["none/a=1"]),
+        ("=s2.jsonl", "", ["=s2.jsonl"]),
+    ],
+)
+def test_equals_signs_in_paths(folder, text, name, places):
+    (folder / "b=c").mkdir()
+    (folder / "b=c" / "log").touch()
+    assert split_run(text) == (name, places)
 
 
 @pytest.mark.parametrize("bad, count, first", [([299], 1, 300), ([149], 1, 150), (range(280, 300), 20, 281)])

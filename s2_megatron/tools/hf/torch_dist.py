@@ -34,6 +34,7 @@ from s2_megatron.megatron.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
     find_problem,
+    is_legacy,
     newest_complete,
     read_tracker,
 )
@@ -61,7 +62,8 @@ def iteration_folder(load: Path) -> Path:
         raise ValueError(
             f"--load {load}: {what}; expected a checkpoint that Megatron saved, such as --save's folder; {fix}"
         )
-    if chosen is None and not any((folder / name).exists() for name in (".metadata", "metadata.json")):
+    metadata = any((folder / name).exists() for name in (".metadata", "metadata.json"))
+    if chosen is None and not metadata and not is_legacy(folder):
         raise ValueError(
             f"--load {load}: neither a tracker {TRACKER} nor a checkpoint's .metadata is there; expected a complete "
             f"checkpoint; {_other(load)}"
