@@ -170,8 +170,8 @@ def test_a_python_without_torch_is_one_line(tmp_path, script):
     settings = {"PYTHON": str(python), "MOCK_DATA": "1", "OUTPUT": str(tmp_path / "output")}
     command = ["bash", str(EXAMPLES / script)]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {Path(script).name}: PYTHON={python} has no torch") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {Path(script).name}: PYTHON={python} has no torch")
 
 
 @pytest.mark.parametrize("on_path, in_venv, taken", [(0, 0, "python"), (1, 0, ".venv/bin/python"), (1, None, "python")])

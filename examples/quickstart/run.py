@@ -53,7 +53,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
-    parser.add_argument("--iterations", type=count, default=launch.DEFAULT_ITERATIONS, help="train up to this iteration")
+    parser.add_argument("--iterations", type=count, default=launch.DEFAULT_ITERATIONS, help="train up to this one")
     parser.add_argument("--save-interval", type=count, default=75, help="iterations between two checkpoints")
     parser.add_argument(
         "--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches"

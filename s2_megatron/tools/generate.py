@@ -3,7 +3,8 @@
     s2-megatron generate --load runs/quickstart/checkpoints --prompt "def main("
 
 One process, Megatron's static context with the full KV cache, and a loop of our own: Megatron's engines read the cache
-around the core attention, densely. That S2-Attention computed every layer of every step is asserted. The text alone goes to standard output.
+around the core attention, densely. That S2-Attention computed every layer of every step is asserted. The text alone
+goes to standard output.
 """
 
 from __future__ import annotations
