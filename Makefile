@@ -50,11 +50,11 @@ check-packages:
 	@$(RUN) scripts/check-packages.py
 
 pretrain: $(INSTALLED)
-	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS))
+	@$(RUN) -m examples.quickstart.run --config "$(CONFIG)" --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations "$(ITERATIONS)")
 
 compare: $(INSTALLED)
 	@for config in configs/quickstart_dense.yaml configs/quickstart.yaml; do \
-	    $(RUN) -m examples.quickstart.run --config $$config --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations $(ITERATIONS)) || exit; \
+	    $(RUN) -m examples.quickstart.run --config $$config --runs "$(RUNS)" $(if $(strip $(ITERATIONS)),--iterations "$(ITERATIONS)") || exit; \
 	done
 	@$(RUN) -m s2_megatron compare "$(RUNS)/quickstart_dense" "$(RUNS)/quickstart" --html "$(RUNS)/compare.html"
 

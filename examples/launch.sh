@@ -19,34 +19,22 @@
 # Arguments of the launcher are added to the command line, where they win over its own.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$(dirname "${BASH_SOURCE[0]}")/python.sh"
+source "$ROOT/examples/checks.sh"
+source "$ROOT/examples/python.sh"
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-1}
 
-# One line with what is missing beats a stack trace from every rank.
-require() {
-    local name=$1 hint=$2
-    if [[ -z ${!name:-} ]]; then
-        echo "error: $(basename "$0"): $name is not set; $hint" >&2
-        exit 2
-    fi
-}
-
 # DRY_RUN=true must not start a run.
 for name in DRY_RUN MOCK_DATA PREFLIGHT; do
-    if [[ ${!name:-0} != [01] ]]; then
-        echo "error: $(basename "$0"): $name=${!name}; expected 0 or 1" >&2
-        exit 2
-    fi
+    [[ ${!name:-0} == [01] ]] || fail "$name=${!name}; expected 0 or 1"
 done
-if [[ ! $NNODES =~ ^[1-9][0-9]{0,8}$ ]]; then
-    echo "error: $(basename "$0"): NNODES=$NNODES; expected a number, 1 or more" >&2
-    exit 2
-fi
-if [[ ! $GPUS_PER_NODE =~ ^([1-9][0-9]{0,8}|gpu|auto|cpu)$ ]]; then
-    echo "error: $(basename "$0"): GPUS_PER_NODE=$GPUS_PER_NODE; expected a number, 1 or more, or gpu for all" >&2
-    exit 2
-fi
+is_number "$NNODES" 1 65536 || fail "NNODES=$NNODES; expected 1 to 65536 nodes"
+# Also of a single node: started on several without NNODES, each would train by itself into one folder.
+is_number "${NODE_RANK:-0}" 0 $((NNODES - 1)) ||
+    fail "NODE_RANK=$NODE_RANK; expected a number below NNODES=$NNODES; number the nodes from 0, or correct NNODES"
+is_number "${MASTER_PORT:-29500}" 1024 65535 || fail "MASTER_PORT=$MASTER_PORT; expected 1024 to 65535, or leave it out"
+[[ $GPUS_PER_NODE == @(gpu|auto|cpu) ]] || is_number "$GPUS_PER_NODE" 1 999999999 ||
+    fail "GPUS_PER_NODE=$GPUS_PER_NODE; expected a number, 1 or more, or gpu for all"
 
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
@@ -93,8 +81,7 @@ launch() {
             layers+=(--no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion
                      --no-masked-softmax-fusion) ;;
         *)
-            echo "error: $(basename "$0"): TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" >&2
-            exit 2 ;;
+            fail "TRANSFORMER_IMPL=$implementation; expected transformer_engine or local" ;;
     esac
 
     local logging=(--log-interval 10 --log-throughput --log-timers-to-tensorboard

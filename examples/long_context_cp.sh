@@ -5,6 +5,8 @@
 #   CP=8 SEQ_LENGTH=131072 examples/long_context_cp.sh     on eight GPUs
 source "$(dirname "${BASH_SOURCE[0]}")/small.sh"
 
+require_count CP 2
+require_count SEQ_LENGTH 2048
 CP=${CP:-2}
 for ranks in 1 "$CP"; do
     train "long_context_cp$ranks" "$ranks" pretrain_gpt_s2.py --s2-config examples/long_context.yaml \

@@ -1,13 +1,17 @@
 # Sourced by the small examples: a GPT that two CPU cores train in seconds, its data, and how a run is started and shown.
 # `--s2-config` and whatever an example is about stand in the example itself.
 #
+#   ITERATIONS=60       how far each run is trained
 #   RUNS=/big/disk      where logs and checkpoints go (runs/examples)
 #   PYTHON=python3.12   the Python to run with (that of PATH if it has torch and Megatron, else .venv's)
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RUNS=${RUNS:-runs/examples}
+source examples/checks.sh
 source examples/python.sh
+require_folder RUNS
+require_count ITERATIONS 60
 require_megatron
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
+SOURCED = ("launch.sh", "small.sh", "checks.sh", "python.sh")  # by the others
 LOSS = r"(\d\.\d{4})"
 
 
@@ -61,13 +62,38 @@ def test_the_op(run):
 def test_a_refused_setting_is_one_line(tmp_path):
     """It is not lost in torchrun's report."""
     environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(EXAMPLES / "dense_to_s2.sh")]
+    command = ["bash", str(EXAMPLES / "long_context_cp.sh")]
     done = subprocess.run(
-        command, env=environment | {"ITERATIONS": "0"}, cwd=tmp_path, capture_output=True, text=True, timeout=1500
+        command, env=environment | {"SEQ_LENGTH": "40000"}, cwd=tmp_path, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
-    line = "error: --train-iters=0: expected 1 to 1000000000000; use --train-iters 1, or leave it out"
-    assert done.stderr.splitlines()[-1] == line and done.stderr.count("error:") == 1
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("error: Megatron refuses these flags: ") and done.stderr.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    "script, setting, words",
+    [
+        ("dense_to_s2.sh", "ITERATIONS=abc", "expected a number, 1 or more, such as ITERATIONS=60"),
+        ("moe_expert_parallel.sh", "ITERATIONS=0", "expected a number, 1 or more"),
+        ("own_pattern/run.sh", "ITERATIONS=1 2", "expected a number, 1 or more"),
+        ("long_context_cp.sh", "CP=08", "expected a number, 1 or more, such as CP=2"),
+        ("long_context_cp.sh", "SEQ_LENGTH=-1", "expected a number, 1 or more, such as SEQ_LENGTH=2048"),
+        ("own_pattern/run.sh", "RUNS={file}", "{file} is no folder; expected a folder, there or to be made"),
+        ("existing_launch/run.sh", "RUNS={file}/a/b", "{file} is no folder"),
+        ("dense_beside_s2.sh", "RUNS={file}.gone", "{file}.gone is no folder"),
+    ],
+)
+def test_a_wrong_setting_starts_nothing(tmp_path, script, setting, words):
+    (file := tmp_path / "file").touch()
+    Path(f"{file}.gone").symlink_to("nowhere")
+    setting, words = setting.format(file=file), words.format(file=file)
+    name, _, value = setting.partition("=")
+    environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(tmp_path / "runs"), name: value}
+    done = subprocess.run(["bash", str(EXAMPLES / script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {Path(script).name}: {setting}; ") and words in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_existing_launch(run):
@@ -144,8 +170,8 @@ def test_a_python_without_torch_is_one_line(tmp_path, script):
     settings = {"PYTHON": str(python), "MOCK_DATA": "1", "OUTPUT": str(tmp_path / "output")}
     command = ["bash", str(EXAMPLES / script)]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: PYTHON={python} has no torch") and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {Path(script).name}: PYTHON={python} has no torch")
 
 
 @pytest.mark.parametrize("on_path, in_venv, taken", [(0, 0, "python"), (1, 0, ".venv/bin/python"), (1, None, "python")])
@@ -179,7 +205,7 @@ def test_a_run_that_fails_shows_why(tmp_path):
 def test_the_readme_has_them_all():
     text = (EXAMPLES / "README.md").read_text()
     linked = {EXAMPLES / target.rstrip("/") for target in re.findall(r"\]\(([^.)][^)#]*)\)", text)}
-    scripts = [path for path in EXAMPLES.rglob("*.sh") if path.name not in ("launch.sh", "small.sh", "python.sh")]
+    scripts = [path for path in EXAMPLES.rglob("*.sh") if path.name not in SOURCED]
     scripts.append(EXAMPLES / "attention_op.py")
     missing = [path for path in scripts if not {path, path.parent} & linked]
     assert len(scripts) > 10 and not missing

@@ -99,7 +99,15 @@ def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
         ("DRY_RUN", "true", "0 or 1"),
         ("MOCK_DATA", "yes", "0 or 1"),
         ("PREFLIGHT", "off", "0 or 1"),
-        ("NNODES", "two", "a number, 1 or more"),
+        ("NNODES", "two", "1 to 65536 nodes"),
+        ("NNODES", "0", "1 to 65536 nodes"),
+        ("NNODES", "65537", "1 to 65536 nodes"),
+        ("NODE_RANK", "1", "a number below NNODES=1; number the nodes from 0, or correct NNODES"),
+        ("NODE_RANK", "-1", "a number below NNODES=1; number the nodes from 0, or correct NNODES"),
+        ("NODE_RANK", "first", "a number below NNODES=1; number the nodes from 0, or correct NNODES"),
+        ("MASTER_PORT", "port", "1024 to 65535, or leave it out"),
+        ("MASTER_PORT", "1023", "1024 to 65535, or leave it out"),
+        ("MASTER_PORT", "65536", "1024 to 65535, or leave it out"),
         ("GPUS_PER_NODE", "0", "a number, 1 or more, or gpu for all"),
     ],
 )
@@ -107,6 +115,14 @@ def test_a_setting_that_is_none_starts_nothing(tmp_path, name, value, expected):
     done = launcher(tmp_path, PYTHON="/bin/false", **{name: value})
     assert done.returncode == 2 and not done.stdout
     assert done.stderr == f"error: pretrain_1p3b.sh: {name}={value}; expected {expected}\n"
+
+
+def test_the_last_of_several_nodes(tmp_path):
+    nodes = dict(NNODES="4", MASTER_ADDR="first", DRY_RUN="1", PREFLIGHT="0", MASTER_PORT="65535")
+    done = launcher(tmp_path, NODE_RANK="3", **nodes)
+    assert "--nnodes 4 --node-rank 3 --master-addr first --master-port 65535" in " ".join(done.stdout.split())
+    done = launcher(tmp_path, NODE_RANK="4", **nodes)
+    assert done.returncode == 2 and "NODE_RANK=4; expected a number below NNODES=4; number" in done.stderr
 
 
 def test_a_dry_run_of_a_job_checks_once(cluster):

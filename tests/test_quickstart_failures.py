@@ -45,14 +45,29 @@ def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
     assert failures.checkpoint_iteration(tmp_path) == 150 and path.exists()
 
 
-@pytest.mark.parametrize("given, words", [
-    ("--iterations=abc", "error: argument --iterations: invalid int value: 'abc'; see make help\n"),
-    ("--iterations=0", "error: --iterations=0: expected 1 or more; see make help\n"),
+@pytest.mark.parametrize("flag, value", [
+    ("--iterations", "abc"), ("--iterations", "0"), ("--iterations", "-1"), ("--iterations", "3 4"),
+    ("--iterations", ""), ("--save-interval", "1.5"),
 ])  # fmt: skip
-def test_a_wrong_argument_is_one_line(given, words, capsys):
+def test_a_wrong_argument_is_one_line(flag, value, capsys):
     with pytest.raises(SystemExit) as ended:
-        run.parse_arguments([given])
-    assert ended.value.code == 2 and capsys.readouterr().err == words
+        run.parse_arguments([f"{flag}={value}"])
+    line = f"error: argument {flag}: {value!r}; expected a whole number of 1 or more, such as 300; see make help\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("setting, words", [
+    ("ITERATIONS=3 4", "error: argument --iterations: '3 4'; expected a whole number"),
+    ("RUNS={file}", "error: {file}/quickstart{dense}: Not a directory; make it usable, or give another RUNS="),
+])  # fmt: skip
+@pytest.mark.parametrize("target", ["pretrain", "compare"])
+def test_a_wrong_setting_of_make_is_one_line(tmp_path, setting, words, target):
+    (file := tmp_path / "file").touch()
+    words = words.format(file=file, dense="_dense" * (target == "compare"))
+    command = ["make", "-s", target, "VENV=", f"PYTHON={sys.executable}", f"RUNS={tmp_path}", setting.format(file=file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    first, last = done.stderr.splitlines()  # the last one is make's own
+    assert done.returncode == 2 and first.startswith(words) and last.startswith("make: ***") and not done.stdout
 
 
 def test_a_right_tracker_is_followed(tmp_path):

@@ -117,6 +117,7 @@ MISTAKES = [
     ),
     ({}, ["SLURM_GPUS_ON_NODE"], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=;", "--gpus-per-node 8")),
     ({"GPUS_PER_NODE": "h100:8"}, [], ["examples/pretrain_7b.sh"], ("GPUS_PER_NODE=h100:8", "--gpus-per-node 8")),
+    ({"SLURM_JOB_NUM_NODES": "70000"}, [], ["examples/pretrain_7b.sh"], ("NNODES=70000", "1 to 65536 nodes")),
     ({"MASTER_PORT": "80"}, [], ["examples/pretrain_7b.sh"], ("MASTER_PORT=80", "1024 to 65535")),
     ({"MASTER_PORT": "70000"}, [], ["examples/pretrain_7b.sh"], ("MASTER_PORT=70000", "1024 to 65535")),
     ({"PYTHON": "/no/python"}, [], ["examples/pretrain_7b.sh"], ("PYTHON=/no/python", "virtual environment")),

@@ -23,7 +23,7 @@ from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
 from examples.quality.launch import Job, command
 from examples.quality.parts import split_corpus
-from examples.quality.results import write_json, write_run
+from examples.quality.results import machine, write_json, write_run
 from examples.quality.run import (
     COMPLETE,
     FAILURE,
@@ -31,7 +31,6 @@ from examples.quality.run import (
     choose_rates,
     compare_runs,
     has_result,
-    machine,
     remove_stale_tests,
     require_new_sequences,
     tell_end,

@@ -9,6 +9,7 @@ from one of its arm that was alone. Of the arguments those stay that say what wa
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,18 @@ KEPT = (
     *("seed", "train_iters", "micro_batch_size", "world_size", "transformer_impl", "params_dtype"),
     *("s2_sparsity", "s2_backend", "s2_dense_core"),
 )
+
+
+def machine(device: str) -> dict:
+    """What computed the runs."""
+    names = ("torch", "triton", "megatron-core", "transformer-engine", "s2-megatron")
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # Transformer Engine is optional; a checkout need not be installed
+    return {"device": device, **versions}
 
 
 def training_seconds(times: Sequence[float]) -> np.ndarray:

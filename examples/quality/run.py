@@ -20,7 +20,6 @@ argument.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, timed_result, trained_rate, write_json, write_run
+from examples.quality.results import LearningRates, machine, timed_result, trained_rate, write_json, write_run
 from examples.quality.studies import BASELINE, Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
@@ -165,18 +164,6 @@ class Place:
 
     def copies(self, arm: str, seed: int) -> Path:
         return self.result(arm, seed).with_suffix(".copies.json")
-
-
-def machine(device: str) -> dict:
-    """What computed the runs."""
-    names = ("torch", "triton", "megatron-core", "transformer-engine", "s2-megatron")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # Transformer Engine is optional; a checkout need not be installed
-    return {"device": device, **versions}
 
 
 def choose_rates(

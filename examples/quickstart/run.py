@@ -39,6 +39,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; see make help\n")
 
 
+def count(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if not (text.strip().isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of 1 or more, such as 300")
+    return int(text)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         prog="make pretrain",
@@ -46,17 +53,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
-    parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS, help="train up to this iteration")
-    parser.add_argument("--save-interval", type=int, default=75, help="iterations between two checkpoints")
+    parser.add_argument("--iterations", type=count, default=launch.DEFAULT_ITERATIONS, help="train up to this one")
+    parser.add_argument("--save-interval", type=count, default=75, help="iterations between two checkpoints")
     parser.add_argument(
         "--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches"
     )
     parser.add_argument("--runs", type=Path, default=launch.ROOT / "runs", help="folder of all runs")
-    parsed = parser.parse_args(arguments)
-    for name in ("iterations", "save_interval"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(parsed, name)}: expected 1 or more")
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def resolve_sparsity(config: Path, console: Console):

@@ -44,8 +44,8 @@ class _RemovedTransport(Action):
     def __call__(self, parser, namespace, values, option_string=None):
         raise ArgumentError(
             self,
-            "removed in version 0.1; expected no such flag: the blocks of --s2-cp-comm-type sparse always travel by "
-            "NCCL's all-to-all; drop --s2-cp-transport",
+            "removed after version 0.1.0; expected no such flag: the blocks of --s2-cp-comm-type sparse always travel "
+            "by NCCL's all-to-all; drop --s2-cp-transport",
         )
 
 

@@ -146,7 +146,7 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
     """Compares this run's sparsity (None: dense, without --s2-config) with a checkpoint's.
 
     Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant.
-    Otherwise raises ValueError with one line for each kind of change and the layers it concerns. The backend, the
+    Otherwise raises CheckpointError with one line for each kind of change and the layers it concerns. The backend, the
     parallel layout, the sequence length and the name of the YAML are no difference.
     """
     stored = getattr(checkpoint.args, "s2_sparsity", None)
@@ -158,7 +158,7 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
         differences = diff_sparsity(stored or dense_sparsity(checkpoint.args).canonical_json(), ours)
     except ValueError as error:
         if not allowed:
-            raise ValueError(
+            raise CheckpointError(
                 f"--load {checkpoint.folder}: {error}; or add --s2-allow-sparsity-change to load it all the same"
             ) from error
         differences = [f"not comparable: {error}"]
@@ -174,7 +174,7 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
                 if sparsity is None
                 else "resume with the YAML it was trained with"
             )
-        raise ValueError(
+        raise CheckpointError(
             f"{where} was trained with another sparsity; this run (now on the right) would resume it with its "
             f"optimizer:{lines}\n{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to "
             "continue with the new one"

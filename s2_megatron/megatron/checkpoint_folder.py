@@ -76,6 +76,11 @@ def iterations(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def is_legacy(path: Path) -> bool:
+    """Whether a folder holds a checkpoint of the format `torch`, complete or not. Raises OSError."""
+    return any(LEGACY_FOLDER.fullmatch(entry.name) for entry in path.iterdir())
+
+
 def find_problem(path: Path) -> str | None:
     """Why a checkpoint (`iter_...`) is not complete, as the end of a sentence that begins with it; None: it is.
 
@@ -84,7 +89,7 @@ def find_problem(path: Path) -> str | None:
     try:
         if not path.is_dir():
             return "does not exist" if not path.exists() else "is no folder"
-        if any(LEGACY_FOLDER.fullmatch(entry.name) for entry in path.iterdir()):
+        if is_legacy(path):
             return _legacy_problem(path)
         return _config_problem(path / "metadata.json") or _shard_problem(path)
     except OSError as error:

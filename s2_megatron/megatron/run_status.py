@@ -37,10 +37,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
+from s2_megatron.megatron.checkpoint_folder import CheckpointError
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
 LONGEST_LINE = 2000
+TRACEBACK = "--s2-traceback"
+# A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
+# one as well, so that the first one's checks are done and the error is printed once.
+GRACE_SECONDS = 10.0
 # Of Megatron's rerun state machine: a run that asks to be started again, to tell a broken GPU from a wrong loss.
 STATUS_RESUME = 16
 
@@ -92,6 +97,16 @@ def read_status(save: str | Path) -> dict | None:
     return record
 
 
+def is_first_of_node() -> bool:
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def wait_for_first_of_node() -> None:
+    """Called by a rank that has an error, before it prints it."""
+    if not is_first_of_node():
+        time.sleep(GRACE_SECONDS)
+
+
 def _one_line(error: BaseException) -> str:
     """The type and the message of an error, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
@@ -139,7 +154,8 @@ def recorded_run(args: Namespace) -> Iterator[None]:
 
     args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
     sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
-    run that returns without a step although there were some to do.
+    run that returns without a step although there were some to do. A checkpoint that turns out not to be what was saved
+    when it is loaded is refused as at the start (start_up.py): one line, status 2.
     """
     first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
     if first:
@@ -159,13 +175,18 @@ def recorded_run(args: Namespace) -> Iterator[None]:
                 write_status(args.save, "stopped", line, iteration=iteration, status=status)
             raise
         line = f"Megatron ended with sys.exit({error.code!r}) after {done} iterations; its last lines say why"
-        _failed(args, line, began, iteration, status or 1)
+        _ended(args, "failed", line, began, iteration, status or 1)
         if status:
             raise
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
-        _failed(args, _one_line(error), began, _steps_done(args)[1], 1)
+        if isinstance(error, CheckpointError) and TRACEBACK not in sys.argv:
+            _ended(args, "refused", str(error), began, None, 2)
+            wait_for_first_of_node()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(2)
+        _ended(args, "failed", _one_line(error), began, _steps_done(args)[1], 1)
         raise
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
@@ -189,13 +210,13 @@ def _finished(args: Namespace) -> str:
     )
 
 
-def _failed(args: Namespace, line: str, began: float, iteration: int, status: int) -> None:
+def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
     """Writes an error, unless another rank has written the one that came first."""
     if args.save is None:
         return
     with suppress(ValueError, OSError):
         path = Path(args.save) / FILE
         found = read_status(args.save)
-        if found is not None and found["state"] == "failed" and path.stat().st_mtime >= began:
+        if found is not None and found["state"] in ("refused", "failed") and path.stat().st_mtime >= began:
             return
-    write_status(args.save, "failed", line, iteration=iteration, status=status)
+    write_status(args.save, state, " ".join(line.split()), iteration=iteration, status=status)

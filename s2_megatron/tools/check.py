@@ -19,10 +19,9 @@ import sys
 import warnings
 from typing import NamedTuple
 
-from rich.console import Console
-
 from s2_megatron.config.errors import printable
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
+from s2_megatron.tools.outputs import console
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
@@ -141,7 +140,7 @@ def report(checked: Checked) -> None:
     """Prints the table of layers, the notes and what the job is."""
     args = checked.args
     if checked.run is not None:
-        Console(width=None if sys.stdout.isatty() else 140).print(checked.run.sparsity.table())
+        console().print(checked.run.sparsity.table())
     for note in checked.notes:
         text = note.removeprefix("WARNING: ")
         print(f"{'note' if text == note else 'warning'}: {text}", file=sys.stderr)  # launchers show it, and no table

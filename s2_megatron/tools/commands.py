@@ -5,12 +5,16 @@
 
 A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. Its docstring, with an
 example, is what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which
-becomes one `error:` line and status 2. Only the tool that is asked for is imported.
+becomes one `error:` line and status 2. Only the tool that is asked for is imported. Ctrl-C ends a command with one line
+and status 130; it has to leave no half-written file (outputs.py, hf/folders.py). Where the reader of a pipe has gone, a
+command ends without a word and with status 141, as one does that SIGPIPE kills.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from importlib import import_module
 from typing import NamedTuple, NoReturn
@@ -67,7 +71,41 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. arguments: default those of the command line. Returns the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    _open_streams()
+    try:
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            _flush()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # who reads has seen enough, as in `| head`
+        return 128 + signal.SIGPIPE
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _open_streams() -> None:
+    """What is written to a stream that the shell has closed (`>&-`) goes nowhere, and no file gets its number, into
+    which libraries would write then."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _flush() -> None:
+    """Writes the rest of standard output here: an error at the end of the process would be a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
+        raise
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status of a command line. Raises what the command does."""
     chosen, launch_line = arguments[0] if arguments else None, None
     if chosen in COMMANDS and COMMANDS[chosen].takes_launch_line and "--" in arguments:
         at = arguments.index("--")
@@ -80,8 +118,4 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    try:
-        return import_module(COMMANDS[args.command].module).run(args) or 0
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return import_module(COMMANDS[args.command].module).run(args) or 0

@@ -3,7 +3,8 @@
     s2-megatron generate --load runs/quickstart/checkpoints --prompt "def main("
 
 One process, Megatron's static context with the full KV cache, and a loop of our own: Megatron's engines read the cache
-around the core attention, densely. That S2-Attention computed every layer of every step is asserted.
+around the core attention, densely. That S2-Attention computed every layer of every step is asserted. The text alone
+goes to standard output.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TextIO
 
 PROMPT_END = 8  # tokens
 
@@ -35,6 +38,14 @@ def run(args: argparse.Namespace) -> int:
     ):
         if not value >= least:
             raise ValueError(f"{name} {value}: expected a number of {least} or more")
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):
+        _write_text(args, output)
+    return 0
+
+
+def _write_text(args: argparse.Namespace, output: TextIO) -> None:
+    """Writes the prompt and what the checkpoint makes of it, token by token."""
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
     folder = iteration_folder(args.load)
@@ -46,6 +57,11 @@ def run(args: argparse.Namespace) -> int:
     start = tokenizer.tokenize(prompt)
     if not start:
         raise ValueError("--prompt has no token; expected a text, e.g. --prompt 'def '")
+    if max(start) >= trained.padded_vocab_size:
+        raise ValueError(
+            f"--tokenizer {trained.tokenizer_model}: the prompt has token {max(start)}; expected less than "
+            f"{trained.padded_vocab_size}, the model's vocabulary; give the tokenizer that it was trained with"
+        )
     import torch
 
     from s2_megatron.megatron.cuda_on_cpu import compute_device
@@ -57,20 +73,21 @@ def run(args: argparse.Namespace) -> int:
     words = min(tokenizer.vocab_size, trained.padded_vocab_size)
     choose = chooser(args.temperature, args.top_k, args.seed, words)
     resolve_backend("auto", compute_device().type)  # says which, before the text
-    print(prompt, end="", flush=True)
+    print(prompt, end="", file=output, flush=True)
     # Behind the end of the prompt, for what stands between two tokens depends on both.
     shown = list(start[-PROMPT_END:])
     text = tokenizer.detokenize(shown)
-    for token in continuation(loaded.model, start, args.max_new_tokens, choose):
-        if token == getattr(tokenizer, "eod", None):
-            break
-        shown.append(token)
-        longer = tokenizer.detokenize(shown)
-        if not longer.endswith("\ufffd"):  # half a character
-            print(longer[len(text) :], end="", flush=True)
-            text = longer
-    print()
-    return 0
+    try:
+        for token in continuation(loaded.model, start, args.max_new_tokens, choose):
+            if token == getattr(tokenizer, "eod", None):
+                break
+            shown.append(token)
+            longer = tokenizer.detokenize(shown)
+            if not longer.endswith("\ufffd"):  # half a character
+                print(longer[len(text) :], end="", file=output, flush=True)
+                text = longer
+    finally:
+        print(file=output)  # also where it is interrupted
 
 
 def _tokenizer(trained, folder: str | None):

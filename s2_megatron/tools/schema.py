@@ -11,6 +11,7 @@ from pathlib import Path
 
 from s2_megatron.config.schema import schema_text
 from s2_megatron.tools.configuration_page import configuration_page
+from s2_megatron.tools.outputs import write_file
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 GENERATED = {"configs/s2.schema.json": schema_text, "docs/configuration.md": configuration_page}
@@ -29,5 +30,5 @@ def run(args: argparse.Namespace) -> None:
         file = CHECKOUT / name
         if not file.parent.is_dir():
             raise ValueError(f"--write: {file.parent} does not exist; run it from a checkout of this project")
-        file.write_text(text())
+        write_file(file, text().encode())
         print(f"wrote {name}")

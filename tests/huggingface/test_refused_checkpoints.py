@@ -13,6 +13,7 @@ import torch
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.checksums import write_checksums
 from s2_megatron.tools import commands
+from s2_megatron.tools.hf import torch_dist
 from s2_megatron.tools.hf.architecture import sparsity_of_arguments
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter, iteration_folder
@@ -91,6 +92,14 @@ def test_damaged_checkpoints_are_refused_in_one_line(load, capsys, name):
     assert iteration_folder(load / "iter_0000005")
 
 
+def test_hashing_a_large_checkpoint_is_announced(load, monkeypatch, capsys):
+    iteration_folder(load)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(torch_dist, "SLOW_BYTES", 1000)
+    iteration_folder(load)
+    assert capsys.readouterr() == ("", f"verifying {load / 'iter_0000010'} (0.0 GB)\n")
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -105,6 +114,20 @@ def test_trackers_that_name_nothing(load, capsys, content, message):
     (load / TRACKER).unlink() if content is None else (load / TRACKER).write_bytes(content)
     error = refused(capsys, "export-hf", "--load", load, "--output", load.parent / "out")
     assert message in error and error.endswith(f"--load {load / 'iter_0000010'}\n")
+
+
+def test_the_legacy_format_is_to_be_converted(load, capsys):
+    """However it is named."""
+    shutil.rmtree(load / "iter_0000010")
+    (ranks := load / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    torch.save({}, ranks / "model_optim_rng.pt")
+    for place in (load, load / "iter_0000010"):
+        error = refused(capsys, "export-hf", "--load", place, "--output", load.parent / "out")
+        assert "iter_0000010 has no metadata.json; expected a checkpoint of --ckpt-format torch_dist; convert" in error
+        assert "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER" in error
+    (ranks / "model_optim_rng.pt").unlink()
+    error = refused(capsys, "export-hf", "--load", load / "iter_0000010", "--output", load.parent / "out")
+    assert "has no mp_rank_00/model_optim_rng.pt" in error
 
 
 def test_without_another_checkpoint_none_is_named(load, capsys):

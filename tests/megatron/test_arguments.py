@@ -179,7 +179,7 @@ def test_the_removed_transport_is_refused(given, capsys):
         parser.parse_args(["--s2-cp-transport", *given])
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert "error: argument --s2-cp-transport: removed in version 0.1" in said
+    assert "error: argument --s2-cp-transport: removed after version 0.1.0;" in said
     assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
     assert "--s2-cp-transport" not in parser.format_help()
 

@@ -160,7 +160,7 @@ def test_no_difference(cases, name):
 ])  # fmt: skip
 def test_refused(cases, name, difference, fix):
     result = cases[name]
-    assert result["error"] == "ValueError", result
+    assert result["error"] == "CheckpointError", result
     message = result["message"].replace("layers 1-3", "layers 1, 2, 3")
     assert difference in message and fix in message
     assert "--s2-allow-sparsity-change" in message

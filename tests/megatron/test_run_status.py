@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from s2_megatron.megatron.checkpoint_folder import CheckpointError
 from s2_megatron.megatron.run_status import FILE, STATES, read_status, recorded_run, write_status
 from tests.megatron.conftest import ENTRY, ROOT
 from tests.ports import free_port
@@ -106,6 +107,22 @@ def test_an_error_is_one_line(tmp_path):
     state, line, iteration, status = words(tmp_path)
     assert (state, iteration, status) == ("failed", 5, 1)
     assert line.startswith("ValueError: one two \\x1b[31mxxx") and len(line) == 2000
+
+
+def test_a_checkpoint_that_is_refused_while_it_is_loaded(tmp_path, capsys, monkeypatch):
+    """Each rank that has the error ends with 2; the first of the node does not wait, the others let it be the first."""
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as caught, recorded_run(arguments(tmp_path)):
+            raise CheckpointError(f"--load=x: rank {rank}\n  does not read it")
+        assert caught.value.code == 2 and len(waited) == int(rank)
+        assert capsys.readouterr().err == f"error: --load=x: rank {rank}\n  does not read it\n"
+        assert words(tmp_path) == ("refused", f"--load=x: rank {rank} does not read it", None, 2)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_s2.py", "--s2-traceback"])
+    with pytest.raises(CheckpointError), recorded_run(arguments(tmp_path)):
+        raise CheckpointError("--load=x")
 
 
 def test_an_earlier_attempts_error_is_replaced(tmp_path):

@@ -16,6 +16,7 @@ import sys
 import pytest
 
 from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.run_status import read_status
 from tests.megatron.arguments import ROOT
 from tests.megatron.kill_trial import Trial, check_one_run
 
@@ -57,13 +58,17 @@ def flip(path) -> None:
 
 
 def test_a_flipped_byte_is_noticed_and_the_remedy_helps(lab, copied):
-    """One line with a command; after it the run goes on from the checkpoint before, and the damaged one stays."""
+    """One line with a command, of two ranks; after it the run goes on from the checkpoint before, and the damaged one
+    stays."""
     folder, flags = copied
     flip(folder / "iter_0000020" / "__0_0.distcp")
     damaged = (folder / "iter_0000020" / "__0_0.distcp").read_bytes()
-    output = lab.run("flipped", flags, fails=True).output
+    output = lab.run("flipped", flags, processes=2, torchrun=True, fails=True).output
     (line,) = re.findall(r"^.*iter_0000020 is not what was saved.*$", output, flags=re.M)
+    assert line.startswith("error: --load=") and "CheckpointError" not in output
     assert "__0_0.distcp has changed" in line and "newest complete checkpoint is of iteration 10" in line
+    status = read_status(folder)
+    assert (status["state"], status["line"], status["exit_status"]) == ("refused", line.removeprefix("error: "), 2)
     subprocess.run(line.partition("do: ")[2], shell=True, check=True)
     run = lab.run("flipped", flags)
     assert "files of" in run.output and "verified by their checksums" in run.output

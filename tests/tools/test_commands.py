@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import s2_megatron
-from s2_megatron.tools import commands
+from s2_megatron.tools import commands, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
+INSPECT = ["inspect", str(ROOT / "configs" / "quickstart.yaml"), "--num-layers", "4", "--num-attention-heads", "4"]
+INSPECT += ["--seq-length", "512"]
 
 
 def status(*arguments) -> int:
@@ -73,6 +77,58 @@ def test_what_a_command_raises_is_one_error_line(error, monkeypatch, capsys):
     monkeypatch.setattr("s2_megatron.tools.env_report.run", run)
     assert status("env-report") == 2
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_ctrl_c_is_one_line():
+    """A command that Ctrl-C meets while it works."""
+    code = (
+        "import sys, time; from s2_megatron.tools import commands, env_report\n"
+        "env_report.run = lambda args: (print('works', flush=True), time.sleep(600))\n"
+        "sys.exit(commands.main(['env-report']))"
+    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
+    assert process.stdout.readline() == "works\n"
+    process.send_signal(signal.SIGINT)
+    assert (*process.communicate(), process.returncode) == ("", "stopped\n", 130)
+
+
+@pytest.mark.parametrize("picture", ["--png", "--context-png", "--exchange-png"])
+def test_ctrl_c_leaves_no_half_written_picture(picture, tmp_path, monkeypatch, capsys):
+    def interrupted(source, target):
+        assert source.read_bytes() and target == tmp_path / "a.png" and not target.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(outputs.os, "replace", interrupted)
+    assert status(*INSPECT, "--context-parallel-size", "2", picture, str(tmp_path / "a.png")) == 130
+    assert capsys.readouterr().err == "stopped\n" and not list(tmp_path.iterdir())
+
+
+PIPED = {
+    "tables": (INSPECT, "| true", 141, ""),
+    "one line": (INSPECT, "| head -1", 141, ""),
+    "json": ([*INSPECT, "--json"], "| true", 141, ""),
+    "buffered": (["schema"], "| true", 141, ""),
+    "both": (INSPECT, "2>&1 | true", 141, ""),
+    "no stdout": (INSPECT, ">&-", 0, ""),
+    "no stdout, json": ([*INSPECT, "--json"], ">&-", 0, ""),
+    "no stdin": (["check", "--", "-"], "<&-", 2, "error: launch line: "),
+    "no stderr": (["inspect"], "2>&-", 2, ""),
+    "full": (["schema"], "> /dev/full", 2, "error: [Errno 28] No space left on device"),
+    "full, help": (["--help"], "> /dev/full", 2, "error: [Errno 28] No space left on device"),
+}
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_streams_that_take_nothing(name):
+    """The status of a command whose reader has gone, or whose streams are closed or full; a traceback never."""
+    arguments, redirection, expected, error = PIPED[name]
+    command = f"{shlex.join([sys.executable, '-m', 's2_megatron', *arguments])} {redirection}; exit ${{PIPESTATUS[0]}}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == expected, done.stderr
+    assert done.stderr.count("\n") == bool(error) and done.stderr.startswith(error)
+    assert redirection == "| head -1" or not done.stdout
 
 
 def test_what_stands_behind_two_dashes_is_a_launch_line(monkeypatch):

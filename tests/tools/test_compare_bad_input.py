@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from s2_megatron.tools import commands
-from s2_megatron.tools.compare import outputs
+from s2_megatron.tools import commands, outputs
+from s2_megatron.tools.compare.readers import split_run
 from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
 
 HEADER = {"run": {"arguments": {}, "flops_per_token": None}, "iteration": 1, "time": 1.0}
@@ -73,7 +73,7 @@ def test_two_outputs_are_two_files(folder, capsys):
 def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
     """A write that fails in between leaves the old file, and nothing beside it."""
     page = folder / "out" / "compare.html"
-    outputs.write_output(page, b"old")
+    outputs.write_file(page, b"old")
 
     def fails(source, target):
         assert source.read_bytes() == b"new" and target.read_bytes() == b"old"
@@ -82,9 +82,9 @@ def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(outputs.os, "replace", fails)
         with pytest.raises(OSError, match="no space"):
-            outputs.write_output(page, b"new")
+            outputs.write_file(page, b"new")
     assert contents(page.parent) == {"compare.html": b"old"}
-    outputs.write_output(page, b"new")
+    outputs.write_file(page, b"new")
     assert contents(page.parent) == {"compare.html": b"new"}
 
 
@@ -92,6 +92,29 @@ def test_an_output_is_replaced_in_one_step(folder, monkeypatch):
 def test_an_empty_place_is_not_the_current_folder(folder, capsys, run):
     (folder / "s2.jsonl").rename(folder.parent / f"{folder.name}.jsonl")  # one log is left here, which would be read
     assert f"run {run!r}: an empty place; expected [NAME=]PLACE" in refused(capsys, "dense.jsonl", run)
+
+
+@pytest.mark.parametrize(
+    "text, name, places",
+    [
+        ("s2.jsonl", "", ["s2.jsonl"]),
+        ("a=s2.jsonl", "a", ["s2.jsonl"]),
+        ("a=b=c/log", "a", ["b=c/log"]),
+        ("b=c/log", "", ["b=c/log"]),
+        ("./b=c/log", "", ["./b=c/log"]),
+        ("b=c/log,s2.jsonl", "", ["b=c/log", "s2.jsonl"]),
+        ("a=b=c/log,s2.jsonl", "a", ["b=c/log", "s2.jsonl"]),
+        ("lr=1=s2.jsonl", "lr=1", ["s2.jsonl"]),
+        ("a=entity/project/run", "a", ["entity/project/run"]),
+        ("a=none=1/log", "a", ["none=1/log"]),
+        ("none/a=1", "", ["none/a=1"]),
+        ("=s2.jsonl", "", ["=s2.jsonl"]),
+    ],
+)
+def test_equals_signs_in_paths(folder, text, name, places):
+    (folder / "b=c").mkdir()
+    (folder / "b=c" / "log").touch()
+    assert split_run(text) == (name, places)
 
 
 @pytest.mark.parametrize("bad, count, first", [([299], 1, 300), ([149], 1, 150), (range(280, 300), 20, 281)])

@@ -3,10 +3,12 @@
 That its greedy continuation is the exported model's is tested with real checkpoints, in tests/megatron.
 """
 
+from argparse import Namespace
+
 import pytest
 import torch
 
-from s2_megatron.tools import commands
+from s2_megatron.tools import commands, generate
 from s2_megatron.tools.generate import chooser
 
 
@@ -42,3 +44,13 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
     assert commands.main([*load, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_tokenizer_with_more_words_than_the_model(tmp_path, monkeypatch, capsys):
+    trained = Namespace(padded_vocab_size=256, tokenizer_model="other")
+    monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load)
+    monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: trained)
+    monkeypatch.setattr(generate, "_tokenizer", lambda *_: Namespace(tokenize=lambda text: [255, 256]))
+    assert commands.main(["generate", "--load", str(tmp_path), "--prompt", "a"]) == 2
+    message = "error: --tokenizer other: the prompt has token 256; expected less than 256, the model's vocabulary; "
+    assert capsys.readouterr() == ("", f"{message}give the tokenizer that it was trained with\n")

@@ -13,7 +13,6 @@ import linecache
 import os
 import re
 import sys
-import time
 import traceback
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -27,15 +26,12 @@ from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
 from s2_megatron.megatron.refusals.model import megatron_version
-from s2_megatron.megatron.run_status import write_status
+from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
 from s2_megatron.printing import print_once
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
 LONGEST = 900  # characters of Megatron's messages
-# A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
-# one as well, so that the first one's checks are done and the error is printed once.
-GRACE_SECONDS = 10.0
 # The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
 OF_THE_MACHINE = (
     errno.EIO,
@@ -46,7 +42,6 @@ OF_THE_MACHINE = (
     errno.ENFILE,
     errno.ECONNREFUSED,
 )
-TRACEBACK = "--s2-traceback"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -190,7 +185,7 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
     provider: add_s2_arguments. An error ends the process with status 2, after one line on stderr and an entry in the
     run's status file; with --s2-traceback, and when it is the machine's, it is raised.
     """
-    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    first = is_first_of_node()
     held = _Held(sys.stdout)
     try:
         with redirect_stdout(held):
@@ -202,8 +197,7 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
         if isinstance(error, KeyboardInterrupt) or asks_help(sys.argv[1:]):
             print(held.getvalue(), end="", flush=True)
             raise
-        if not first:
-            time.sleep(GRACE_SECONDS)
+        wait_for_first_of_node()
         if TRACEBACK in sys.argv or is_of_the_machine(error):
             print(held.getvalue(), end="", flush=True)
             if first:

@@ -14,12 +14,11 @@ import math
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from s2_megatron.tools.compare.outputs import check_outputs
 from s2_megatron.tools.compare.runs import AXES
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
 from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, MIDDLE_RUNS, MIDDLE_TOKENS, SMALL_RUNS
+from s2_megatron.tools.outputs import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,11 +94,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(table.as_json(comparison), indent=1))
     else:
-        terminal = getattr(sys.stdout, "isatty", bool)()  # stdout is None where the shell closed it (>&-)
-        console = Console(width=None if terminal else 140)
-        console.print(table.rich_table(comparison), highlight=False)
+        printed = console()
+        printed.print(table.rich_table(comparison), highlight=False)
         for line in [*table.remarks(comparison), *_verdicts(comparison)]:
-            console.print(line, highlight=False, markup=False)
+            printed.print(line, highlight=False, markup=False)
     for file, write in ((args.html, _write_page), (args.png, _write_png)):
         if file is not None:
             write(comparison, args.x, file)

@@ -14,10 +14,10 @@ from s2_megatron.config.sparsity import joined_layers
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
-from s2_megatron.tools.compare.outputs import write_output
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, number
 from s2_megatron.tools.compare.settings import DENSE, Arm
 from s2_megatron.tools.compare.table import AXIS_NAMES
+from s2_megatron.tools.outputs import write_figure
 
 COLOURS = ["#333333", "#2f6db3", "#e58a2e", "#1e8449", "#7d3c98", "#c0392b", "#16a085", "#b7950b", "#8c5a3c", "#d16ba5"]
 MAX_POINTS = 1500  # of a line: more are not seen, and make the page heavy
@@ -221,10 +221,8 @@ def write_png(comparison: Comparison, x: str, file: Path) -> None:
         _panel(axis, name, comparison, x)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120, format="png")
+    write_figure(figure, file, dpi=120)
     pyplot.close(figure)
-    write_output(file, picture.getvalue())
 
 
 def pattern_of(form: dict) -> RangePattern | None:

@@ -1,8 +1,7 @@
-"""The files that a comparison writes: which paths are refused, and how a file is replaced in one step."""
+"""The files that a comparison writes: which paths are refused."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,15 +31,3 @@ def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
                 f"{option} {file}: would overwrite {taken[place]}; expected a file of its own; give another path"
             )
         taken[place] = f"the file of {option}"
-
-
-def write_output(file: Path, content: bytes) -> None:
-    """Write a file, and the folders above it. The file is the old one or the new one at every moment."""
-    file = file.resolve()  # behind a link
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from s2_megatron.tools.compare import table
 from s2_megatron.tools.compare.figures import pattern_svg, svg_panels
 from s2_megatron.tools.compare.measure import Comparison
-from s2_megatron.tools.compare.outputs import write_output
+from s2_megatron.tools.outputs import write_file
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff;
@@ -87,4 +87,4 @@ def _remarks(comparison: Comparison) -> list[str]:
 
 
 def write_page(comparison: Comparison, x: str, file: Path) -> None:
-    write_output(file, make_page(comparison, x).encode("utf-8"))
+    write_file(file, make_page(comparison, x).encode("utf-8"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -37,9 +38,15 @@ def read_run(text: str, wandb_project: str | None = None) -> tuple[Run, bool]:
 
 
 def split_run(text: str) -> tuple[str, list[str]]:
-    """(name, "" without one; places) of a run on the command line. Raises ValueError for an empty place."""
-    name, _, joined = text.rpartition("=") if re.match(r"[^/=]+=", text) else ("", "", text)
-    places = joined.split(",")
+    """(name, "" without one; places) of a run on the command line. Raises ValueError for an empty place.
+
+    Places may have `=` in their paths, as in runs/lr=3e-4, and so may names: the first way to read it counts by which
+    the places exist, and without one the first `=`. A name has no slash.
+    """
+    signs = [at for at, letter in enumerate(text) if letter == "=" and at > 0 and "/" not in text[:at]]
+    ways = [("", text.split(",")), *((text[:at], text[at + 1 :].split(",")) for at in signs)]
+    there = (way for way in ways if all(map(os.path.exists, filter(str.strip, way[1]))))
+    name, places = next(there, ways[min(1, len(signs))])
     if not all(place.strip() for place in places):
         raise ValueError(
             f"run {text!r}: an empty place; expected [NAME=]PLACE[,PLACE...]; is a variable of the shell unset, or a "

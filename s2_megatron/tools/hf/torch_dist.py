@@ -11,6 +11,7 @@ import io
 import math
 import pickle
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +34,13 @@ from s2_megatron.megatron.checkpoint_folder import (
     Checkpoint,
     CheckpointError,
     find_problem,
+    is_legacy,
     newest_complete,
     read_tracker,
 )
 from s2_megatron.megatron.checksums import damaged_files, read_checksums
+
+SLOW_BYTES = 10**9  # to hash more takes seconds, which are announced
 
 
 def iteration_folder(load: Path) -> Path:
@@ -58,7 +62,8 @@ def iteration_folder(load: Path) -> Path:
         raise ValueError(
             f"--load {load}: {what}; expected a checkpoint that Megatron saved, such as --save's folder; {fix}"
         )
-    if chosen is None and not any((folder / name).exists() for name in (".metadata", "metadata.json")):
+    metadata = any((folder / name).exists() for name in (".metadata", "metadata.json"))
+    if chosen is None and not metadata and not is_legacy(folder):
         raise ValueError(
             f"--load {load}: neither a tracker {TRACKER} nor a checkpoint's .metadata is there; expected a complete "
             f"checkpoint; {_other(load)}"
@@ -76,7 +81,11 @@ def iteration_folder(load: Path) -> Path:
             f"--load {load}: {folder} has no metadata.json; expected a checkpoint of --ckpt-format torch_dist; "
             "convert others with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
         )
-    damaged = damaged_files(folder, read_checksums(folder))
+    checksums = read_checksums(folder)
+    size = sum(path.stat().st_size for name in checksums if (path := folder / name).is_file())
+    if size > SLOW_BYTES:
+        print(f"verifying {folder} ({size / 1e9:.1f} GB)", file=sys.stderr)
+    damaged = damaged_files(folder, checksums)
     if damaged:
         raise ValueError(
             f"--load {load}: {folder} is not what was saved: {joined(damaged, 3)}; expected files with its checksums; "

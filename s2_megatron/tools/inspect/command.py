@@ -28,8 +28,6 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.resolve import MOST_LAYERS
@@ -42,6 +40,7 @@ from s2_megatron.tools.inspect.facts import all_facts
 from s2_megatron.tools.inspect.pictures import MOST_DRAWN, draw
 from s2_megatron.tools.inspect.printed import notes, tables
 from s2_megatron.tools.launch_line import launch_words, parse_launch_line
+from s2_megatron.tools.outputs import console
 
 DEFAULT_GPU = "NVIDIA H200"
 MOST_CP_WORK = 2**24  # ranks times blocks of the sequence, for the exchange
@@ -148,11 +147,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print(sparsity: ResolvedSparsity, facts: dict, flags: argparse.Namespace) -> None:
-    # Redirected output has no width of its own, and a table cut to 80 columns is hard to read.
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(sparsity.table())
-    for table in tables(facts):
-        console.print(table)
+    printed = console()
+    for table in (sparsity.table(), *tables(facts)):
+        printed.print(table)
     tp_size, cp_size, balance = flags.tensor_model_parallel_size, flags.context_parallel_size, facts["balance"]
     if tp_size > 1:
         print(f"attention work of {tp_size} tensor-parallel ranks, max / mean: {balance['tensor_parallel']:.3f}")

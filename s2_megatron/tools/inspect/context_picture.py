@@ -16,6 +16,7 @@ import numpy as np
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.inspect.layer_kinds import head_groups
+from s2_megatron.tools.outputs import write_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,8 +124,7 @@ def draw_context(sparsity: ResolvedSparsity, file: Path) -> list[str]:
     page = _Page(Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + below + 0.35)))
     _draw_panels(page, sparsity, panels)
     _draw_last_query(page, sparsity, served, height=below - 0.75)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    page.figure.savefig(file, dpi=120)
+    write_figure(page.figure, file, dpi=120)
     return remarks
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import check_block_count, make_plan
 from s2_megatron.tools.inspect.pictures import MAX_HEADS, shown_layers
+from s2_megatron.tools.outputs import write_figure
 
 
 def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: int | None = None) -> None:
@@ -63,6 +64,5 @@ def draw_exchange(sparsity: ResolvedSparsity, file: Path, size: int, *, layer: i
     names = ("never read", "its own (two chunks, zigzag)", "received")
     patches = [Patch(facecolor=colours(index), label=name) for index, name in enumerate(names)]
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=110)
+    write_figure(figure, file, dpi=110)
     pyplot.close(figure)

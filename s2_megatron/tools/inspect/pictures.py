@@ -10,6 +10,7 @@ import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.tools.outputs import write_figure
 
 FUTURE, SKIPPED, LOCAL = 0, 1, 2  # what a cell of the picture is; LOCAL + i: attended in range i of the pattern
 COLOURS = ["#ffffff", "#e9ebef", "#2f6db3", "#e58a2e", "#c0392b", "#7d3c98", "#1e8449"]
@@ -150,8 +151,7 @@ def draw(sparsity: ResolvedSparsity, file: Path, *, layers: Sequence[int] | None
         frameon=False,
         fontsize=10,
     )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
+    write_figure(figure, file, dpi=130)
     pyplot.close(figure)
 
 
