@@ -15,6 +15,7 @@ import pytest
 
 from s2_megatron.megatron.arguments import add_s2_arguments
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES
+from s2_megatron.megatron.preflight.values import PAIRS
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
@@ -150,7 +151,7 @@ def test_every_flag_has_a_bad_value():
 
 
 def test_every_mistake_has_a_launch_that_makes_it():
-    assert set(MADE) == set(MISTAKES)
+    assert set(MADE) == set(MISTAKES | PAIRS) and not MISTAKES.keys() & PAIRS.keys()
 
 
 def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
