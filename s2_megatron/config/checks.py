@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import islice
 from typing import Any
@@ -210,12 +211,17 @@ def _nearest_literal(value: Any, allowed: list[str]) -> str:
 
 
 def _as_number(value: Any, kind: str) -> str | None:
-    """The number that a text or a fraction was probably meant to be. (YAML 1.1 reads 1e-2 as text, for it has no
-    point.)"""
+    """The number that a text or a fraction was probably meant to be, as YAML 1.1 reads a number: with a point in front
+    of an exponent, for 1e-05 is a text there. None where no number of this kind can stand."""
     if kind not in ("int_type", "float_type") or not isinstance(value, str | float):
         return None
     try:
         number = float(value)
-        return f"{number:g}" if kind == "float_type" else str(round(number))
+        if kind == "int_type":
+            return str(round(number))
     except (ValueError, OverflowError):
         return None
+    if not 0 < number < math.inf:  # the one key for fractions, softmax_scale, is positive
+        return None
+    text = repr(number)
+    return text if "." in text else text.replace("e", ".0e")

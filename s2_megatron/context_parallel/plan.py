@@ -20,6 +20,11 @@ from s2_megatron.patterns.ranges import Pattern
 COMM_TYPES = ("sparse", "all_gather", "a2a")
 
 
+def comm_type_of(name: str) -> str:
+    """What a flag's word stands for: Megatron spells one of the comm types of --cp-comm-type otherwise."""
+    return "all_gather" if name == "allgather" else name
+
+
 def check_comm_type(comm_type: str, num_kv_heads: int, size: int) -> None:
     """num_kv_heads: of one tensor-parallel rank. size: ranks.
 

@@ -15,7 +15,7 @@ from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTy
 from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.context_parallel.plan import COMM_TYPES
+from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
@@ -57,10 +57,6 @@ class _OnlyOnce(Action):
                 self, f"given twice, {shown(before)} and {shown(values)}; expected one value; remove one of them"
             )
         setattr(namespace, self.dest, values)
-
-
-def _comm_type(name: str) -> str:
-    return "all_gather" if name == "allgather" else name  # Megatron's spelling of --cp-comm-type
 
 
 def _token_id(text: str) -> int:
@@ -105,7 +101,7 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--s2-cp-comm-type",
         nargs="+",
-        type=_comm_type,
+        type=comm_type_of,
         choices=COMM_TYPES,
         default=["sparse"],
         metavar="TYPE",

@@ -10,10 +10,9 @@ import torch
 
 from s2_megatron.ops.call import FORMATS, AttentionCall, canonical_view
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement
-from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, shown
+from s2_megatron.patterns.checks import HEAD_DIM_LIMIT, MOST_TOKENS, check_integer, shown
 from s2_megatron.patterns.ranges import Pattern
 
-HEAD_DIM_LIMIT = 256
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 MOST_KINDS = 1024  # of calls that are remembered to have passed, a layout

@@ -13,6 +13,7 @@ LARGEST_STRIDE = 2**24  # blocks; kernels compute with 32-bit integers
 LARGEST_END = 2**40  # blocks; host arithmetic is int64
 LARGEST_OFFSET = 2**44
 LARGEST_BLOCK_SIZE = 2**16
+HEAD_DIM_LIMIT = 256  # of the kernels and the reference
 MOST_HEADS = 2**16
 MOST_LAYERS = 2**16
 MOST_TOKENS = 2**40

@@ -1,6 +1,7 @@
 """The forecast reads Megatron's flags without Megatron: names, defaults and FLOPs are compared with Megatron's own."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from s2_megatron.megatron.dense_core import resolve_dense_core
 from s2_megatron.megatron.settings import S2Settings
-from s2_megatron.tools.forecast.flags import FLAGS, REFUSED, UNKNOWN, destination, read_flags
+from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, MODULES, REFUSED, UNKNOWN, destination, read_flags
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import rank_parameters
 from s2_megatron.tools.forecast.run import dense_sparsity, training_run
@@ -32,7 +33,16 @@ add_s2_arguments(parser)
 found = {"flags": {}, "flops": [], "sizes": []}
 for action in parser._actions:
     for name in action.option_strings:
-        found["flags"][name] = dict(default=action.default if action.nargs != 0 else False, switch=action.nargs == 0)
+        found["flags"][name] = dict(
+            default=action.default if action.nargs != 0 else False, switch=action.nargs == 0, nargs=action.nargs,
+            type=getattr(action.type, "__name__", "str"),
+            choices=[getattr(choice, "name", choice) for choice in action.choices or ()])
+from megatron.core.transformer.transformer_config import TransformerConfig
+try:
+    TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, recompute_granularity="selective",
+        recompute_modules=["x"])
+except AssertionError as error:
+    found["modules"] = str(error).partition("Allowed")[2]
 for line in json.loads(sys.argv[1]):
     sys.argv = ["pretrain_gpt_s2.py"]
     args, refused = parse(line)
@@ -60,6 +70,21 @@ def test_flags_are_megatrons(megatron):
         assert known[flag]["switch"] == (settings.get("action") == "store_true"), flag
         assert known[flag]["default"] == default, flag
     assert len({destination(flag) for flag in FLAGS}) == len(FLAGS)
+
+
+def test_types_and_choices_are_megatrons(megatron):
+    """What Megatron takes is never refused here."""
+    for flag, settings in ({flag: settings for flag, (_, settings) in FLAGS.items()} | CHECKED).items():
+        known = megatron["flags"][flag]
+        assert known["switch"] == (settings.get("action") == "store_true"), flag
+        assert known["choices"] == list(settings.get("choices", ())), flag
+        if not known["switch"]:
+            kind = "enum_type_handler" if flag == "--attention-backend" else settings.get("type", str).__name__
+            assert (known["nargs"], known["type"]) == (settings.get("nargs"), kind), flag
+
+
+def test_parts_to_recompute_are_megatrons(megatron):
+    assert set(re.findall(r"'(\w+)'", megatron["modules"])) == set(MODULES)
 
 
 def test_what_is_refused_exists(megatron):

@@ -14,9 +14,11 @@ from typing import NamedTuple
 from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
-from s2_megatron.megatron.preflight.flags import NUMBERS, RANGES, REQUIRED, flag_of
+from s2_megatron.megatron.preflight.flags import REQUIRED, flag_of
+from s2_megatron.megatron.preflight.values import NUMBERS, PAIRS, RANGES
 from tests.checkpoints import write_checkpoint
 from tests.megatron.arguments import BASE, CONFIG
+from tests.tools.bad_values import REFUSED_FLAGS, WRONG_PAIRS
 
 GOOD = {**BASE, "--eval-interval": "10", "--num-workers": "0", "--s2-config": "{tmp}/config.yaml"}
 
@@ -108,7 +110,8 @@ S2_FLAGS = {
     "--s2-position-loss": Bad({"--s2-position-loss": "2000"}, ("--s2-position-loss 2000 with --seq-length",)),
 }
 
-# Of every entry of preflight/combinations.py: a launch that makes the mistake (flags added, flags left out).
+# Of every entry of MISTAKES in preflight/combinations.py and of PAIRS in preflight/values.py: a launch that makes the
+# mistake (flags added, flags left out).
 MADE = {
     "validation_set_names": {"--validation-set-names": ["a", "b"]},
     "multiple_validation_sets": {"--multiple-validation-sets": None},
@@ -160,7 +163,7 @@ MADE = {
     "logits_load_dir": {"--logits-load-dir": "{tmp}/logits"},
     "fim_data": {"--fim-data": None},
     "rotary_interleaved": {"--position-embedding-type": "yarn", "--rotary-interleaved": None},
-    "kv_channels": {"--kv-channels": "3"},
+    **WRONG_PAIRS,
 }  # fmt: skip
 
 
@@ -174,7 +177,7 @@ LEFT_OUT = {
 
 def mistake(name: str) -> Bad:
     """The error line has what stands around the values in the entry's text."""
-    said = MISTAKES[name].text
+    said = (MISTAKES | PAIRS)[name].text
     words = (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0])
     return Bad(MADE[name], words, LEFT_OUT.get(name, ()))
 
@@ -242,6 +245,9 @@ BAD = {
     "a function": Bad({"--s2-config": "{tmp}/function.yaml"}, ("no Python pattern without permission",)),
     "local attention": Bad({"--attention-backend": "local"},
         ("--attention-backend=local: ", "--transformer-impl local")),
+    "no attention backend": Bad({"--attention-backend": "foo"},
+        ("--attention-backend: invalid choice: 'foo' (choose from 'flash', 'fused', 'unfused', 'local', 'auto')",)),
+    "no module for graphs": Bad({"--cuda-graph-modules": "foo"}, ("--cuda-graph-modules: invalid choice: 'foo'; ",)),
     "a bomb": Bad({"--moe-layer-freq": "[1]*999999999"},
         ("[1]*999999999: a pattern that is repeated 999999999 times",)),
     "Megatron's own word": Bad({"--num-query-groups": "3"}, ("error: ", "3")),
@@ -370,6 +376,7 @@ BAD = {
     **S2_FLAGS,
     **SCHEDULES,
     **{f"a mistake: {name}": mistake(name) for name in MADE},
+    **{f"refused: {name}": Bad(changes, ("--s2-config: ", words)) for name, (changes, words) in REFUSED_FLAGS.items()},
     **{f"without {name}": Bad({}, (f"{flag_of(name)} is not given; expected a value",), (flag_of(name),))
         for name in REQUIRED},
     **{f"{name} too small": Bad({flag_of(name): str(least - 1)},

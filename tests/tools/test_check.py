@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from s2_megatron.megatron import flag_refusals
 from s2_megatron.megatron.arguments import add_s2_arguments
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES
+from s2_megatron.megatron.preflight.values import NUMBERS, PAIRS, RANGES, flag_of
+from s2_megatron.tools import commands
+from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
+from tests.tools.bad_values import REFUSED_FLAGS, TAKEN
 from tests.tools.scripts.check_cases import violates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +84,7 @@ FINE = {
     "a plan against a rule": (Bad({"--s2-config": "{tmp}/windows.yaml"}, ()),
         ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
     "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
+    **{f"taken: {name}": (Bad(changes, ()), ("nothing wrong found",)) for name, changes in TAKEN.items()},
     "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),
         ("warning: --save={tmp}/save has ", " GB free, and one checkpoint takes about 3,0")),
 }  # fmt: skip
@@ -142,6 +148,34 @@ def test_a_good_launch_passes(checked, name):
     assert all(words.replace("{tmp}", str(tmp)) in said for words in FINE[name][1]), said
 
 
+# What inspect refuses, too: all values of flags that it reads.
+READ = (
+    *(f"a mistake: {name}" for name in PAIRS),
+    *(f"refused: {name}" for name in REFUSED_FLAGS),
+    *(f"{name} not taken" for name in NUMBERS),
+    *(f"{name} too {what}" for name in RANGES if flag_of(name) in CHECKED | FLAGS for what in ("small", "large")),
+)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
+    tmp, found = checked
+    assert commands.main(["inspect", "--png", str(tmp / "drawn.png"), "--", *line(BAD[name], tmp)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == found[name]["err"] and not printed.out and not (tmp / "drawn.png").exists()
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_inspect_takes_what_training_takes(checked, name, capsys):
+    tmp, _ = checked
+    assert commands.main(["inspect", "--json", "--", *line(FINE[f"taken: {name}"][0], tmp)]) == 0
+    assert json.loads(capsys.readouterr().out)["no_forecast"] == []
+
+
+def test_every_refusal_of_flags_has_a_launch():
+    assert {name.partition(",")[0] for name in REFUSED_FLAGS} == {refusal.name for refusal in flag_refusals.REFUSALS}
+
+
 def test_every_flag_has_a_bad_value():
     parser = argparse.ArgumentParser(add_help=False)
     add_s2_arguments(parser)
@@ -150,7 +184,7 @@ def test_every_flag_has_a_bad_value():
 
 
 def test_every_mistake_has_a_launch_that_makes_it():
-    assert set(MADE) == set(MISTAKES)
+    assert set(MADE) == set(MISTAKES | PAIRS) and not MISTAKES.keys() & PAIRS.keys()
 
 
 def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):

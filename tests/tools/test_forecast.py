@@ -261,7 +261,7 @@ def test_flags_of_a_launch_line(tmp_path):
     args = read_flags(["--num-layers", "4"], Namespace(num_layers=6, num_query_groups=2, png=None))
     assert (args.num_layers, args.num_query_groups, args.group_query_attention) == (6, 2, True)
     assert set(vars(args)) == {destination(flag) for flag in FLAGS}
-    with pytest.raises(ValueError, match="launch line: argument --num-layers: got x"):
+    with pytest.raises(ValueError, match="launch line: --num-layers: invalid int value: 'x'; expected what pretrain"):
         read_flags(["--num-layers", "x"])
     assert reasons(["--num-experts", "8", "--fp8-format=hybrid"], {"--num-experts": "a", "--fp8-format": "b"}) == [
         "--num-experts: a",

@@ -14,6 +14,7 @@ from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
+from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from s2_megatron.tools.inspect import context_picture, layer_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,7 @@ MODEL = [
     "--swiglu", "--seq-length", "131072", "--position-embedding-type", "rope",
     "--untie-embeddings-and-output-weights", "--vocab-size", "32000", "--hidden-dropout", "0", "--bf16",
     "--micro-batch-size", "1", "--use-distributed-optimizer", "--recompute-granularity", "full",
-    "--recompute-num-layers", "1",
+    "--recompute-method", "uniform", "--recompute-num-layers", "1",
 ]  # fmt: skip
 LINE = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt_s2.py", "--s2-config", S2_YAML, *MODEL, "--lr", "3e-4"]
 CP4 = [*LINE, "--context-parallel-size", "4", "--s2-keep-attention-output"]
@@ -70,6 +71,40 @@ def test_flags_before_the_line_win(capsys):
     assert [layer["spec"] for layer in hybrid["layers"]] == ["S", "D"]
 
 
+@pytest.mark.parametrize("before, behind", [
+    (["--fp16"], []),
+    (["--recompute-granularity", "selective"], ["--recompute-method", "block"]),
+    (["--recompute-activations"], []),
+    (["--recompute-granularity", "full"], ["--recompute-activations"]),
+    (["--seq-length", "262144"], ["--max-position-embeddings", "131072"]),
+    (["--pipeline-model-parallel-size", "1"],
+     ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "3"]),
+    (["--pipeline-model-parallel-size", "1"],
+     ["--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "2"]),
+])  # fmt: skip
+def test_flags_before_the_line_replace_what_does_not_go_with_them(capsys, before, behind):
+    """A "what if" is no mistake: nobody can take a flag out of the line."""
+    method = LINE.index("--recompute-method")
+    line = (
+        [*LINE, *behind] if "--recompute-activations" not in behind else [*LINE[:method], *LINE[method + 4 :], *behind]
+    )
+    if before == ["--recompute-granularity", "full"]:
+        before = [*before, "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    assert inspected(capsys, *before, "--", *line)["no_forecast"] == []
+
+
+CHOICES = {flag: settings for flag, (_, settings) in FLAGS.items()} | CHECKED
+
+
+@pytest.mark.parametrize("flag", [flag for flag, settings in CHOICES.items() if "choices" in settings])
+def test_a_word_that_is_no_choice(capsys, flag):
+    assert commands.main(["inspect", "--", *LINE, f"{flag}=x"]) == 2
+    error = capsys.readouterr().err
+    first = CHOICES[flag]["choices"][0]
+    assert error.startswith(f"error: launch line: {flag}: invalid choice: 'x' (choose from ") and first in error
+    assert error.endswith("; expected what pretrain_gpt_s2.py --help says\n") and error.count("\n") == 1
+
+
 def test_a_line_without_s2_is_dense(capsys):
     at = LINE.index("--s2-config")
     facts = inspected(capsys, "--", *LINE[:at], *LINE[at + 2 :])
@@ -100,6 +135,8 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
 @pytest.mark.parametrize("flags, reason", [
     (["--num-experts", "8"], "not measured with --num-experts: mixture of experts"),
     (["--fp8-format", "hybrid"], "not measured with --fp8-format: FP8"),
+    (["--pipeline-model-parallel-size", "4", "--decoder-first-pipeline-num-layers", "3", "--num-layers", "27"],
+     "not measured with --decoder-first-pipeline-num-layers: uneven pipeline stages"),
     (["--mtp-num-layers", "1"], "not measured with --mtp-num-layers: multi-token prediction"),
 ])  # fmt: skip
 def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason):
@@ -109,7 +146,8 @@ def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason
         # Before the line or in it.
         facts = inspected(capsys, str(yaml), *(flags * (not in_line)), "--", *LINE, *(flags * in_line))
         assert facts["no_forecast"] == [reason] and "forecast" not in facts and "memory" not in facts
-        assert ("flops_per_token" in facts) == ("--fp8-format" in flags) and facts["pairs"]["density"] == 1
+        known = {"--fp8-format", "--decoder-first-pipeline-num-layers"} & set(flags)
+        assert ("flops_per_token" in facts) == bool(known) and facts["pairs"]["density"] == 1
     if "--mtp-num-layers" in flags:
         assert inspected(capsys, str(yaml), "--", *LINE, "=".join(flags))["no_forecast"] == [reason]
 

@@ -2,7 +2,9 @@
 
 | module | what it does |
 |---|---|
-| flags | values of flags, as the parser left them |
+| mistake | an entry of a table: what is wrong, and its line |
+| values | values of flags that no training can have; `s2-megatron inspect` asks here, too |
+| flags | flags that are missing, processes, what is loaded |
 | schedule | batches, learning rate and weight decay; a resume with another schedule |
 | combinations | flags that Megatron takes and fails on later, as a table |
 | files | folders that can be written, space for a checkpoint, tokenizer |
@@ -10,6 +12,6 @@
 | start_up | around the start of pretrain_gpt_s2.py, and in `s2-megatron check`: errors become one line and status 2 |
 
 A checkpoint is looked at where it is compared, in prepare_s2 (checkpoint.py). A new check is an entry of
-combinations.py, or a function of flags.py, files.py or datasets.py that raises ValueError: `SETTING=VALUE: what is
-wrong; expected ...; do ...`.
+combinations.py or values.py, or a function of flags.py, files.py or datasets.py that raises ValueError:
+`SETTING=VALUE: what is wrong; expected ...; do ...`.
 """

@@ -1,6 +1,7 @@
 """Flags that Megatron 0.19.2 parses and validates, and fails on when the model is built, trained, evaluated or saved.
 
-A new one is an entry of MISTAKES; tests/tools/bad_launches.py needs a launch that makes it.
+A new one is an entry of MISTAKES, or of PAIRS in values.py if `inspect` reads its flags; tests/tools/bad_launches.py
+needs a launch that makes it.
 """
 
 from __future__ import annotations
@@ -9,26 +10,13 @@ import multiprocessing
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
-from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, split_shares
 from s2_megatron.megatron.preflight.files import is_remote
-
-
-class Mistake(NamedTuple):
-    """made: whether Megatron's arguments, as the parser left them, make it. text: of the error; {name} stands for the
-    argument of that name. of_machine: whether it depends on what is installed on the machine that trains; of_script:
-    whether it is one in pretrain_gpt_s2.py alone, whose data and tasks other scripts need not have."""
-
-    made: Callable[[Namespace], bool]
-    text: str
-    of_machine: bool = False
-    of_script: bool = False
+from s2_megatron.megatron.preflight.mistake import Mistake, refuse_first
 
 
 def _has_no(package: str) -> bool:
@@ -50,16 +38,6 @@ def _has_ucc() -> bool:
     import torch.distributed
 
     return torch.distributed.is_ucc_available()
-
-
-def _odd_heads(args: Namespace) -> bool:
-    """Whether RoPE, which turns pairs of channels, gets heads of an odd number of them."""
-    if not (args.hidden_size and args.num_attention_heads) or args.use_checkpoint_args:
-        return False  # a checkpoint brings them
-    channels = args.kv_channels or args.hidden_size // args.num_attention_heads
-    part = channels if args.position_embedding_type == "yarn" else int(channels * args.rotary_percent)
-    turned = args.position_embedding_type in ("rope", "yarn") and not args.multi_latent_attention
-    return turned and part % 2 == 1 and part == channels
 
 
 def _is_local(folder: str | None) -> bool:
@@ -362,35 +340,15 @@ MISTAKES: dict[str, Mistake] = {
         "--rotary-interleaved with --position-embedding-type yarn: Megatron's YaRN has no interleaved form; expected "
         "one of the two; leave --rotary-interleaved out, or use --position-embedding-type rope",
     ),
-    "kv_channels": Mistake(
-        _odd_heads,
-        "--kv-channels={kv_channels} with --hidden-size={hidden_size} and --num-attention-heads={num_attention_heads}: "
-        "heads of an odd number of channels, and RoPE turns pairs; expected an even number; use --kv-channels 64, or "
-        "128",
-    ),
 }
-
-
-class _Arguments:
-    """Megatron's, with None for those that another release does not have."""
-
-    def __init__(self, args: Namespace):
-        self._args = args
-
-    def __getattr__(self, name: str):
-        return getattr(self._args, name, None)
 
 
 def check_combinations(args: Namespace, *, elsewhere: bool = False) -> None:
     """Raises ValueError for the first of MISTAKES. elsewhere: another machine than this one trains."""
     other = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"
-    given = _Arguments(args)
-    for mistake in MISTAKES.values():
-        skipped = (elsewhere and mistake.of_machine) or (other and mistake.of_script)
-        if not skipped and mistake.made(given):
-            values = {name: _shown(value) for name, value in vars(args).items()}
-            raise ValueError(mistake.text.format(**values))
-
-
-def _shown(value: object) -> str:
-    return printable(" ".join(map(str, value)) if isinstance(value, list | tuple) else value, 200)
+    looked_at = [
+        mistake
+        for mistake in MISTAKES.values()
+        if not (elsewhere and mistake.of_machine) and not (other and mistake.of_script)
+    ]
+    refuse_first(args, looked_at)

@@ -13,111 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
-from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 from s2_megatron.megatron.checkpoint_folder import TRACKER, checkpoint_to_load
 from s2_megatron.megatron.preflight.combinations import check_combinations
 from s2_megatron.megatron.preflight.datasets import split_shares
 from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
-
-LARGE = 2**31 - 1
-# Integer flags -> (least, most). What most is for: a number above it is a slip, and no model or job has it.
-RANGES = {
-    "num_layers": (1, MOST_LAYERS),
-    "hidden_size": (1, 2**20),
-    "ffn_hidden_size": (1, 2**24),
-    "num_attention_heads": (1, MOST_HEADS),
-    "num_query_groups": (1, MOST_HEADS),
-    "kv_channels": (1, 2**16),
-    "seq_length": (1, MOST_SEQ_LENGTH),
-    "max_position_embeddings": (1, MOST_SEQ_LENGTH),
-    "mtp_num_layers": (0, MOST_LAYERS),
-    "rotary_base": (1, 10**12),
-    "rotary_seq_len_interpolation_factor": (1, MOST_SEQ_LENGTH),
-    "moe_layer_freq": (1, MOST_LAYERS),
-    "vocab_size": (1, LARGE),
-    "make_vocab_size_divisible_by": (1, 2**20),
-    "tensor_model_parallel_size": (1, 2**16),
-    "pipeline_model_parallel_size": (1, 2**16),
-    "context_parallel_size": (1, 2**16),
-    "expert_model_parallel_size": (1, 2**16),
-    "expert_tensor_parallel_size": (1, 2**16),
-    "micro_batch_size": (1, 2**20),
-    "global_batch_size": (1, LARGE),
-    "train_iters": (1, 10**12),
-    "train_samples": (1, 10**15),
-    "lr_warmup_iters": (0, 10**12),
-    "lr_warmup_samples": (0, 10**15),
-    "lr_decay_iters": (1, 10**12),
-    "lr_decay_samples": (1, 10**15),
-    "lr_wsd_decay_iters": (0, 10**12),
-    "lr_wsd_decay_samples": (0, 10**15),
-    "eval_iters": (0, 10**12),
-    "eval_interval": (1, 10**12),
-    "save_interval": (1, 10**12),
-    "save_params_interval": (1, 10**12),
-    "save_activations_interval": (1, 10**12),
-    "save_tokens_per_expert_interval": (1, 10**12),
-    "save_wgrads_interval": (1, 10**12),
-    "save_dgrads_interval": (1, 10**12),
-    "check_weight_hash_across_dp_replicas_interval": (1, 10**12),
-    "gpu_sniff_test_interval": (1, 10**12),
-    "log_memory_interval": (1, 10**12),
-    "log_interval": (1, 10**12),
-    "tensorboard_log_interval": (1, 10**12),
-    "exit_interval": (1, 10**12),
-    "exit_duration_in_mins": (1, LARGE),
-    "distributed_timeout_minutes": (1, LARGE),
-    "distributed_timeout_seconds_after_init": (1, LARGE),
-    "num_workers": (0, 2**16),
-    "ckpt_step": (1, 10**12),
-    "seed": (1, LARGE),
-    "s2_position_loss": (1, MOST_SEQ_LENGTH),
-}
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def check_ranges(args: Namespace) -> None:
-    """Raises ValueError for an integer outside of RANGES."""
-    for name, (least, most) in RANGES.items():
-        value = getattr(args, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
-            near = min(max(value, least), most)
-            shown = value if abs(value) < 10**18 else printable(str(value)[:30] + "...")
-            raise ValueError(
-                f"{flag_of(name)}={shown}: expected {least} to {most}; use {flag_of(name)} {near}, or leave it out"
-            )
-
-
-# Numbers with a fraction -> (what is taken, in words, one that is). Megatron and torch's optimizers fail on others once
-# the model is built.
-NUMBERS = {
-    "adam_beta1": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.9),
-    "adam_beta2": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.95),
-    "adam_eps": (lambda value: value > 0, "above 0", 1e-8),  # 0 / 0 for every row of weights without a gradient
-    "sgd_momentum": (lambda value: value >= 0, "0 or more", 0.9),
-    "init_method_std": (lambda value: value >= 0, "0 or more", 0.02),
-    "embedding_init_method_std": (lambda value: value >= 0, "0 or more", 0.02),
-    "hidden_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.1),
-    "attention_dropout": (lambda value: 0 <= value <= 1, "0 to 1", 0.0),
-    "rotary_percent": (lambda value: 0 < value <= 1, "above 0 and up to 1", 1.0),
-}
-
-
-def check_numbers(args: Namespace) -> None:
-    """Raises ValueError for a floating-point flag that is no number, or outside of NUMBERS."""
-    for name, value in vars(args).items():
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{flag_of(name)}=nan: expected a number; correct it, or leave it out")
-    for name, (taken, words, example) in NUMBERS.items():
-        value = getattr(args, name)
-        if value is not None and not taken(value):
-            raise ValueError(
-                f"{flag_of(name)}={value:g}: out of its range; expected {words}; use {flag_of(name)} {example:g}"
-            )
-
+from s2_megatron.megatron.preflight.values import check_values, flag_of
 
 # Flags without which Megatron fails, some of them only when the model is built -> an example. A checkpoint may bring
 # those of the model (--use-checkpoint-args).
@@ -266,10 +166,9 @@ def _check_load(args: Namespace, needed: bool) -> None:
 
 
 def check_flags(args: Namespace, *, elsewhere: bool = False) -> None:
-    """Everything of this module, schedule.py and combinations.py. elsewhere: another machine than this one trains.
-    Raises ValueError."""
-    check_ranges(args)
-    check_numbers(args)
+    """Everything of this module, values.py, schedule.py and combinations.py. elsewhere: another machine than this one
+    trains. Raises ValueError."""
+    check_values(args)
     check_required(args)
     check_settings(args)
     check_world(args)

@@ -8,13 +8,14 @@ held back until the start is through, so that an error is the last line and near
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import linecache
 import os
 import re
 import sys
 import traceback
-from argparse import Action, ArgumentParser, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
@@ -62,6 +63,7 @@ def with_error_lines(
         parser = provider(parser)
         for action in parser._actions:
             _mend_help(action)
+            _mend_type(action)
 
         def error(message: str) -> NoReturn:
             raise ValueError(_flag_error(message, parser))
@@ -78,6 +80,24 @@ def _mend_help(action: Action) -> None:
         _ = (action.help or "") % {"default": "", "prog": "", "type": "", "dest": "", "choices": "", "metavar": ""}
     except (ValueError, TypeError, KeyError):
         action.help = action.help.replace("%", "%%")
+
+
+def _mend_type(action: Action) -> None:
+    """Megatron 0.19.2 looks some words up in an enum, and argparse lets the KeyError of an unknown one through."""
+    parse = action.type
+    if parse in (None, int, float, str):
+        return
+
+    @functools.wraps(parse)
+    def mended(text: str):
+        try:
+            return parse(text)
+        except KeyError as error:
+            names = ", ".join(repr(getattr(choice, "name", choice)) for choice in action.choices or ())
+            among = f" (choose from {names})" if names else ""
+            raise ArgumentTypeError(f"invalid choice: {printable(text)!r}{among}") from error
+
+    action.type = mended
 
 
 def _flag_error(message: str, parser: ArgumentParser) -> str:

@@ -2,9 +2,10 @@
 
 A new refusal goes into the tuple of its topic: model.py (which Megatron, which model, which layer spec), attention.py
 (what attention computes), parallel.py (how the model is spread over ranks), execution.py (CUDA graphs, recomputation,
-inference, checkpoints), unproven.py (what failed on a GPU, or has not been run there). What depends on the sparsity of
-the layers goes into sparsity.py. A test compares REFUSALS and the settings that are honoured
-(tests/megatron/decided.py) with Megatron's own parser: every attention flag of a new Megatron has to be decided.
+inference, checkpoints), unproven.py (what failed on a GPU, or has not been run there), ../flag_refusals.py (what
+`s2-megatron inspect` refuses, too). What depends on the sparsity of the layers goes into sparsity.py. A test compares
+REFUSALS and the settings that are honoured (tests/megatron/decided.py) with Megatron's own parser: every attention flag
+of a new Megatron has to be decided.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
+from s2_megatron.megatron import flag_refusals
+from s2_megatron.megatron.refusal import Refusal, listed
 from s2_megatron.megatron.refusals import attention, execution, model, parallel, unproven
-from s2_megatron.megatron.refusals.refusal import Refusal, listed
 from s2_megatron.megatron.refusals.sparsity import refuse_layers, refuse_softmax_scale
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
 
 REFUSALS: tuple[Refusal, ...] = (
     model.VERSION,
+    *flag_refusals.REFUSALS,
     *attention.REFUSALS,
     *model.REFUSALS,
     *parallel.REFUSALS,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from importlib.util import find_spec
 
-from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
-from s2_megatron.ops.checks import HEAD_DIM_LIMIT
+from s2_megatron.megatron.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
 
 # Elements that Transformer Engine's fused RoPE can address: its kernels count them in 32 bits (fused_rope.cu of 2.20,
 # `int offset_block`).
@@ -37,18 +36,6 @@ def _fused_softmax_is_missing(args: Namespace) -> bool:
 
 REFUSALS = (
     Refusal(
-        "attention_dropout",
-        is_set("attention_dropout"),
-        "attention_dropout={args.attention_dropout}, but S2 attention has no dropout",
-        "add --attention-dropout 0 (Megatron's default is 0.1)",
-    ),
-    Refusal(
-        "softmax_type",
-        lambda args: args.softmax_type != "vanilla",
-        "--softmax-type {args.softmax_type}: S2 attention has no attention sink and no off-by-one softmax",
-        "use --softmax-type vanilla",
-    ),
-    Refusal(
         "window_size",
         lambda args: args.window_size is not None,
         "--window-size {args.window_size}: windows are part of the sparsity config",
@@ -68,12 +55,6 @@ REFUSALS = (
         "add --no-create-attention-mask-in-dataloader",
     ),
     Refusal(
-        "position_embedding_type",
-        lambda args: args.position_embedding_type == "relative",
-        "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
-        "use --position-embedding-type rope",
-    ),
-    Refusal(
         "apply_rope_fusion",
         lambda args: args.apply_rope_fusion and fused_rope_elements(args) > FUSED_ROPE_ELEMENTS,
         "fused RoPE of {elements} elements (--seq-length / --context-parallel-size x --micro-batch-size x the width of "
@@ -81,12 +62,6 @@ REFUSALS = (
         "and would read other memory for the last tokens, without an error",
         "add --no-rope-fusion, or take a larger --context-parallel-size",
         lambda args: {"elements": fused_rope_elements(args)},
-    ),
-    Refusal(
-        "kv_channels",
-        lambda args: args.kv_channels > HEAD_DIM_LIMIT,
-        f"--kv-channels {{args.kv_channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
-        "use more heads (--num-attention-heads) or a smaller --kv-channels",
     ),
     *(
         Refusal(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 
-from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
+from s2_megatron.megatron.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
 from s2_megatron.megatron.settings import is_packed
 
 
@@ -40,14 +40,6 @@ def _graphs_of_dropless_experts(args: Namespace) -> bool:
     return bool(args.num_experts and not is_padded(args) and (whole_layers or whole_iterations(args)))
 
 
-def _attention_is_recomputed(args: Namespace) -> bool:
-    # Left out, the modules are still None here: TransformerConfig fills in its default, core_attn, when the model
-    # config is made.
-    modules = ["core_attn"] if args.recompute_modules is None else args.recompute_modules
-    selected = args.recompute_granularity == "selective" and "core_attn" in modules
-    return (args.recompute_granularity == "full" or selected) and not args.mtp_use_repeated_layer
-
-
 def _resumes_optimizer(args: Namespace) -> bool:
     """Whether the optimizer's state is to be written for a resume, or read."""
     saves = args.save is not None and not args.no_save_optim
@@ -73,14 +65,6 @@ def _distributed_optimizer_cannot_resume(args: Namespace) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        "s2_keep_attention_output",
-        lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
-        "--s2-keep-attention-output stores the attention's output for a recomputation, and this run recomputes no "
-        "attention or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
-        "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1",
-    ),
     Refusal(
         "cuda_graph_local_layers",
         lambda args: graphs_with_attention(args) and args.transformer_impl == "local",

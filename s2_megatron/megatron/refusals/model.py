@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from packaging.version import Version
 
-from s2_megatron.megatron.refusals.refusal import Refusal, is_set
+from s2_megatron.megatron.refusal import Refusal, is_set
 
 MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
 
@@ -97,12 +97,6 @@ REFUSALS = (
         lambda args: bool(args.heterogeneous_layers_config_path or args.heterogeneous_layers_config_encoded_json),
         "a heterogeneous layer config leaves some layers without attention and brings its own layer specs",
         "remove --heterogeneous-layers-config-path and --heterogeneous-layers-config-encoded-json",
-    ),
-    Refusal(
-        "transformer_impl",
-        lambda args: args.transformer_impl not in ("local", "transformer_engine"),
-        "--transformer-impl {args.transformer_impl} brings its own layer spec",
-        "use --transformer-impl transformer_engine, or local",
     ),
     Refusal(
         "use_kitchen_attention",

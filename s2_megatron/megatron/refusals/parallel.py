@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from s2_megatron.context_parallel.plan import COMM_TYPES
-from s2_megatron.megatron.refusals.refusal import Refusal, is_set
+from s2_megatron.megatron.refusal import Refusal, is_set
 from s2_megatron.megatron.settings import packed_cut
 
 
@@ -14,14 +13,6 @@ def _documents_shift_labels_over_ranks(args: Namespace) -> bool:
 
 
 REFUSALS = (
-    Refusal(
-        "s2_cp_comm_type",
-        lambda args: len(args.s2_cp_comm_type) not in (1, args.num_layers),
-        f"--s2-cp-comm-type {{comm_types}}: expected {', '.join(COMM_TYPES)}, one for all layers or one for each of "
-        "the {args.num_layers} layers",
-        "use --s2-cp-comm-type sparse",
-        lambda args: {"comm_types": " ".join(args.s2_cp_comm_type)},
-    ),
     Refusal(
         "s2_cp_mtp",
         _documents_shift_labels_over_ranks,

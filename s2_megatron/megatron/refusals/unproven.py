@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from s2_megatron.megatron.refusal import Refusal, is_set
 from s2_megatron.megatron.refusals.execution import (
     graphs_with_attention,
     is_padded,
     module_names,
     whole_iterations,
 )
-from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 
 
 def _graphs(args: Namespace) -> bool:

@@ -1,5 +1,6 @@
-"""Megatron's flags that a forecast needs, by Megatron's names, with Megatron's defaults. Neither Megatron nor torch is
-imported; a test compares names and defaults with Megatron's own parser."""
+"""Megatron's flags that a forecast needs, by Megatron's names, with Megatron's defaults, and the values that a training
+refuses. Neither Megatron nor torch is imported; a test compares names, defaults, types and choices with Megatron's own
+parser."""
 
 from __future__ import annotations
 
@@ -8,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
-from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
-from s2_megatron.context_parallel.plan import COMM_TYPES
+from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
+from s2_megatron.megatron.preflight.mistake import Mistake, refuse_first
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, check_values, flag_of, is_selective
 
-MOST_CP_RANKS = 1024
-MOST_WIDTH = 2**20  # of a layer, in numbers
-MOST_BATCH = 2**24
-
+UNEVEN = "uneven pipeline stages"
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
 REFUSED = {
     "--num-experts": "mixture of experts",
@@ -31,11 +30,11 @@ REFUSED = {
     "--cpu-offloading-num-layers": "activations on the host",
     "--sft": "packed documents, whose work depends on their lengths",
     "--dataloader-inter-document-masking": "packed documents, whose work depends on their lengths",
-    "--pipeline-model-parallel-layout": "uneven pipeline stages",
-    "--decoder-first-pipeline-num-layers": "uneven pipeline stages",
-    "--decoder-last-pipeline-num-layers": "uneven pipeline stages",
-    "--account-for-embedding-in-pipeline-split": "uneven pipeline stages",
-    "--account-for-loss-in-pipeline-split": "uneven pipeline stages",
+    "--pipeline-model-parallel-layout": UNEVEN,
+    "--decoder-first-pipeline-num-layers": UNEVEN,
+    "--decoder-last-pipeline-num-layers": UNEVEN,
+    "--account-for-embedding-in-pipeline-split": UNEVEN,
+    "--account-for-loss-in-pipeline-split": UNEVEN,
     "--hierarchical-context-parallel-sizes": "context parallelism of several levels",
     "--yaml-cfg": "a YAML in place of flags",
 }
@@ -47,6 +46,103 @@ UNKNOWN = {
     "--enable-cuda-graph": "forecast without CUDA graphs",
     "--cuda-graph-impl": "forecast without CUDA graphs",
     "--distribute-saved-activations": "forecast without distributing them",
+}
+
+# flag: (default, settings of add_argument). None: Megatron works it out, or it has to be given.
+_whole, _switch = dict(type=int), dict(action="store_true")
+FLAGS: dict[str, tuple[object, dict]] = {
+    "--num-layers": (None, _whole),
+    "--hidden-size": (None, dict(**_whole, help="needed for FLOPs, memory and the forecast")),
+    "--num-attention-heads": (None, _whole),
+    "--group-query-attention": (False, _switch),
+    "--num-query-groups": (1, dict(**_whole, help="KV heads (default: as many as attention heads)")),
+    "--kv-channels": (None, dict(**_whole, help="head dim (default: hidden size / attention heads)")),
+    "--ffn-hidden-size": (None, dict(**_whole, help="default: 4 x hidden size, 8/3 x with --swiglu")),
+    "--swiglu": (False, _switch),
+    "--seq-length": (None, _whole),
+    "--position-embedding-type": (
+        "learned_absolute",
+        dict(choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none")),
+    ),
+    "--max-position-embeddings": (None, _whole),
+    "--untie-embeddings-and-output-weights": (False, _switch),
+    "--vocab-size": (None, dict(**_whole, help="default: that of the launch line's --tokenizer-model")),
+    "--tokenizer-model": (None, {}),
+    "--make-vocab-size-divisible-by": (128, _whole),
+    "--mtp-num-layers": (None, _whole),
+    "--hidden-dropout": (0.1, dict(type=float)),
+    "--bf16": (False, _switch),
+    "--fp16": (False, _switch),
+    "--micro-batch-size": (None, _whole),
+    "--global-batch-size": (None, _whole),
+    "--tensor-model-parallel-size": (1, _whole),
+    "--sequence-parallel": (False, _switch),
+    "--context-parallel-size": (1, _whole),
+    "--pipeline-model-parallel-size": (1, _whole),
+    "--num-layers-per-virtual-pipeline-stage": (None, _whole),
+    "--num-virtual-stages-per-pipeline-rank": (None, _whole),
+    "--cp-comm-type": (["p2p"], dict(nargs="+")),
+    "--use-distributed-optimizer": (False, _switch),
+    "--overlap-grad-reduce": (False, _switch),
+    "--no-gradient-accumulation-fusion": (False, _switch),
+    "--no-rope-fusion": (False, _switch),
+    "--cross-entropy-loss-fusion": (False, _switch),
+    "--cross-entropy-fusion-impl": ("native", dict(choices=("native", "te"))),
+    "--transformer-impl": (
+        "transformer_engine",
+        dict(choices=("local", "transformer_engine", "inference_optimized")),
+    ),
+    "--recompute-granularity": (None, dict(choices=("full", "selective"))),
+    "--recompute-activations": (False, _switch),
+    "--recompute-method": (None, dict(choices=("uniform", "block"))),
+    "--recompute-num-layers": (None, _whole),
+    "--recompute-modules": (None, dict(nargs="+")),
+    "--s2-config": (None, {}),
+    "--s2-dense-core": ("auto", dict(choices=("auto", "stock", "s2"))),
+    "--s2-cp-comm-type": (["sparse"], dict(nargs="+", type=comm_type_of, choices=COMM_TYPES)),
+    "--s2-cp-keep-received": (False, _switch),
+    "--s2-keep-attention-output": (False, _switch),
+    "--s2-allow-python-patterns": (False, dict(**_switch, help="import the functions that the YAML names")),
+}
+# More flags of a launch line that are read because a training may refuse their values.
+CHECKED: dict[str, dict] = {
+    **{flag_of(name): _whole for name in RANGES if name != "moe_layer_freq"},  # which may be a list of Python's
+    **{flag_of(name): dict(type=float) for name in NUMBERS},
+    "--normalization": dict(choices=("LayerNorm", "RMSNorm")),
+    "--softmax-type": dict(choices=("vanilla", "off-by-one", "learnable")),
+    "--attention-backend": dict(choices=("flash", "fused", "unfused", "local", "auto")),
+    "--fp8-format": dict(choices=("e4m3", "hybrid")),
+    "--fp4-format": dict(choices=("e2m1",)),
+    "--cuda-graph-impl": dict(choices=("none", "local", "transformer_engine", "full_iteration")),
+    "--mrope-section": dict(nargs="+", **_whole),
+    "--hierarchical-context-parallel-sizes": dict(nargs="+", **_whole),
+    "--multi-latent-attention": _switch,
+    "--hybrid-layer-pattern": {},
+    "--heterogeneous-layers-config-path": {},
+    "--heterogeneous-layers-config-encoded-json": {},
+    "--decoder-first-pipeline-num-layers": _whole,
+    "--decoder-last-pipeline-num-layers": _whole,
+    "--account-for-embedding-in-pipeline-split": _switch,
+    "--account-for-loss-in-pipeline-split": _switch,
+    "--use-checkpoint-args": _switch,
+    "--skip-train": _switch,
+}
+CHECKED = {flag: settings for flag, settings in CHECKED.items() if flag not in FLAGS}
+
+# Of --recompute-modules.
+MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+# What else Megatron 0.19.2 refuses in its own words. A training leaves it to Megatron: a later release may take it.
+MEGATRONS: dict[str, Mistake] = {
+    "recompute_modules": Mistake(
+        lambda args: is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
+        f"--recompute-modules={{recompute_modules}}: no such part of a layer; expected some of {', '.join(MODULES)}; "
+        "use --recompute-modules core_attn",
+    ),
+    "cross_entropy_fusion_impl": Mistake(
+        lambda args: args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        "--cross-entropy-fusion-impl=te with --cross-entropy-loss-fusion: Megatron 0.19.2 refuses it as unstable; "
+        "expected its own; use --cross-entropy-fusion-impl native",
+    ),
 }
 
 
@@ -65,63 +161,10 @@ def integer(least: int, most: int):
     return parse
 
 
-# flag: (default, settings of add_argument). None: Megatron works it out, or it has to be given.
-_heads, _layers, _width = integer(1, MOST_HEADS), integer(1, MOST_LAYERS), integer(1, MOST_WIDTH)
-_batch = integer(1, MOST_BATCH)
-_switch = dict(action="store_true")
-FLAGS: dict[str, tuple[object, dict]] = {
-    "--num-layers": (None, dict(type=_layers)),
-    "--hidden-size": (None, dict(type=_width, help="needed for FLOPs, memory and the forecast")),
-    "--num-attention-heads": (None, dict(type=_heads)),
-    "--group-query-attention": (False, _switch),
-    "--num-query-groups": (1, dict(type=_heads, help="KV heads (default: as many as attention heads)")),
-    "--kv-channels": (None, dict(type=_width, help="head dim (default: hidden size / attention heads)")),
-    "--ffn-hidden-size": (None, dict(type=_width, help="default: 4 x hidden size, 8/3 x with --swiglu")),
-    "--swiglu": (False, _switch),
-    "--seq-length": (None, dict(type=integer(1, MOST_SEQ_LENGTH))),
-    "--position-embedding-type": ("learned_absolute", {}),
-    "--max-position-embeddings": (None, dict(type=integer(1, MOST_SEQ_LENGTH))),
-    "--untie-embeddings-and-output-weights": (False, _switch),
-    "--vocab-size": (None, dict(type=integer(1, 2**24), help="default: that of the launch line's --tokenizer-model")),
-    "--tokenizer-model": (None, {}),
-    "--make-vocab-size-divisible-by": (128, dict(type=_width)),
-    "--mtp-num-layers": (None, dict(type=integer(0, MOST_LAYERS))),
-    "--hidden-dropout": (0.1, dict(type=float)),
-    "--bf16": (False, _switch),
-    "--fp16": (False, _switch),
-    "--micro-batch-size": (None, dict(type=_batch)),
-    "--global-batch-size": (None, dict(type=_batch)),
-    "--tensor-model-parallel-size": (1, dict(type=_heads)),
-    "--sequence-parallel": (False, _switch),
-    "--context-parallel-size": (1, dict(type=integer(1, MOST_CP_RANKS))),
-    "--pipeline-model-parallel-size": (1, dict(type=_layers)),
-    "--num-layers-per-virtual-pipeline-stage": (None, dict(type=_layers)),
-    "--num-virtual-stages-per-pipeline-rank": (None, dict(type=_layers)),
-    "--cp-comm-type": (["p2p"], dict(nargs="+")),
-    "--use-distributed-optimizer": (False, _switch),
-    "--overlap-grad-reduce": (False, _switch),
-    "--no-gradient-accumulation-fusion": (False, _switch),
-    "--no-rope-fusion": (False, _switch),
-    "--cross-entropy-loss-fusion": (False, _switch),
-    "--cross-entropy-fusion-impl": ("native", dict(choices=("native", "te"))),
-    "--transformer-impl": ("transformer_engine", {}),
-    "--recompute-granularity": (None, dict(choices=("full", "selective"))),
-    "--recompute-activations": (False, _switch),
-    "--recompute-method": (None, dict(choices=("uniform", "block"))),
-    "--recompute-num-layers": (None, dict(type=_layers)),
-    "--recompute-modules": (None, dict(nargs="+")),
-    "--s2-config": (None, {}),
-    "--s2-dense-core": ("auto", dict(choices=("auto", "stock", "s2"))),
-    "--s2-cp-comm-type": (["sparse"], dict(nargs="+", choices=COMM_TYPES)),
-    "--s2-cp-keep-received": (False, _switch),
-    "--s2-keep-attention-output": (False, _switch),
-    "--s2-allow-python-patterns": (False, dict(**_switch, help="import the functions that the YAML names")),
-}
-
-
 class _LineParser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise ValueError(f"launch line: {message}")
+        what = printable(message.removeprefix("argument "), 400)
+        raise ValueError(f"launch line: {what}; expected what pretrain_gpt_s2.py --help says")
 
 
 def add_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup, skipped: Sequence[str] = ()) -> None:
@@ -138,23 +181,50 @@ def destination(flag: str) -> str:
 
 def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) -> argparse.Namespace:
     """What a launch line's flags say, with Megatron's defaults where they say nothing; `given`, where it has an
-    attribute, wins. The flags that FLAGS lacks are passed over.
+    attribute, wins. Flags of CHECKED have an attribute if the line has them; all others are passed over.
 
-    Raises ValueError for a value that is none.
+    Raises ValueError for what is no number or choice. Whether a training takes the values is check_flags' question.
     """
     parser = _LineParser(prog="launch line", add_help=False, allow_abbrev=False)
     add_flags(parser)
+    for flag, settings in CHECKED.items():
+        parser.add_argument(flag, default=argparse.SUPPRESS, **settings)
     # Of a flag without a value or a repeated list, argparse says what is wrong.
     line, _ = parser.parse_known_args(list(words))
     if words and not getattr(line, "group_query_attention", False):
         vars(line).pop("num_query_groups", None)  # Megatron passes over it, too
     read = {destination(flag): default for flag, (default, _) in FLAGS.items()}
-    named = {destination(flag) for flag in FLAGS}
-    for source in (line, given or argparse.Namespace()):
-        read |= {name: value for name, value in vars(source).items() if name in named}
+    before = vars(given or argparse.Namespace())
+    given = argparse.Namespace(**{name: value for name, value in before.items() if name in read})
+    for name in _replaced(line, given):
+        vars(line).pop(name, None)
+    for source in (line, given):
+        read |= vars(source)
         if "num_query_groups" in vars(source):
             read["group_query_attention"] = True
     return argparse.Namespace(**read)
+
+
+def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
+    """What of a launch line goes with what flags before it replace: a training takes both together no longer."""
+    names, gone = set(vars(given)), set()
+    if names & {"bf16", "fp16"}:
+        gone |= {"bf16", "fp16"}
+    if names & {"recompute_granularity", "recompute_activations"}:
+        gone |= {"recompute_granularity", "recompute_activations"}
+        if getattr(given, "recompute_granularity", None) != "full":
+            gone |= {"recompute_method", "recompute_num_layers"}
+    if "seq_length" in names and getattr(line, "max_position_embeddings", given.seq_length) < given.seq_length:
+        gone.add("max_position_embeddings")
+    if getattr(given, "pipeline_model_parallel_size", None) == 1:
+        gone |= {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
+    return gone
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ValueError for values that a training refuses, as it does. args: of read_flags."""
+    check_values(args)
+    refuse_first(args, MEGATRONS.values())
 
 
 def reasons(words: Sequence[str], table: dict[str, str]) -> list[str]:

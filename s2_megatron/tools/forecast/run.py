@@ -188,8 +188,11 @@ def missing_sizes(args: Namespace) -> list[str]:
     return [flag for flag, value in found.items() if value is None]
 
 
-def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | None = None) -> TrainingRun:
-    """The run of the flags (flags.read_flags) with this sparsity. world_size: GPUs; None: one model.
+def training_run(
+    args: Namespace, sparsity: ResolvedSparsity, world_size: int | None = None, *, even: bool = True
+) -> TrainingRun:
+    """The run of the flags (flags.read_flags) with this sparsity. world_size: GPUs; None: one model. even: whether all
+    pipeline stages have as many layers; otherwise nothing may be asked of the stages.
 
     Raises ValueError for sizes that do not divide each other as Megatron demands.
     """
@@ -211,7 +214,7 @@ def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | 
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
         virtual = max(1, layers // pp // args.num_layers_per_virtual_pipeline_stage)
-    if layers % (pp * virtual):
+    if even and layers % (pp * virtual):
         raise ValueError(
             f"--num-layers {layers} with {pp} pipeline stages of {virtual} chunks: expected a multiple of "
             f"{pp * virtual}; use --num-layers {-(-layers // (pp * virtual)) * pp * virtual}"
@@ -231,6 +234,7 @@ def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | 
     engine = args.transformer_impl == "transformer_engine"
     local_dense = not engine and (cp > 1 or sparsity.seq_length > STOCK_LOCAL_LENGTH)
     granularity = "selective" if args.recompute_activations else args.recompute_granularity
+    recomputed = 1 if args.recompute_num_layers is None else args.recompute_num_layers  # 0: of method block, none
     return TrainingRun(
         sparsity=sparsity,
         hidden=hidden,
@@ -257,7 +261,7 @@ def training_run(args: Namespace, sparsity: ResolvedSparsity, world_size: int | 
         sequence_parallel=args.sequence_parallel and tp > 1,
         recompute=granularity or "none",
         recompute_method=args.recompute_method or "uniform",
-        recompute_layers=args.recompute_num_layers or 1,
+        recompute_layers=recomputed if args.recompute_method == "block" else max(1, recomputed),
         recompute_modules=tuple(args.recompute_modules or ("core_attn",)),
         keep_attention_output=args.s2_keep_attention_output,
         keep_received=args.s2_cp_keep_received,

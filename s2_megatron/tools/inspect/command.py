@@ -32,7 +32,8 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.resolve import MOST_LAYERS
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.tools.forecast.flags import add_flags, integer, read_flags
+from s2_megatron.megatron.flag_refusals import refuse_flags
+from s2_megatron.tools.forecast.flags import add_flags, check_flags, integer, read_flags
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
 from s2_megatron.tools.inspect.context_picture import draw_context
 from s2_megatron.tools.inspect.exchange_picture import draw_exchange
@@ -109,6 +110,7 @@ def _sparsity(args: argparse.Namespace, flags: argparse.Namespace) -> ResolvedSp
                 "launch line behind --"
             )
         return dense_sparsity(flags)
+    refuse_flags(flags)
     return load_config(config, allow_python_patterns=flags.s2_allow_python_patterns).resolve(**sizes)
 
 
@@ -117,6 +119,7 @@ def run(args: argparse.Namespace) -> None:
     a launch line that starts no training, and for a picture that shows nothing."""
     _check_pictures(args)
     flags, words, gpus = _read(args)
+    check_flags(flags)
     sparsity = _sparsity(args, flags)
     cp_size = flags.context_parallel_size
     if cp_size > 1 and cp_size * sparsity.n_blocks > MOST_CP_WORK:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import COMM_TYPES, LayerCosts, layer_costs
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNKNOWN, reasons
+from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNEVEN, UNKNOWN, reasons
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
@@ -198,7 +198,8 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     if args.mtp_num_layers and mtp not in refused:  # given before the launch line
         refused.append(mtp)
     other_shape = any(reason.startswith(OTHER_SHAPES) for reason in refused)
-    run = None if missing or other_shape else training_run(args, sparsity, gpus)
+    even = not any(reason.endswith(UNEVEN) for reason in refused)
+    run = None if missing or other_shape else training_run(args, sparsity, gpus, even=even)
     facts = model_facts(sparsity, run)
     facts |= parallel_facts(sparsity, args.tensor_model_parallel_size, args.context_parallel_size, run)
     if refused:
