@@ -60,6 +60,10 @@ class ContinuedPlace(Place):
     def folder(self, label: str, seed: int, rate: float) -> Path:
         return self.runs / self.study.name / self.scale / f"{label}_seed{seed}_{rate:g}"
 
+    def results_of(self, seed: int) -> list[Path]:
+        """The thinned losses that are there."""
+        return sorted(self.result(BASELINE, seed).parent.glob(f"*_seed{seed}.jsonl"))
+
     def switched(self, arm: str, seed: int) -> Path:
         """The file of its evaluation."""
         return self.result(f"{SWITCHED}-{arm}", seed).with_suffix(".json")
@@ -130,7 +134,7 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
 
 def begin_again(jobs: Sequence[Job]) -> None:
     """Remove the runs that begin with dense weights which are gone, and the dense run: all of it is trained again. That
-    is so when an earlier command had fewer arms."""
+    is so when an earlier command had fewer arms, and its results were moved away."""
     for dense in [job for job in jobs if job.role == START]:
         going_on = [job for job in jobs if job.start == dense]
         unfinished = any(final_evaluation(job) is None for job in going_on)
@@ -140,16 +144,17 @@ def begin_again(jobs: Sequence[Job]) -> None:
 
 
 def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
-    """Raises ValueError where a dense run is to be trained whose seed has results of other arms: those went on from
-    weights that are gone, and runs of equal settings are too far apart to be compared."""
+    """Raises ValueError where a dense run is to be trained whose seed has results already: those went on from weights
+    that are gone, and dense runs of equal settings end too far apart for their arms to be compared."""
     for dense in (job for job in jobs if job.role == START and not job.checkpoints.exists()):
-        own = {place.result(job.label, job.seed).name for job in jobs if job.seed == dense.seed}
-        there = {path.name for path in place.result(BASELINE, dense.seed).parent.glob(f"*_seed{dense.seed}.jsonl")}
-        if others := sorted(name.rpartition("_seed")[0] for name in there - own):
+        if all(final_evaluation(job) is not None for job in jobs if job.start == dense):
+            continue
+        names = (path.stem.rpartition("_seed")[0] for path in place.results_of(dense.seed))
+        if there := sorted(name for name in names if not name.startswith((f"{START}-", f"{SCRATCH}-"))):
             raise ValueError(
-                f"seed {dense.seed} has results of {', '.join(others)} that went on from weights which are gone; "
-                "expected all arms of a seed from one dense run; use another seed, or add them to --arms to train "
-                "them again"
+                f"seed {dense.seed} has results of {', '.join(there)} that went on from weights which are gone; "
+                "expected all arms of a seed from one dense run; use another seed, or move its files out of "
+                f"{place.result(BASELINE, dense.seed).parent} to train all of it again"
             )
 
 

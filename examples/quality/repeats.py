@@ -14,19 +14,21 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
-from examples.quality.continued import START, SWITCHED
+from examples.quality.continued import SWITCHED
 from examples.quality.continued_page import read_switched
 from examples.quality.results import header
 from examples.quality.studies import BASELINE
-from s2_megatron.tools.compare.measure import paired_steps
+from s2_megatron.tools.compare.measure import VERDICT_SHARE, paired_steps
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run
+from s2_megatron.tools.compare.settings import begins_with
 
 MARK = "_repeat"  # in the name of a file, before its number
-LAST_SHARE = 0.25  # of the steps, as in the verdict of a comparison
 WINDOWS = 4  # of the steps that all repeats have, for the gap over time
 
 
@@ -39,14 +41,10 @@ def read_repeats(folder: Path) -> dict[str, dict[str, Run]]:
     return found
 
 
-def is_from_scratch(run: Run) -> bool:
-    return not (run.arguments or {}).get("pretrained_checkpoint")
-
-
 def final_loss(run: Run) -> float:
     """Mean training loss of the last quarter of the steps."""
     series = run.series[TRAINING_LOSS]
-    return float(series.values[series.steps > (1 - LAST_SHARE) * series.steps[-1]].mean())
+    return float(series.values[series.steps > (1 - VERDICT_SHARE) * series.steps[-1]].mean())
 
 
 def spread(runs: Sequence[Run]) -> float:
@@ -54,15 +52,36 @@ def spread(runs: Sequence[Run]) -> float:
     return float(np.std([final_loss(run) for run in runs], ddof=1))
 
 
-def run_offset(repeats: dict[str, dict[str, Run]]) -> float:
-    """Of runs from random weights, in nats: the spreads of all labels pooled by their degrees of freedom."""
-    groups = [list(runs.values()) for runs in repeats.values() if all(map(is_from_scratch, runs.values()))]
+def from_scratch(repeats: dict[str, dict[str, Run]]) -> dict[str, list[Run]]:
+    """{label: its runs} of those that begin with random weights, where there are two or more."""
+    found = {label: list(runs.values()) for label, runs in repeats.items()}
+    return {
+        label: runs for label, runs in found.items() if len(runs) > 1 and all(begins_with(run) is None for run in runs)
+    }
+
+
+class Offset(NamedTuple):
+    """How far apart runs of equal settings end, in nats: standard deviation and its 95 % interval."""
+
+    nats: float
+    low: float
+    high: float
+
+
+def run_offset(repeats: dict[str, dict[str, Run]]) -> Offset | None:
+    """Of runs from random weights, the spreads of all labels pooled by their degrees of freedom; None without two of
+    one label."""
+    groups = from_scratch(repeats).values()
+    freedom = sum(len(runs) - 1 for runs in groups)
+    if not freedom:
+        return None
     squares = sum((len(runs) - 1) * spread(runs) ** 2 for runs in groups)
-    return math.sqrt(squares / sum(len(runs) - 1 for runs in groups))
+    low, high = (math.sqrt(squares / float(stats.chi2.ppf(share, freedom))) for share in (0.975, 0.025))
+    return Offset(math.sqrt(squares / freedom), low, high)
 
 
 def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float]]:
-    """(last step, gap in nats, gap as a share of dense's loss) of each window of the steps up to `last_step`."""
+    """(last step, gap in nats, gap as a share of dense's loss) of each of WINDOWS parts of the steps to `last_step`."""
     paired = paired_steps(own, dense)
     found = []
     for edges in np.array_split(np.flatnonzero(paired.steps <= last_step), WINDOWS):
@@ -73,10 +92,7 @@ def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float]]
 
 def _scratch_lines(repeats: dict[str, dict[str, Run]], table: Callable) -> list[str]:
     rows = []
-    for label, runs in repeats.items():
-        each = list(runs.values())
-        if len(each) < 2 or not all(map(is_from_scratch, each)):
-            continue
+    for label, each in from_scratch(repeats).items():
         validation = ", ".join(f"{run.series[VALIDATION_LOSS].values[-1]:.4f}" for run in each)
         training = ", ".join(f"{final_loss(run):.4f}" for run in each)
         tokens = f"{each[0].axis('tokens')[-1] / 1e6:.1f}M"
@@ -92,13 +108,16 @@ def _scratch_lines(repeats: dict[str, dict[str, Run]], table: Callable) -> list[
 
 
 def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) -> list[str]:
-    common = sorted(set(repeats[arm]) & set(repeats[BASELINE]))
+    common = sorted(set(repeats[arm]) & set(repeats.get(BASELINE, ())))
+    if not common:
+        return []
     runs = {repeat: (repeats[arm][repeat], repeats[BASELINE][repeat]) for repeat in common}
     last = min(int(run.series[TRAINING_LOSS].steps[-1]) for pair in runs.values() for run in pair)
     found = {repeat: gaps(*pair, last) for repeat, pair in runs.items()}
     tokens = runs[common[0]][1].axis("tokens")[-1] / runs[common[0]][1].series[TRAINING_LOSS].steps[-1]
     ends = [f"{end * tokens / 1e6:.1f}M" for end, *_ in found[common[0]]]
-    columns = (f"`{arm}` minus dense, training loss", *(f"up to {end} tokens" for end in ends))
+    windows = zip(["0", *ends], ends)
+    columns = (f"`{arm}` minus dense, training loss", *(f"from {start} to {end} tokens" for start, end in windows))
     rows = [
         [f"repeat {repeat}", *(f"{gap:+.4f} ({100 * share:+.2f} %)" for _, gap, share in found[repeat])]
         for repeat in common
@@ -111,13 +130,15 @@ def section(folder: Path, table: Callable) -> list[str]:
     repeats = read_repeats(folder)
     machine = header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
-    lines = [
-        f"{machine['device']}; {versions}; corpus `{folder.name}`. From random weights, runs of equal settings end "
-        f"{run_offset(repeats):.3f} nats apart (standard deviation, {START}-{BASELINE} and the others pooled).",
-        "",
-        *_scratch_lines(repeats, table),
-    ]
-    for arm in (arm for arm in repeats if arm != BASELINE and not is_from_scratch(next(iter(repeats[arm].values())))):
+    lines = [f"{machine['device']}; {versions}; corpus `{folder.name}`.", ""]
+    if offset := run_offset(repeats):
+        lines[0] += (
+            f" From random weights, runs of equal settings end {offset.nats:.3f} nats apart (standard deviation over "
+            f"the labels, 95 % interval {offset.low:.3f} to {offset.high:.3f})."
+        )
+        lines += _scratch_lines(repeats, table)
+    going_on = [arm for arm, runs in repeats.items() if all(begins_with(run) is not None for run in runs.values())]
+    for arm in (arm for arm in going_on if arm != BASELINE):
         lines += _gap_lines(repeats, arm, table)
     dense = read_switched(folder, BASELINE, MARK)
     arms = dict.fromkeys(path.stem.removeprefix(f"{SWITCHED}-").rpartition(MARK)[0]

@@ -9,6 +9,7 @@ from one of its arm that was alone. Of the arguments those stay that say what wa
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from examples.quality.corpus import Corpus
 from examples.quality.launch import Job
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
-from s2_megatron.tools.compare.settings import CHECKED
+from s2_megatron.tools.compare.settings import CHECKED, START_LOSSES
 
 MOST_RECORDS = 240
 DIGITS = 5
@@ -81,6 +82,7 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
     arguments["s2_config"] = f"{job.arm}.yaml"
     if job.start is not None:
         arguments["pretrained_checkpoint"] = job.start.label
+        arguments[START_LOSSES] = hashlib.sha256(job.start.losses.read_bytes()).hexdigest()[:12]
         arguments.pop("finetune", None)  # Megatron sets it in the process that loads them
     steps = sorted(iterations)
     if timed is None:

@@ -211,7 +211,7 @@ def summary(found: Findings, tokens: float, device: str, title: str, table: Call
         return []
     model, study = found.study.model, found.study
     place = title.lower().replace(",", "").replace(" ", "-")
-    going_on = "" if study.start is None else f"Going on from a dense model of {study.start.tokens / 1e6:.0f}M tokens. "
+    going_on = "" if study.start is None else "Going on from a dense model. "
     return [
         f"{going_on}A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} query heads, "
         f"{model.num_kv_heads} KV heads), {model.seq_length:,} tokens, {tokens / 1e6:.0f}M tokens a run, on "

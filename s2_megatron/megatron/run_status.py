@@ -181,7 +181,7 @@ def recorded_run(args: Namespace) -> Iterator[None]:
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
-        if isinstance(error, CheckpointError) and TRACEBACK not in sys.argv:
+        if _is_refusal(error) and TRACEBACK not in sys.argv:
             _ended(args, "refused", str(error), began, None, 2)
             wait_for_first_of_node()
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -208,6 +208,12 @@ def _finished(args: Namespace) -> str:
         f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "
         "--train-iters above 0; look at --split and --train-iters"
     )
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether a checkpoint is not what was saved. A file that could not be read, memory that ran out and a rank that
+    was lost may be better at the next start: they are failures."""
+    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
 
 
 def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:

@@ -13,6 +13,7 @@ command ends without a word and with status 141, as one does that SIGPIPE kills.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -75,6 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:  # said before what is left is written to a reader that may have gone
+            print(f"error: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                _flush()
+            return 2
         finally:
             _flush()
     except KeyboardInterrupt:

@@ -125,6 +125,14 @@ def test_a_checkpoint_that_is_refused_while_it_is_loaded(tmp_path, capsys, monke
         raise CheckpointError("--load=x")
 
 
+@pytest.mark.parametrize("cause", [OSError(5, "Input/output error"), MemoryError(), RuntimeError("Connection reset")])
+def test_a_checkpoint_that_the_machine_could_not_read_is_a_failure(tmp_path, cause):
+    """The next start may read it: a pre-empted job is queued again after a failure, not after a refusal."""
+    with pytest.raises(CheckpointError), recorded_run(arguments(tmp_path)):
+        raise CheckpointError("--load=x cannot be read") from cause
+    assert words(tmp_path)[0] == "failed"
+
+
 def test_an_earlier_attempts_error_is_replaced(tmp_path):
     write_status(tmp_path, "failed", "before")
     os.utime(tmp_path / FILE, (1, 1))

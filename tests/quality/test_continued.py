@@ -156,13 +156,24 @@ def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path
     assert sorted(started) == ["s2", "scratch-s2", "switched-s2"]
 
 
-def test_another_arm_after_the_dense_weights_are_gone(study, tmp_path):
-    assert study("--arms", "dense")[0] == COMPLETE
+def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
+    """An arm more, once the dense weights are gone, takes another seed, or all of it is trained again."""
+    assert study()[0] == COMPLETE
     assert not list((tmp_path / "runs").rglob("checkpoints"))
-    status, said = study()
+    with pytest.raises(ValueError, match=r"seed 1 has results of dense, s2 that went on from weights which are gone"):
+        study("--arms", "dense", "s2", "window")
+    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
+    assert not list(tmp_path.rglob("window_seed1*")) and (folder / "s2_seed1.jsonl").exists()
+    for arm in ("dense", "s2"):
+        (folder / f"{arm}_seed1.jsonl").rename(tmp_path / f"{arm}.jsonl")
+    status, said = study("--arms", "dense", "s2", "window")
     assert status == COMPLETE
     started = [re.match(r"started (\S+),", line)[1] for line in said if line.startswith("started")]
-    assert sorted(started) == ["dense", "s2", "scratch-s2", "start-dense", "switched-dense", "switched-s2"]
+    assert {"start-dense", "dense", "s2", "window"} <= set(started) and "scratch-s2" not in started
+    begun = {
+        arm: read_records(folder / f"{arm}_seed1.jsonl")[0]["run"]["arguments"] for arm in ("dense", "s2", "window")
+    }
+    assert len({arguments["start_losses"] for arguments in begun.values()}) == 1
 
 
 def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch):
@@ -198,14 +209,6 @@ def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
 def test_a_question_brings_the_arms_it_is_compared_with():
     assert parse_arguments(["from-dense-rules-tiny", "--question", "stride"]).arms == [
         "s2", "dense", "stride-2", "stride-8", "stride-16"]  # fmt: skip
-
-
-def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
-    assert study()[0] == COMPLETE
-    with pytest.raises(ValueError, match="seed 1 has results of s2, scratch-s2 that went on from weights which"):
-        study("--arms", "dense", "window")
-    assert not list(tmp_path.rglob("window_seed1*"))
-    assert study("--arms", "dense", "s2", "window")[0] == COMPLETE
 
 
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):

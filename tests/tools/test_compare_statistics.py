@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools.compare.statistics import (
+    GOING_ON,
     LARGE_RUNS,
     LARGE_TOKENS,
     MIDDLE_RUNS,
@@ -122,5 +123,5 @@ def test_short_runs_are_assumed_to_end_further_apart():
     assert run_offset_for(MIDDLE_TOKENS) is run_offset_for(LARGE_TOKENS - 1) is MIDDLE_RUNS
     assert run_offset_for(None) is MIDDLE_RUNS  # the tokens were not logged: the careful one
     assert run_offset_for(LARGE_TOKENS) is LARGE_RUNS
-    assert run_offset_for(80e6, going_on=True) is run_offset_for(None, going_on=True) is SMALL_RUNS
+    assert run_offset_for(80e6, going_on=True) is run_offset_for(None, going_on=True) is GOING_ON
     assert MIDDLE_RUNS.nats > SMALL_RUNS.nats > LARGE_RUNS.nats

@@ -81,6 +81,8 @@ def test_flags_before_the_line_win(capsys):
      ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "3"]),
     (["--pipeline-model-parallel-size", "1"],
      ["--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "2"]),
+    (["--num-layers-per-virtual-pipeline-stage", "2"],
+     ["--pipeline-model-parallel-size", "4", "--num-virtual-stages-per-pipeline-rank", "3"]),
 ])  # fmt: skip
 def test_flags_before_the_line_replace_what_does_not_go_with_them(capsys, before, behind):
     """A "what if" is no mistake: nobody can take a flag out of the line."""
@@ -91,6 +93,11 @@ def test_flags_before_the_line_replace_what_does_not_go_with_them(capsys, before
     if before == ["--recompute-granularity", "full"]:
         before = [*before, "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     assert inspected(capsys, *before, "--", *line)["no_forecast"] == []
+
+
+def test_another_context_parallel_size_replaces_its_levels():
+    levels = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
+    assert commands.main(["inspect", "--context-parallel-size", "2", "--", *LINE, *levels]) == 0
 
 
 CHOICES = {flag: settings for flag, (_, settings) in FLAGS.items()} | CHECKED

@@ -116,8 +116,8 @@ def check_numbers(args: Namespace) -> None:
             )
 
 
-# What Transformer Engine's attention knows, in Megatron's spelling of it, too.
-EXCHANGES = ("p2p", "a2a", "all_gather", "allgather", "a2a+p2p")
+# What Transformer Engine's attention knows.
+EXCHANGES = ("p2p", "a2a", "all_gather", "a2a+p2p")
 
 
 def is_selective(args: Namespace) -> bool:

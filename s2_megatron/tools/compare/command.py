@@ -17,7 +17,14 @@ from pathlib import Path
 from s2_megatron.tools.compare.outputs import check_outputs
 from s2_megatron.tools.compare.runs import AXES
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
-from s2_megatron.tools.compare.statistics import LARGE_RUNS, LARGE_TOKENS, MIDDLE_RUNS, MIDDLE_TOKENS, SMALL_RUNS
+from s2_megatron.tools.compare.statistics import (
+    GOING_ON,
+    LARGE_RUNS,
+    LARGE_TOKENS,
+    MIDDLE_RUNS,
+    MIDDLE_TOKENS,
+    SMALL_RUNS,
+)
 from s2_megatron.tools.outputs import console
 
 
@@ -61,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="standard deviation of the loss of runs that differ in nothing but rounding (or seed); used for fewer "
         f"than three pairs (default: {SMALL_RUNS.nats}, {SMALL_RUNS.source}; from {MIDDLE_TOKENS / 1e6:g}M tokens on "
         f"{MIDDLE_RUNS.nats}, {MIDDLE_RUNS.source}; from {LARGE_TOKENS / 1e6:g}M on {LARGE_RUNS.nats}, "
-        f"{LARGE_RUNS.source}; of runs with one --pretrained-checkpoint {SMALL_RUNS.nats})",
+        f"{LARGE_RUNS.source}; {GOING_ON.nats} {GOING_ON.source})",
     )
 
 
@@ -91,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
     for each in runs:
         each.axis(args.x)
     comparison = compare(arms, vary, args.target_loss, args.run_offset)
+    for file, write in ((args.html, _write_page), (args.png, _write_png)):  # before the reader of the table can go
+        if file is not None:
+            write(comparison, args.x, file)
     if args.json:
         print(json.dumps(table.as_json(comparison), indent=1))
     else:
@@ -98,9 +108,8 @@ def run(args: argparse.Namespace) -> int:
         printed.print(table.rich_table(comparison), highlight=False)
         for line in [*table.remarks(comparison), *_verdicts(comparison)]:
             printed.print(line, highlight=False, markup=False)
-    for file, write in ((args.html, _write_page), (args.png, _write_png)):
+    for file in (args.html, args.png):
         if file is not None:
-            write(comparison, args.x, file)
             print(f"wrote {file}", file=sys.stderr if args.json else sys.stdout)
     return 0 if args.at_most is None else _gate(comparison, args.at_most)
 

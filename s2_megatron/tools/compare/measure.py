@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from s2_megatron.tools.compare.runs import AXES, TRAINING_LOSS, VALIDATION_LOSS, Run
-from s2_megatron.tools.compare.settings import Arm, pair_by_seed
+from s2_megatron.tools.compare.settings import Arm, begins_with, pair_by_seed
 from s2_megatron.tools.compare.statistics import Difference, RunOffset, difference_of_pairs, run_offset_for
 
 # A loss "at" a point is the mean of this share of the run's logged steps up to it (of MIN_SMOOTHED at least).
@@ -151,9 +151,9 @@ def compare(
     """Compare every arm with the first one.
 
     target: the loss of to_target; default the largest final loss of any run, which all of them reach. run_offset: in
-    nats, see statistics.difference_of_pairs; default that of runs of as many tokens, or of runs that go on from one
-    checkpoint. Raises ValueError for arms without a common seed, for runs that are too short and for losses that are no
-    finite numbers.
+    nats, see statistics.difference_of_pairs; default that of runs of as many tokens, or of runs of which each pair goes
+    on from one checkpoint. Raises ValueError for arms without a common seed, for runs that are too short and for losses
+    that are no finite numbers.
     """
     runs = [run for arm in arms for run in arm.runs]
     for run in runs:
@@ -162,15 +162,17 @@ def compare(
         target = max(float(smoothed(run)[-1]) for run in runs)
     shared = [axis for axis in AXES if all(axis in run.axes for run in runs)]
     limits = {axis: min(float(run.axis(axis)[-1]) for run in runs) for axis in shared}
-    starts = {(run.arguments or {}).get("pretrained_checkpoint") for run in runs}
-    offset = run_offset_for(limits.get("tokens"), going_on=len(starts) == 1 and starts != {None})
+    baseline = arms[0]
+    pairs_of = {arm.name: [] if arm is baseline else pair_by_seed(arm, baseline, vary) for arm in arms}
+    starts = [(begins_with(run), begins_with(other)) for pairs in pairs_of.values() for run, other in pairs]
+    going_on = bool(starts) and all(start == other and start is not None for start, other in starts)
+    offset = run_offset_for(limits.get("tokens"), going_on)
     if run_offset is not None:
         offset = RunOffset(run_offset, "as given by --run-offset")
-    baseline = arms[0]
     results, paired = [], {}
     baseline_hours = _mean(amount_to(run, "hours", target) for run in baseline.runs) if "hours" in limits else None
     for arm in arms:
-        pairs = [] if arm is baseline else pair_by_seed(arm, baseline, vary)
+        pairs = pairs_of[arm.name]
         paired[arm.name] = [paired_steps(*pair) for pair in pairs]
         difference = None
         if pairs:

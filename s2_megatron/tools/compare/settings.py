@@ -63,6 +63,8 @@ CHECKED = {
 }  # fmt: skip
 ALL = "all"  # --vary all: nothing is checked
 DENSE = "dense"
+# In the header of a thinned log (examples/quality): the hash of the losses of the run whose weights it begins with.
+START_LOSSES = "start_losses"
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,14 @@ def check_comparable(runs: Sequence[Run], vary: Sequence[str]) -> None:
                 f"runs {first.name} and {run.name} differ in {text}; expected the same but for sparsity and seed; pass "
                 f"--vary {names} if that is meant"
             )
+
+
+def begins_with(run: Run) -> tuple | None:
+    """What weights a run goes on from; None for random ones, and where its arguments were not logged. Runs with equal
+    values begin with equal weights; the studies' logs name the dense run by its losses, too."""
+    arguments = run.arguments or {}
+    source = arguments.get("pretrained_checkpoint")
+    return None if source in (None, "", "None") else (source, arguments.get(START_LOSSES))
 
 
 def sparsity_of(run: Run) -> str:

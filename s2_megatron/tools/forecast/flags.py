@@ -216,8 +216,11 @@ def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
             gone |= {"recompute_method", "recompute_num_layers"}
     if "seq_length" in names and getattr(line, "max_position_embeddings", given.seq_length) < given.seq_length:
         gone.add("max_position_embeddings")
-    if getattr(given, "pipeline_model_parallel_size", None) == 1:
-        gone |= {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
+    if "context_parallel_size" in names:
+        gone.add("hierarchical_context_parallel_sizes")
+    stages = {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
+    if names & stages or getattr(given, "pipeline_model_parallel_size", None) == 1:
+        gone |= stages
     return gone
 
 
