@@ -68,7 +68,10 @@ def test_a_refused_setting_is_one_line(tmp_path):
     )
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     line = done.stderr.splitlines()[-1]
-    assert line.startswith("error: Megatron refuses these flags: ") and done.stderr.count("error:") == 1
+    assert (
+        line.startswith("error: --max-position-embeddings=32768 with --seq-length=40000: ")
+        and done.stderr.count("error:") == 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -344,7 +344,7 @@ def test_make_without_an_environment_makes_none(bare_path, tmp_path):
     assert "make-venv" not in result.stdout
     assert f"{tmp_path / 'fake-python'} -m examples.quickstart.run" in result.stdout
     assert '--config "a.yaml"' in result.stdout
-    assert "--iterations 7" in result.stdout
+    assert '--iterations "7"' in result.stdout
 
 
 def test_make_names_the_packages_that_the_present_environment_lacks(tmp_path):

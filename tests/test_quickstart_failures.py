@@ -65,7 +65,9 @@ def test_a_wrong_setting_of_make_is_one_line(tmp_path, setting, words, target):
     (file := tmp_path / "file").touch()
     words = words.format(file=file, dense="_dense" * (target == "compare"))
     command = ["make", "-s", target, "VENV=", f"PYTHON={sys.executable}", f"RUNS={tmp_path}", setting.format(file=file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # `make test` hands its level and its flags on.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=600)
     first, last = done.stderr.splitlines()  # the last one is make's own
     assert done.returncode == 2 and first.startswith(words) and last.startswith("make: ***") and not done.stdout
 

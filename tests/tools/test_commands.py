@@ -82,7 +82,9 @@ def test_what_a_command_raises_is_one_error_line(error, monkeypatch, capsys):
 def test_ctrl_c_is_one_line():
     """A command that Ctrl-C meets while it works."""
     code = (
-        "import sys, time; from s2_megatron.tools import commands, env_report\n"
+        "import signal, sys, time; from s2_megatron.tools import commands, env_report\n"
+        # A shell has SIGINT ignored by what it starts in the background, these tests for example.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "env_report.run = lambda args: (print('works', flush=True), time.sleep(600))\n"
         "sys.exit(commands.main(['env-report']))"
     )
@@ -90,7 +92,10 @@ def test_ctrl_c_is_one_line():
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
     assert process.stdout.readline() == "works\n"
     process.send_signal(signal.SIGINT)
-    assert (*process.communicate(), process.returncode) == ("", "stopped\n", 130)
+    try:
+        assert (*process.communicate(timeout=60), process.returncode) == ("", "stopped\n", 130)
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("picture", ["--png", "--context-png", "--exchange-png"])
