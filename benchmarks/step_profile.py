@@ -6,6 +6,7 @@
     ms of a step       linear  attention  norms/RoPE      loss  optimizer  communication     other      gaps     total
     ROW                   ...        ...         ...       ...        ...            ...       ...       ...       ...
       other: SwiGLUFunctionBackward 41.2, aten::add_ 20.3, ...
+      gaps before: aten::copy_ 12.3, _Linear 2.1, ...
 
 Each moment of the step is counted once. On a GPU it belongs to the kernel that runs then (to the one that started first
 where streams overlap), on a CPU to the operator; moments without any are gaps. A kernel's part is decided by its name
@@ -18,6 +19,7 @@ loss           cross entropy, the logits' product excluded
 optimizer      the step, the norm of the gradients, copies to and from master weights under the optimizer
 communication  NCCL's kernels
 other          the rest: activation functions, residual additions, copies; the largest are named below the table
+gaps           nothing runs; named by the operator whose work ends them, or by the end of the step
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ RULES = tuple(
         ("norms/RoPE", r"norm|_ln_|^ln_|rope|rotary", r"norm|rope|rotary"),
     )
 )
-LARGEST = 6  # of the operators in `other` that are named
+LARGEST = 6  # of the operators in `other`, and behind gaps, that are named
+END = "end of the step"
 
 
 class Work(NamedTuple):
@@ -71,7 +74,7 @@ def part_of(work: Work) -> str:
 
 
 def _cause(work: Work) -> str:
-    """What the table calls a piece of `other`: the autograd function around it, or the operator that launched it."""
+    """What the table calls a piece of work: the autograd function around it, or the operator that launched it."""
     names = [name.removeprefix("autograd::engine::evaluate_function: ") for name in work.scopes]
     functions = [name for name in names if "::" not in name and "#" not in name]
     return (functions or names or [work.name])[-1]
@@ -140,7 +143,8 @@ def work_of(trace: dict) -> tuple[tuple[float, float], list[Work]]:
 
 
 def read_trace(path: Path) -> dict:
-    """{"step_ms", "parts_ms": {part: milliseconds, which add up to the step}, "other_ms": {name: ms} of the largest}.
+    """{"step_ms", "parts_ms": {part: milliseconds, which add up to the step}, "other_ms" and "gaps_ms": {name: ms} of the
+    largest}.
 
     Raises ValueError for a file that is no trace of a step."""
     try:
@@ -150,22 +154,24 @@ def read_trace(path: Path) -> dict:
     except (OSError, EOFError, KeyError, TypeError, json.JSONDecodeError) as problem:
         raise ValueError(f"{path}: not a trace of torch.profiler ({type(problem).__name__}: {problem})") from problem
     covered = span[0]
-    parts, other = dict.fromkeys(PARTS, 0.0), Counter()
+    parts, other, gaps = dict.fromkeys(PARTS, 0.0), Counter(), Counter()
     for piece in sorted(work):
         start, end = max(piece.start, covered), min(piece.end, span[1])
         if end <= start:
             continue
-        parts["gaps"] += start - covered
+        gaps[_cause(piece)] += start - covered
         covered = end
         part = part_of(piece)
         parts[part] += end - start
         if part == "other":
             other[_cause(piece)] += end - start
-    parts["gaps"] += span[1] - covered
+    gaps[END] += span[1] - covered
+    parts["gaps"] = gaps.total()
     return dict(
         step_ms=(span[1] - span[0]) / 1e3,
         parts_ms={part: microseconds / 1e3 for part, microseconds in parts.items()},
         other_ms={name: microseconds / 1e3 for name, microseconds in other.most_common(LARGEST)},
+        gaps_ms={name: microseconds / 1e3 for name, microseconds in gaps.most_common(LARGEST) if microseconds},
     )
 
 
@@ -183,8 +189,9 @@ def table(profiles: dict[str, dict]) -> list[str]:
         times = [*profile["parts_ms"].values(), profile["step_ms"]]
         lines.append(line(name, [f"{time:.1f}" for time in times]))
         lines.append(line("", [f"{time / profile['step_ms']:.1%}" for time in times]))
-        if profile["other_ms"]:
-            lines.append("  other: " + ", ".join(f"{what} {time:.1f}" for what, time in profile["other_ms"].items()))
+        for label, named in (("other", profile["other_ms"]), ("gaps before", profile["gaps_ms"])):
+            if named:
+                lines.append(f"  {label}: " + ", ".join(f"{what} {time:.1f}" for what, time in named.items()))
     return lines
 
 

@@ -210,10 +210,16 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     begin_again(jobs)
     remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None
+
+    def start_run(job: Job) -> list[str]:
+        if parsed.runs_per_gpu > 1:
+            job.shared.touch()
+        return command(job, place.corpus_of(job), on_gpu)
+
     outcomes = run_jobs(
         jobs,
-        [device for device, _ in found],
-        lambda job: command(job, place.corpus_of(job), on_gpu),
+        [device for device, _ in found] * parsed.runs_per_gpu,
+        start_run,
         budget,
         partial(keep, place, jobs, machine(found[0][1]), budget, tell, parsed),
         tell,

@@ -13,13 +13,15 @@ BY_TOKENS, BY_POSITION = "tokens", "first position of the bucket"
 
 
 def draw_curves(comparison: Comparison, file: Path) -> None:
-    """Four panels: training loss over tokens and hours, paired differences, the gap in validation loss by position."""
+    """Four panels: training loss over tokens and hours (over FLOPs where a run has no times), paired differences, the
+    gap in validation loss by position."""
     figure, axes = _panels(2, 2, 7.5)
+    spent, label = ("hours", "hours of training steps") if "hours" in comparison.limits else ("flops", "FLOPs")
     draw_loss(axes[0, 0], comparison, "tokens")
     draw_difference(axes[0, 1], comparison, "tokens")
-    draw_loss(axes[1, 0], comparison, "hours")
+    draw_loss(axes[1, 0], comparison, spent)
     _draw_position_gap(axes[1, 1], comparison, {result.arm.name for result in comparison.results})
-    _save(figure, axes.flat, (BY_TOKENS, BY_TOKENS, "hours of training steps", BY_POSITION), file)
+    _save(figure, axes.flat, (BY_TOKENS, BY_TOKENS, label, BY_POSITION), file)
 
 
 def draw_arms(comparison: Comparison, arms: Collection[str], file: Path) -> None:

@@ -28,7 +28,7 @@ from examples.quality.positions import losing_lines, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
 from examples.quality.repeats import section as repeats_section
-from examples.quality.results import TIMES_OF, chosen_rate, header, read_json
+from examples.quality.results import TIMES_OF, UNTIMED, chosen_rate, header, read_json
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
@@ -136,7 +136,7 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
         if result.difference is not None:
             mean, low, high = result.difference.relative
             paired = f"{_percent(mean)} [{_percent(low)}, {_percent(high)}]"
-        own = [_last(run, "lm loss validation") for run in result.arm.runs]
+        own, rate = [_last(run, "lm loss validation") for run in result.arm.runs], result.tokens_per_second
         spread = f" ± {np.std(own, ddof=1):.4f}" if len(own) > 1 else ""
         trailing = "lm loss by position/trailing validation"
         rows.append(
@@ -147,9 +147,9 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
                 f"{result.validation:.4f}{spread}",
                 paired,
                 _gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
-                _gap(result.at_equal["hours"], dense.at_equal["hours"]),
+                _gap(result.at_equal["hours"], dense.at_equal["hours"]) if "hours" in result.at_equal else "-",
                 _gap(result.at_equal["flops"], dense.at_equal["flops"]),
-                f"{1000 * scale.study.step_tokens / result.tokens_per_second:.0f}",
+                "-" if rate is None else f"{1000 * scale.study.step_tokens / rate:.0f}",
                 "-" if result.speed_up is None else f"{result.speed_up:.2f}",
             ]
         )
@@ -212,10 +212,12 @@ def about_runs(scale: Scale) -> list[str]:
 
 def _borrowed_times(folder: Path) -> str:
     """A sentence on the runs that shared their GPU, "" without one."""
-    runs = [path for path in folder.glob("*.jsonl") if TIMES_OF in header(path)]
-    if not runs:
-        return ""
-    return f" Runs that shared their GPU: {len(runs)}. They have the step times of runs of their arms that were alone."
+    headers = [header(path) for path in folder.glob("*.jsonl")]
+    borrowed, untimed = (sum(name in each for each in headers) for name in (TIMES_OF, UNTIMED))
+    sentence = f" Runs that shared their GPU: {borrowed + untimed}." if borrowed + untimed else ""
+    if borrowed:
+        sentence += " They have the step times of runs of their arms that were alone."
+    return sentence + (f" Without times for that reason: {untimed}." if untimed else "")
 
 
 def scale_section(scale: Scale, picture: str) -> list[str]:

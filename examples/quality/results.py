@@ -3,7 +3,7 @@
 Losses are means of blocks of steps, so that the difference of two runs of one seed, step by step, survives. `time`
 counts training steps alone: an evaluation, a checkpoint, the compilation of the first step and the pause of a run that
 was cut take the median step's time instead of their own. A run beside others on its GPU takes the time of a step
-from one of its arm that was alone. Of the arguments those stay that say what was learnt; the data path is
+from one of its arm that was alone, or has none. Of the arguments those stay that say what was learnt; the data path is
 `corpus/<hash of the corpus>`, so that `compare` refuses runs of different corpora.
 """
 
@@ -25,6 +25,7 @@ from s2_megatron.tools.compare.settings import CHECKED, START_LOSSES
 MOST_RECORDS = 240
 DIGITS = 5
 TIMES_OF = "times_of"  # in the header of a run beside others on its GPU: the result whose time of a step it takes
+UNTIMED = "untimed"  # in its header where there is none: it has no times
 LONG_STEP = 1.5  # medians; a step that took longer held something else
 KEPT = (
     *(name for names in CHECKED.values() for name in names),
@@ -60,7 +61,7 @@ def timed_result(folder: Path, arm: str, machine: dict) -> Path | None:
     results, of all lengths."""
     for path in sorted(folder.glob(f"*/{arm}_seed*.jsonl")):
         about = header(path)
-        if TIMES_OF not in about and about["machine"] == machine:
+        if not about.keys() & {TIMES_OF, UNTIMED} and about["machine"] == machine:
             return path
     return None
 
@@ -74,7 +75,7 @@ def usual_step(path: Path) -> float:
 
 def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) -> list[dict]:
     """The records of the committed log: a header, blocks of training steps, evaluations. timed: the result whose steps'
-    time these take."""
+    time these take; without one a run beside others on its GPU has no times."""
     iterations, evaluations = read_loss_log(job.losses)
     about = next(record for record in read_records(job.losses) if HEADER in record)[HEADER]
     arguments = {name: about["arguments"][name] for name in KEPT if about["arguments"].get(name) is not None}
@@ -85,10 +86,15 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
         arguments[START_LOSSES] = hashlib.sha256(job.start.losses.read_bytes()).hexdigest()[:12]
         arguments.pop("finetune", None)  # Megatron sets it in the process that loads them
     steps = sorted(iterations)
-    if timed is None:
-        seconds = training_seconds([iterations[step]["time"] for step in steps])
-    else:
+    times = {}
+    if timed is not None:
         seconds = usual_step(timed) * np.arange(1, len(steps) + 1)
+        times = {TIMES_OF: f"{timed.parent.name}/{timed.stem}"}
+    elif job.shared.exists():
+        seconds = None
+        times = {UNTIMED: True}
+    else:
+        seconds = training_seconds([iterations[step]["time"] for step in steps])
     block = -(-len(steps) // MOST_RECORDS)
     records = [
         {
@@ -96,10 +102,10 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
                 "arguments": arguments,
                 "flops_per_token": about["flops_per_token"],
                 "machine": machine,
-                **({} if timed is None else {TIMES_OF: f"{timed.parent.name}/{timed.stem}"}),
+                **times,
             },
             "iteration": steps[0],
-            "time": 0.0,
+            **({} if seconds is None else {"time": 0.0}),
         }
     ]
     # Blocks end at the last step.
@@ -112,7 +118,7 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
                 "grad_norm": round(float(np.mean([each["grad_norm"] for each in members])), DIGITS),
                 "learning_rate": members[-1]["learning_rate"],
                 "samples": members[-1]["samples"],
-                "time": round(float(seconds[end]), 3),
+                **({} if seconds is None else {"time": round(float(seconds[end]), 3)}),
             }
         )
     for record in sorted(evaluations.values(), key=lambda record: record["iteration"]):

@@ -89,7 +89,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=1,
         metavar="N",
         help="this many at once on each GPU (default: 1). Small models then wait less for the host; a run takes the "
-        "time of a step from one of its arm that had such a GPU alone",
+        "time of a step from one of its arm that had such a GPU alone (a run that goes on from another one, or comes "
+        "before such, has no times)",
     )
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
     parsed = parser.parse_args(arguments)
@@ -97,10 +98,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")
     if parsed.runs_per_gpu < 1:
         parser.error(f"--runs-per-gpu {parsed.runs_per_gpu}: expected 1 or more")
-    if parsed.runs_per_gpu > 1 and ALL[parsed.study].start is not None:
-        parser.error(
-            f"--runs-per-gpu {parsed.runs_per_gpu}: expected 1 with {parsed.study}, whose runs go on from other ones"
-        )
     for name in ("tokens", "start_tokens", "rate_tokens", "rate", "budget"):
         value = getattr(parsed, name)
         if value is not None and not value > 0:

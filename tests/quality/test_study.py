@@ -140,7 +140,6 @@ def test_arguments_are_refused(capsys):
         ["lm9k"],
         ["lm8k", "--arms", "sparse"],
         ["lm8k", "--runs-per-gpu", "0"],
-        ["extend32k", "--runs-per-gpu", "2"],
     ):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(wrong)
