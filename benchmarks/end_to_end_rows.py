@@ -64,11 +64,11 @@ _ONE_GPU = {
 GROUPS = {
     "1p3b-one-gpu": tuple(name for names in _ONE_GPU.values() for name in names),
     **{f"1p3b-one-gpu-{length}": names for length, names in _ONE_GPU.items()},
-    # Memory flags that may be the best of each side, beside those of 1p3b-one-gpu-128k.
+    # The same flags with the fused loss, for which there is room, then those that may be the best of each side.
     "1p3b-128k-best": _prefixed(
         "1p3b-128k",
-        *("block18-keep-s2", "block18-keep-fusedloss-s2", "mlp-offload-s2"),
-        *("mlp-offload-dense", "mlp-offload-fusedloss-dense", "block18-dense"),
+        *("full-keep-fusedloss-s2", "full-keep-fusedloss-hybrid", "full-fusedloss-dense"),
+        *("block18-keep-fusedloss-s2", "mlp-offload-dense", "block15-dense"),
     ),
     "1p3b-128k-offloaded-optimizer": _prefixed("1p3b-128k-full", "keep-hostoptimizer-s2", "hostoptimizer-dense"),
     "1p3b-128k-cp2": _prefixed("1p3b-128k-cp2-full", "keep-s2", "s2", "p2p-dense", "a2a-dense"),
@@ -274,7 +274,9 @@ def implementation_flags(row: Row, machine: Machine) -> list[str]:
         "--use-distributed-optimizer",
     ]
     if machine.transformer_engine:
-        flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        # One rank has nothing to overlap, and waits for the norm of every bucket's gradients all the same.
+        if machine.processes > row.tp * row.pp:
+            flags += ["--overlap-grad-reduce", "--overlap-param-gather"]
         if row.tokens // row.cp * _qkv_width(row.shape) // row.tp > FUSED_ROPE_ELEMENTS:
             flags += ["--no-rope-fusion"]
     else:

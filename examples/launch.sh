@@ -68,7 +68,9 @@ launch() {
     local layers=(--transformer-impl "$implementation")
     case $implementation in
         transformer_engine)
-            layers+=(--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather)
+            layers+=(--use-distributed-optimizer)
+            # One GPU has nothing to overlap, and would wait for the norm of every bucket's gradients all the same.
+            [[ $GPUS_PER_NODE == 1 && $NNODES == 1 ]] || layers+=(--overlap-grad-reduce --overlap-param-gather)
             # Megatron's output layer is not Transformer Engine's: it takes this fusion from Apex and raises without it.
             # The extension is linked against torch's libraries, which have to be there first.
             if ! "$PYTHON" -c 'import torch, fused_weight_gradient_mlp_cuda' 2>/dev/null; then

@@ -186,7 +186,19 @@ def test_rows_of_one_gpu():
         assert three[0].tp * three[0].cp * three[0].pp == 1
     best = chosen_rows("1p3b-128k-best")
     assert all(row.task() == rows[-1].task() for row in best)
-    assert [row.attention for row in best] == ["s2"] * 3 + ["dense"] * 3
+    same, each = best[:3], best[3:]
+    assert [row.attention for row in same] == ["s2", "hybrid", "dense"]
+    assert all(row.setting() == same[0].setting() and row.fusedloss for row in same)
+    assert [row.attention for row in each] == ["s2", "dense", "dense"]
+
+
+@pytest.mark.parametrize("name, processes, overlapped", [
+    ("1p3b-8k-s2", 1, False), ("1p3b-8k-s2", 2, True), ("1p3b-8k-cp2-s2", 2, True), ("1p3b-8k-tp2-s2", 2, False),
+    ("1p3b-8k-tp2-pp2-s2", 4, False), ("1p3b-8k-tp2-pp2-s2", 8, True),
+])  # fmt: skip
+def test_one_rank_of_data_overlaps_nothing(name, processes, overlapped):
+    flags = row_flags(parse_row(name), Machine(processes, True, True, False), 6, 1)
+    assert ("--overlap-grad-reduce" in flags, "--overlap-param-gather" in flags) == (overlapped, overlapped)
 
 
 def test_rows_of_the_groups():

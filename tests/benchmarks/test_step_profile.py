@@ -65,6 +65,12 @@ def test_parts_of_a_step_on_a_gpu(tmp_path):
     }  # fmt: skip
     assert sum(microseconds.values()) == 1000 and tuple(microseconds) == PARTS
     assert list(profile["other_ms"]) == ["SwiGLUFunction", "aten::add_"]
+    # Nothing runs before the first kernel and after the last.
+    assert {name: round(1000 * time) for name, time in profile["gaps_ms"].items()} == {
+        "end of the step": 235,
+        "_Linear": 100,
+    }
+    assert "  gaps before: end of the step 0.2, _Linear 0.1" in table({"a": profile})
 
 
 def test_parts_of_a_step_on_a_cpu(tmp_path):

@@ -143,6 +143,23 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     assert (tmp_path / "switch.png").stat().st_size > 20_000
 
 
+def test_runs_beside_each_other_have_no_times(study, tmp_path):
+    status, said = study("--runs-per-gpu", "2")
+    assert status == COMPLETE, "\n".join(said)
+    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
+    for path in folder.glob("*.jsonl"):
+        assert not any("time" in record for record in read_records(path)), path
+    (scale,) = page.read_scales(TINY, tmp_path / "results")
+    text = "\n".join(page.scale_section(scale, "x/curves.png"))
+    assert "Runs that shared their GPU: 4. Without times for that reason: 4." in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| s2 | ") and "0.004" not in line and "%" in line
+              and line.count("|") == 11]  # fmt: skip
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[6] == "-" and cells[7] != "-" and cells[8:] == ["-", "-"]  # time, FLOPs, ms a step and speed-up
+    page.draw_curves(scale.comparison, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 20_000
+
+
 def test_the_dense_weights_stay_while_something_begins_with_them(study, tmp_path):
     status, said = study("--budget", "60")
     assert status == AGAIN and "0 of 6 runs are finished; the budget is spent; repeat the command to go on" in said

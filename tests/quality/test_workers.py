@@ -201,6 +201,13 @@ def test_a_run_beside_others_takes_the_times_of_one_that_was_alone(tmp_path, mon
     # Times that were taken from another run are no measure for a third.
     timed.unlink()
     assert timed_result(tmp_path, "s2", cpu) is None
+    # Nor has a run beside others times of its own.
+    shared.shared.touch()
+    write_run(timed, shared, CORPUS, cpu)
+    records = read_records(timed)
+    assert records[0][HEADER]["untimed"] is True and not any("time" in record for record in records)
+    assert [record["iteration"] for record in records] == [record["iteration"] for record in log]
+    assert timed_result(tmp_path, "s2", cpu) is None
 
 
 def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monkeypatch):
