@@ -143,7 +143,7 @@ def work_of(trace: dict) -> tuple[tuple[float, float], list[Work]]:
 
 
 def read_trace(path: Path) -> dict:
-    """{"step_ms", "parts_ms": {part: milliseconds, which add up to the step}, "other_ms" and "gaps_ms": {name: ms} of the
+    """{"step_ms", "parts_ms": {part: milliseconds, which add up to the step}, "other_ms" and "gaps_ms": {name: ms}, the
     largest}.
 
     Raises ValueError for a file that is no trace of a step."""

@@ -205,6 +205,14 @@ def test_launcher_looks_for_the_fused_gradients_of_apex(tmp_path):
         assert done.stderr.count("\n") == (not is_there) and done.stderr.startswith("" if is_there else flag)
 
 
+@pytest.mark.parametrize("gpus, overlapped", [("1", False), ("2", True), ("gpu", True)])
+def test_launcher_overlaps_nothing_on_one_gpu(gpus, overlapped):
+    script = ROOT / "examples" / "pretrain_1p3b.sh"
+    command = launched(script, TRANSFORMER_IMPL="transformer_engine", GPUS_PER_NODE=gpus)
+    assert "--use-distributed-optimizer" in command
+    assert {flag in command for flag in ("--overlap-grad-reduce", "--overlap-param-gather")} == {overlapped}
+
+
 # In a process of its own: it makes torch.cuda land on the CPU, which no other test must see.
 PARSE = """
 import json, os, sys
