@@ -207,11 +207,11 @@ def run_row(row: Row, machine: Machine, args, peak_tflops: float | None, time_li
             activation_gib_per_1k=(found["peak_gib"] - found["resident_gib"]) / thousands,
             utilisation=found["tflops"] / peak_tflops if peak_tflops else None,
         )
-    if args.profile and code == 0:
+    if args.profile and code in (0, None):  # the time limit may have come behind the trace
         try:
             result["profile"] = step_profile.read_trace(folder / "torch_profile" / "rank-0.json.gz")
         except ValueError as problem:
-            result["error"] = str(problem)
+            result["error"] = error or str(problem)
     return result
 
 

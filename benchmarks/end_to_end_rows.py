@@ -64,11 +64,11 @@ _ONE_GPU = {
 GROUPS = {
     "1p3b-one-gpu": tuple(name for names in _ONE_GPU.values() for name in names),
     **{f"1p3b-one-gpu-{length}": names for length, names in _ONE_GPU.items()},
-    # The same flags with the fused loss, for which there is room, then those that may be the best of each side.
+    # The same flags with the fused loss, for which there is room, then the best that is known for each side.
     "1p3b-128k-best": _prefixed(
         "1p3b-128k",
-        *("full-keep-fusedloss-s2", "full-keep-fusedloss-hybrid", "full-fusedloss-dense"),
-        *("block18-keep-fusedloss-s2", "mlp-offload-dense", "block15-dense"),
+        *("full-keep-fusedloss-s2", "full-fusedloss-dense"),
+        *("block18-keep-fusedloss-s2", "mlp-offload-dense"),
     ),
     "1p3b-128k-offloaded-optimizer": _prefixed("1p3b-128k-full", "keep-hostoptimizer-s2", "hostoptimizer-dense"),
     "1p3b-128k-cp2": _prefixed("1p3b-128k-cp2-full", "keep-s2", "s2", "p2p-dense", "a2a-dense"),

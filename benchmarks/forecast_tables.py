@@ -41,9 +41,15 @@ SOURCES = {
         "h200_cp2_end_to_end.json",
         "h200_cp4_end_to_end.json",
     ),
-    # Compared, never fitted to: recomputation of some layers, measured after the first fit; another model, with S2's
-    # blocks by copy engines (removed).
-    "others": ("h200_128k_best.json", "h200_7b_512k.json", "h200_7b_1m.json"),
+    # Compared, never fitted to: rows that were measured after the fit; another model, with S2's blocks by copy engines
+    # (removed).
+    "others": (
+        "h200_128k_best.json",
+        "h200_128k_same_flags.json",
+        "h200_8k_step.json",
+        "h200_7b_512k.json",
+        "h200_7b_1m.json",
+    ),
 }
 KERNELS = {"S2": "S2", "cuDNN dense": "dense"}  # Transformer Engine's dense attention is cuDNN's on these GPUs
 # In h200_cp4_te.json S2's blocks travelled by copy engines, which is removed.

@@ -11,6 +11,7 @@ dense model (continued.py).
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -80,14 +81,24 @@ def run_offset(repeats: dict[str, dict[str, Run]]) -> Offset | None:
     return Offset(math.sqrt(squares / freedom), low, high)
 
 
-def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float]]:
-    """(last step, gap in nats, gap as a share of dense's loss) of each of WINDOWS parts of the steps to `last_step`."""
+def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float] | None]:
+    """(last step, gap in nats, gap as a share of dense's loss) of each of WINDOWS equal parts of the steps to
+    `last_step`; None of a part in which the shorter of the two ends."""
     paired = paired_steps(own, dense)
+    ends = np.linspace(0, last_step, WINDOWS + 1)
     found = []
-    for edges in np.array_split(np.flatnonzero(paired.steps <= last_step), WINDOWS):
-        own_loss, dense_loss = (float(losses[edges].mean()) for losses in (paired.arm, paired.baseline))
-        found.append((int(paired.steps[edges[-1]]), own_loss - dense_loss, own_loss / dense_loss - 1))
+    for start, end in itertools.pairwise(ends):
+        inside = (paired.steps > start) & (paired.steps <= end)
+        if _last_common(own, dense) < end:
+            found.append(None)
+            continue
+        own_loss, dense_loss = (float(losses[inside].mean()) for losses in (paired.arm, paired.baseline))
+        found.append((int(paired.steps[inside][-1]), own_loss - dense_loss, own_loss / dense_loss - 1))
     return found
+
+
+def _last_common(own: Run, dense: Run) -> int:
+    return min(int(run.series[TRAINING_LOSS].steps[-1]) for run in (own, dense))
 
 
 def _scratch_lines(repeats: dict[str, dict[str, Run]], table: Callable) -> list[str]:
@@ -112,15 +123,18 @@ def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) ->
     if not common:
         return []
     runs = {repeat: (repeats[arm][repeat], repeats[BASELINE][repeat]) for repeat in common}
-    last = min(int(run.series[TRAINING_LOSS].steps[-1]) for pair in runs.values() for run in pair)
+    ends = {repeat: _last_common(*pair) for repeat, pair in runs.items()}
+    # A repeat that was cut early has the first parts of the others.
+    last = min(end for end in ends.values() if 2 * end >= max(ends.values()))
     found = {repeat: gaps(*pair, last) for repeat, pair in runs.items()}
-    tokens = runs[common[0]][1].axis("tokens")[-1] / runs[common[0]][1].series[TRAINING_LOSS].steps[-1]
-    ends = [f"{end * tokens / 1e6:.1f}M" for end, *_ in found[common[0]]]
-    windows = zip(["0", *ends], ends)
+    longest = max(common, key=ends.get)
+    tokens = runs[longest][1].axis("tokens")[-1] / runs[longest][1].series[TRAINING_LOSS].steps[-1]
+    edges = [f"{end * tokens / 1e6:.1f}M" for end, *_ in found[longest]]
+    windows = zip(["0", *edges], edges)
     columns = (f"`{arm}` minus dense, training loss", *(f"from {start} to {end} tokens" for start, end in windows))
     rows = [
-        [f"repeat {repeat}", *(f"{gap:+.4f} ({100 * share:+.2f} %)" for _, gap, share in found[repeat])]
-        for repeat in common
+        [f"repeat {repeat}", *("-" if part is None else f"{part[1]:+.4f} ({100 * part[2]:+.2f} %)" for part in each)]
+        for repeat, each in found.items()
     ]
     return [*table(columns, rows), ""]
 

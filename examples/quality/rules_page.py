@@ -101,7 +101,9 @@ def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
         return "-"
     half = effects.half_width(arm, base, comparisons)
     spread = "" if math.isinf(half) else f" ± {half:.4f}"
-    return f"{effects.difference(arm, base):+.4f}{spread}"
+    # Losses have five digits, so a difference of two means can lie half-way between two of four: the last bit of a
+    # machine's arithmetic must not choose.
+    return f"{round(effects.difference(arm, base), 9):+.4f}{spread}"
 
 
 def question_table(found: Findings, question: Question, table: Callable) -> list[str]:

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 ENGINE = {"--transformer-impl": "transformer_engine"}
 WHOLE_ITERATIONS = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}
+PADDED = {
+    "--num-experts": "4",
+    "--moe-token-dispatcher-type": "alltoall",
+    "--moe-expert-capacity-factor": "1",
+    "--moe-pad-expert-input-to-capacity": None,
+}
+OFFLOAD = {"--fine-grained-activation-offloading": None, "--offload-modules": "core_attn"}
 GRAPHS = {**ENGINE, "--cuda-graph-impl": "local"}
 ENGINE_GRAPHS = {**ENGINE, "--cuda-graph-impl": "transformer_engine"}
 ROUTERS = {"--num-experts": "4", "--cuda-graph-modules": ["attn", "moe_router"]}
@@ -220,6 +227,12 @@ ACCEPTED = {
         flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}
     ),
     "cuda_graphs_of_whole_iterations": dict(flags=WHOLE_ITERATIONS),
+    "cuda_graphs_of_whole_iterations_padded_experts": dict(flags={**WHOLE_ITERATIONS, **PADDED}),
+    "cuda_graphs_of_whole_iterations_offload": dict(
+        flags={**ENGINE, **WHOLE_ITERATIONS, **OFFLOAD, "--fine-grained-offloading-max-inflight-offloads": "2"}
+    ),
+    "cuda_graphs_of_whole_iterations_mtp": dict(flags={**WHOLE_ITERATIONS, "--mtp-num-layers": "1"}),
+    "cuda_graphs_of_transformer_engine_mtp": dict(flags={**ENGINE_GRAPHS, "--mtp-num-layers": "1"}),
     "cuda_graphs_context_parallel": dict(flags={**WHOLE_ITERATIONS, "--context-parallel-size": "2"}, world_size=2),
     "cuda_graphs_context_parallel_of_layers": dict(flags={**GRAPHS, **CP2}, world_size=2),
     "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),

@@ -7,19 +7,13 @@ from tests.megatron.refusal_cases import (
     ENGINE_GRAPHS,
     GRAPHS,
     MEGATRON_FSDP,
+    OFFLOAD,
     OVERLAPPED,
+    PADDED,
     ROUTERS,
     SAVED,
     WHOLE_ITERATIONS,
 )
-
-PADDED = {
-    "--num-experts": "4",
-    "--moe-token-dispatcher-type": "alltoall",
-    "--moe-expert-capacity-factor": "1",
-    "--moe-pad-expert-input-to-capacity": None,
-}
-OFFLOAD = {"--fine-grained-activation-offloading": None, "--offload-modules": "core_attn"}
 
 # For every refusal of unproven.py, as CASES in refusal_cases.py.
 UNPROVEN = {
@@ -36,12 +30,16 @@ UNPROVEN = {
         "remove --overlap-dispatch-backward-with-experts-wgrad",
     ),
     "cuda_graph_held_experts": (
-        dict(flags={**WHOLE_ITERATIONS, **PADDED}),
+        dict(flags={**ENGINE_GRAPHS, **PADDED}),
         "inside of the graph (padded experts, or --cuda-graph-modules moe or moe_preprocess) has not been run",
     ),
-    "cuda_graph_offload": (
+    "cuda_graph_engine_offload": (
         dict(flags={**ENGINE_GRAPHS, **OFFLOAD}),
-        "offloaded activations has not been run on a GPU with S2 attention; use --cuda-graph-impl none",
+        "(cudaErrorStreamCaptureUnjoined); use --cuda-graph-impl full_iteration or none",
+    ),
+    "cuda_graph_offload": (
+        dict(flags={**WHOLE_ITERATIONS, "--cpu-offloading-num-layers": "1"}),
+        "offloaded activations has not been run on a GPU with S2 attention; use --cuda-graph-impl full_iteration with",
     ),
     "cuda_graph_stages": (
         dict(flags={**GRAPHS, "--pipeline-model-parallel-size": "2"}, world_size=2),
@@ -54,10 +52,6 @@ UNPROVEN = {
     "cuda_graph_cp_comm_type": (
         dict(flags={**GRAPHS, **CP2, "--s2-cp-comm-type": "a2a"}, world_size=2),
         "has not been run on GPUs; use --s2-cp-comm-type sparse, or --cuda-graph-impl none",
-    ),
-    "cuda_graph_mtp": (
-        dict(flags={**ENGINE_GRAPHS, "--mtp-num-layers": "1"}),
-        "transformer_engine with --mtp-num-layers has not been run on a GPU",
     ),
     "cuda_graph_fsdp": (
         dict(flags={**WHOLE_ITERATIONS, **MEGATRON_FSDP}, connections="8"),
@@ -84,7 +78,6 @@ ALSO_UNPROVEN = {
         "megatron_fsdp_checkpoint",
         dict(flags={**MEGATRON_FSDP, "--load": "run", "--no-load-optim": None}, connections="8"),
     ),
-    "graphs_of_layers_with_padded_experts": ("cuda_graph_held_experts", dict(flags={**ENGINE_GRAPHS, **PADDED})),
     "graphs_of_moe_preprocess": (
         "cuda_graph_held_experts",
         dict(

@@ -62,8 +62,12 @@ def test_gaps_are_of_equal_parts_of_the_steps_that_both_have(tmp_path):
     assert gaps(runs["s2"]["1"], runs["dense"]["1"], last_step=80) == [
         (20, pytest.approx(0.4), pytest.approx(0.1)), (40, pytest.approx(0.2), pytest.approx(0.05)),
         (60, pytest.approx(0.1), pytest.approx(0.025)), (80, pytest.approx(0), pytest.approx(0))]  # fmt: skip
+    # One that was cut has the parts that it went through.
+    write(tmp_path, "dense_repeat2", dense[:30], pretrained_checkpoint="start-dense")
+    write(tmp_path, "s2_repeat2", dense[:30] + 0.2, pretrained_checkpoint="start-dense")
     text = "\n".join(section(tmp_path, table))
     assert "from 0 to 0.1M tokens" in text and "| repeat 1 | +0.4000 (+10.00 %)" in text
+    assert "| repeat 2 | +0.2000 (+5.00 %) | - | - | - |" in text
 
 
 def test_a_comparison_takes_what_the_repeats_gave():

@@ -27,12 +27,18 @@ def _graphs_of_engine(args: Namespace) -> bool:
 
 
 def _graphs_hold_experts(args: Namespace) -> bool:
-    """Whether a graph has to hold more of an expert layer than its router; graphs of the kind local and the dropless
-    dispatch have refusals of their own."""
-    if not args.num_experts or not (_graphs_of_engine(args) or whole_iterations(args)):
+    """Whether a graph of Transformer Engine has to hold more of an expert layer than its router; the dropless dispatch
+    has a refusal of its own."""
+    if not args.num_experts or not _graphs_of_engine(args):
         return False
     modules = module_names(args)
     return bool(modules & {"moe", "moe_preprocess"} if modules else is_padded(args))
+
+
+def _graphs_with_copies(args: Namespace) -> bool:
+    """Whether activations leave for the host in a way that no graph has been seen with."""
+    modules = args.fine_grained_activation_offloading and args.cuda_graph_impl == "local"
+    return bool(_graphs(args) and (modules or args.cpu_offloading_num_layers))
 
 
 def _graphs_of_stages(args: Namespace) -> bool:
@@ -75,16 +81,24 @@ REFUSALS = (
     Refusal(
         "cuda_graph_held_experts",
         _graphs_hold_experts,
-        "--cuda-graph-impl {args.cuda_graph_impl} with the dispatch of tokens to experts inside of the graph (padded "
+        "--cuda-graph-impl transformer_engine with the dispatch of tokens to experts inside of the graph (padded "
         "experts, or --cuda-graph-modules moe or moe_preprocess) has not been run on a GPU with S2 attention",
-        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
+        "use --cuda-graph-modules attn moe_router, or with padded experts --cuda-graph-impl full_iteration",
+    ),
+    Refusal(
+        "cuda_graph_engine_offload",
+        lambda args: _graphs_of_engine(args) and bool(args.fine_grained_activation_offloading),
+        "--cuda-graph-impl transformer_engine with --fine-grained-activation-offloading failed on a GPU: the copies to "
+        "the host run on a stream of their own, which has not joined when Transformer Engine ends the capture of a "
+        "layer (cudaErrorStreamCaptureUnjoined)",
+        "use --cuda-graph-impl full_iteration or none, or remove --fine-grained-activation-offloading",
     ),
     Refusal(
         "cuda_graph_offload",
-        lambda args: _graphs(args) and bool(args.fine_grained_activation_offloading or args.cpu_offloading_num_layers),
-        "--cuda-graph-impl {args.cuda_graph_impl} with offloaded activations has not been run on a GPU with S2 "
-        "attention",
-        "use --cuda-graph-impl none, or remove --fine-grained-activation-offloading and --cpu-offloading-num-layers",
+        _graphs_with_copies,
+        "--cuda-graph-impl {args.cuda_graph_impl} with this kind of offloaded activations has not been run on a GPU "
+        "with S2 attention",
+        "use --cuda-graph-impl full_iteration with --fine-grained-activation-offloading, or --cuda-graph-impl none",
     ),
     Refusal(
         "cuda_graph_stages",
@@ -106,12 +120,6 @@ REFUSALS = (
         "--cuda-graph-impl {args.cuda_graph_impl} with --s2-cp-comm-type {comm_types} has not been run on GPUs",
         "use --s2-cp-comm-type sparse, or --cuda-graph-impl none",
         lambda args: {"comm_types": " ".join(args.s2_cp_comm_type)},
-    ),
-    Refusal(
-        "cuda_graph_mtp",
-        lambda args: bool((_graphs_of_engine(args) or whole_iterations(args)) and args.mtp_num_layers),
-        "--cuda-graph-impl {args.cuda_graph_impl} with --mtp-num-layers has not been run on a GPU with S2 attention",
-        "use --cuda-graph-impl local, or none",
     ),
     Refusal(
         "cuda_graph_fsdp",
