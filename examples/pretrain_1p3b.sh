@@ -2,7 +2,14 @@
 # A GPT of 1.3 billion parameters: 24 layers, hidden 2048, 16 heads. One node of 8 GPUs, data parallel.
 #
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer examples/pretrain_1p3b.sh
-#   CONFIG=configs/s2_1p3b_dense.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh --train-iters 50
+#   CONFIG=configs/s2_1p3b_dense.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh --train-iters 50 --lr-warmup-iters 5
+#
+# 128K tokens on one GPU of 141 GB, with the flags of the row in docs/performance.md:
+#
+#   GPUS_PER_NODE=1 SEQ_LENGTH=131072 CONFIG=configs/s2_1p3b_s2.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh \
+#       --global-batch-size 1 --train-iters 10 --lr-warmup-iters 1 --s2-keep-attention-output \
+#       --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
+#       --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
 #
 # launch.sh lists the other settings.
 set -euo pipefail
@@ -11,6 +18,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 CONFIG=${CONFIG:-configs/s2_1p3b_hybrid.yaml}
 SEQ_LENGTH=${SEQ_LENGTH:-8192}
 MOCK_VOCAB_SIZE=32000
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 EXTRA_FLAGS=("$@")
 
 MODEL=(

@@ -2,7 +2,7 @@
 # A GPT of 7 billion parameters: 32 layers, hidden 4096, 32 heads. One node of 8 GPUs, tensor and sequence parallel.
 #
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer examples/pretrain_7b.sh
-#   CONFIG=configs/s2_7b_dense.yaml MOCK_DATA=1 examples/pretrain_7b.sh --train-iters 50
+#   CONFIG=configs/s2_7b_dense.yaml MOCK_DATA=1 examples/pretrain_7b.sh --train-iters 50 --lr-warmup-iters 5
 #
 # launch.sh lists the other settings.
 set -euo pipefail

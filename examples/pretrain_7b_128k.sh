@@ -4,7 +4,7 @@
 # is not computed a second time.
 #
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer examples/pretrain_7b_128k.sh
-#   TP=2 CP=4 MOCK_DATA=1 examples/pretrain_7b_128k.sh --train-iters 50
+#   TP=2 CP=4 MOCK_DATA=1 examples/pretrain_7b_128k.sh --train-iters 50 --lr-warmup-iters 5
 #
 # Memory of a GPU, counted, not measured: weights, gradients and an eighth of the optimizer's state 47 GiB, layer inputs
 # 4, stored attention outputs 4, one layer and the loss about 8: it needs 80 GB and the distributed optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,30 @@ def test_a_dry_run_checks_and_prints(tmp_path):
     assert command[:2] == ["env", "CUDA_DEVICE_MAX_CONNECTIONS=1"]
     assert command[2:5] == [sys.executable, "-m", "torch.distributed.run"] and "--s2-config" in command
     assert not list(tmp_path.iterdir()), "a dry run writes nothing"
+
+
+def commands_with_mock_data() -> list[str]:
+    """Those that the launchers' headers and docs/launch.md show."""
+    texts = [path.read_text().replace("\n#", "\n") for path in sorted((ROOT / "examples").glob("pretrain_*.sh"))]
+    texts.append((ROOT / "docs" / "launch.md").read_text())
+    lines = [line.strip() for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    return [
+        line
+        for line in lines
+        if re.match(r"[A-Z_0-9]+=\S+ .*examples/pretrain_\w+\.sh", line) and "MOCK_DATA=1" in line
+    ]
+
+
+@pytest.mark.parametrize("command", commands_with_mock_data())
+def test_a_command_that_is_shown_passes_the_check(command, tmp_path):
+    settings = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "TRANSFORMER_IMPL": "transformer_engine"}
+    settings |= {"OUTPUT": str(tmp_path / "run"), "OMP_NUM_THREADS": "1", "DRY_RUN": "1"}
+    done = subprocess.run(["bash", "-c", command], env=settings, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "nothing wrong found" in done.stderr, done.stderr
+
+
+def test_the_shown_commands_are_found():
+    assert len(commands_with_mock_data()) >= 5
 
 
 def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
