@@ -238,9 +238,8 @@ def test_megatron_and_s2_accept_every_row_of_the_groups():
     cases = []
     for row in rows:
         flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in row_flags(row, GPUS, 6, 1)]
-        flags.append(
-            "--no-rope-fusion"
-        )  # its kernel is Transformer Engine's, which Megatron looks for as soon as it makes a model config
+        # Its kernel is Transformer Engine's, which Megatron looks for as soon as it makes a model config.
+        flags.append("--no-rope-fusion")
         cases.append({"argv": flags, "world_size": row.tp * row.cp * row.pp, "device": "cuda"})
     for row, result in zip(rows, parse_cases(cases, **row_environment(parse_row("1p3b-32k-offload-s2")))):
         assert (result["error"], result["refused_by_megatron"]) == (None, None), (row.name, result)
