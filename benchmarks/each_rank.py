@@ -58,6 +58,9 @@ def nothing_travels():
         yield
 
 
+CPU_TOKENS = 4096  # of the longest sequence without a GPU
+
+
 def measure(args, size: int, rank: int, tokens: int, device: torch.device) -> dict:
     """One row."""
     pattern, dtype = pattern_of(args), torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -100,6 +103,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    longest = max(map(int, args.seq_lengths.split(",")))
+    if not torch.cuda.is_available() and longest > CPU_TOKENS:
+        raise SystemExit(f"error: --seq-lengths {longest}: no GPU, which it takes; without one {CPU_TOKENS} or fewer")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     content = dict(**report.provenance("benchmarks/each_rank.py", sys.argv[1:]), settings=settings)

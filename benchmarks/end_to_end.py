@@ -297,6 +297,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--json", type=Path, help="write rows, command, versions, hardware, commit (S2_COMMIT without .git)"
     )
     args = parser.parse_args(argv)
+    if args.gpus < 1:
+        parser.error(f"--gpus {args.gpus}: expected 1 or more")
+    if args.json is not None:
+        try:
+            args.json.absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            parser.error(f"--json {args.json}: its folder cannot be made ({problem.strerror}); use another one")
     if args.train_iters <= SKIPPED_STEPS:
         parser.error(f"--train-iters {args.train_iters}: expected more than {SKIPPED_STEPS}, which are not measured")
     return args
@@ -311,7 +318,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         rows = chosen_rows(args.rows)
     except ValueError as problem:
-        raise SystemExit(str(problem)) from None
+        print(f"error: --rows {problem}", file=sys.stderr)
+        sys.exit(2)
     found = probe(sys.argv[1:] if argv is None else argv)
     origin = found["origin"]
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
@@ -337,6 +345,8 @@ def main(argv: list[str] | None = None) -> None:
     profiles = {result["row"]: result["profile"] for result in results if "profile" in result}
     if profiles:
         print("\n" + "\n".join(step_profile.table(profiles)))
+    if not any("step_ms" in result for result in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

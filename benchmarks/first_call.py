@@ -60,4 +60,8 @@ if __name__ == "__main__":
     if len(sys.argv) == 2:
         child(int(sys.argv[1]))
     else:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise SystemExit("error: no GPU; this times the first call of the kernels on an NVIDIA GPU")
         print(json.dumps(measure()))

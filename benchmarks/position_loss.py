@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.end_to_end import probe
-from benchmarks.end_to_end_rows import Machine, Row, parse_row, row_environment, row_flags
+from benchmarks.end_to_end_rows import SHAPES, Machine, Row, parse_row, row_environment, row_flags
 from benchmarks.report import provenance, write_json
 
 TARGET = 0.01  # of a step
@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
     given = sys.argv[1:] if argv is None else argv
     found, origin = probe(given), provenance("benchmarks/position_loss.py", given)
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
+    if card is None and row.shape is not SHAPES["tiny"]:
+        raise SystemExit(f"error: --row {args.row}: no GPU here, which it is made for; use --row tiny-512-none-hybrid")
     machine = Machine(1, card is not None, found["transformer_engine"], found["fused_gradients"])
     with tempfile.TemporaryDirectory() as folder:
         milliseconds = measure(row, machine, args.buckets, args.rounds, args.steps, Path(folder))

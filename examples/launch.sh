@@ -36,6 +36,28 @@ is_number "${MASTER_PORT:-29500}" 1024 65535 || fail "MASTER_PORT=$MASTER_PORT; 
 [[ $GPUS_PER_NODE == @(gpu|auto|cpu) ]] || is_number "$GPUS_PER_NODE" 1 999999999 ||
     fail "GPUS_PER_NODE=$GPUS_PER_NODE; expected a number, 1 or more, or gpu for all"
 
+# value_of NAME FLAG...: of the last flag of this name, 1 without one.
+value_of() {
+    local name=$1 value=1
+    shift
+    while [[ $# -gt 0 ]]; do
+        [[ $1 != "$name" ]] || value=${2:-}
+        [[ $1 != "$name="* ]] || value=${1#*=}
+        shift
+    done
+    echo "$value"
+}
+
+# is_one_copy FLAG...: whether all GPUs hold one copy of the model, by tensor and pipeline ranks. A number of GPUs that
+# torchrun finds, or that is wrong, is taken for several copies.
+is_one_copy() {
+    local tensor pipeline
+    tensor=$(value_of --tensor-model-parallel-size "$@")
+    pipeline=$(value_of --pipeline-model-parallel-size "$@")
+    is_number "$GPUS_PER_NODE" 1 999999999 && is_number "$tensor" 1 999999 && is_number "$pipeline" 1 999999 &&
+        [[ $((GPUS_PER_NODE * NNODES)) -le $((tensor * pipeline)) ]]
+}
+
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
     require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_hybrid.yaml"
@@ -69,8 +91,11 @@ launch() {
     case $implementation in
         transformer_engine)
             layers+=(--use-distributed-optimizer)
-            # One GPU has nothing to overlap, and would wait for the norm of every bucket's gradients all the same.
-            [[ $GPUS_PER_NODE == 1 && $NNODES == 1 ]] || layers+=(--overlap-grad-reduce --overlap-param-gather)
+            # One data-parallel rank has nothing to overlap, and would wait for the norm of every bucket's gradients all
+            # the same.
+            if ! is_one_copy "$@" "${EXTRA_FLAGS[@]}"; then
+                layers+=(--overlap-grad-reduce --overlap-param-gather)
+            fi
             # Megatron's output layer is not Transformer Engine's: it takes this fusion from Apex and raises without it.
             # The extension is linked against torch's libraries, which have to be there first.
             if ! "$PYTHON" -c 'import torch, fused_weight_gradient_mlp_cuda' 2>/dev/null; then

@@ -4,9 +4,10 @@
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer examples/pretrain_1p3b.sh
 #   CONFIG=configs/s2_1p3b_dense.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh --train-iters 50 --lr-warmup-iters 5
 #
-# 128K tokens on one GPU of 141 GB, with the flags of the row in docs/performance.md:
+# 128K tokens on one GPU of 141 GB, with the memory flags of the row in docs/performance.md:
 #
-#   GPUS_PER_NODE=1 SEQ_LENGTH=131072 CONFIG=configs/s2_1p3b_s2.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh \
+#   PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True GPUS_PER_NODE=1 SEQ_LENGTH=131072 \
+#       CONFIG=configs/s2_1p3b_s2.yaml MOCK_DATA=1 examples/pretrain_1p3b.sh \
 #       --global-batch-size 1 --train-iters 10 --lr-warmup-iters 1 --s2-keep-attention-output \
 #       --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
 #       --cross-entropy-loss-fusion --cross-entropy-fusion-impl native
@@ -18,7 +19,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 CONFIG=${CONFIG:-configs/s2_1p3b_hybrid.yaml}
 SEQ_LENGTH=${SEQ_LENGTH:-8192}
 MOCK_VOCAB_SIZE=32000
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 EXTRA_FLAGS=("$@")
 
 MODEL=(

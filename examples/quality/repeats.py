@@ -30,7 +30,7 @@ from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run
 from s2_megatron.tools.compare.settings import begins_with
 
 MARK = "_repeat"  # in the name of a file, before its number
-WINDOWS = 4  # of the steps that all repeats have, for the gap over time
+WINDOWS = 4  # of the steps of the repeats that were not cut early, for the gap over time
 
 
 def read_repeats(folder: Path) -> dict[str, dict[str, Run]]:
@@ -83,13 +83,13 @@ def run_offset(repeats: dict[str, dict[str, Run]]) -> Offset | None:
 
 def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float] | None]:
     """(last step, gap in nats, gap as a share of dense's loss) of each of WINDOWS equal parts of the steps to
-    `last_step`; None of a part in which the shorter of the two ends."""
+    `last_step`; None of a part in which the shorter of the two ends, or of which no step was logged."""
     paired = paired_steps(own, dense)
     ends = np.linspace(0, last_step, WINDOWS + 1)
     found = []
     for start, end in itertools.pairwise(ends):
         inside = (paired.steps > start) & (paired.steps <= end)
-        if _last_common(own, dense) < end:
+        if _last_common(own, dense) < end or not inside.any():
             found.append(None)
             continue
         own_loss, dense_loss = (float(losses[inside].mean()) for losses in (paired.arm, paired.baseline))

@@ -89,13 +89,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         default=1,
         metavar="N",
         help="this many at once on each GPU (default: 1). Small models then wait less for the host; a run takes the "
-        "time of a step from one of its arm that had such a GPU alone (a run that goes on from another one, or comes "
-        "before such, has no times)",
+        "time of a step from one of its arm that had such a GPU alone; in studies from a dense model it has no times",
     )
     parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
     parsed = parser.parse_args(arguments)
     if parsed.start_tokens is not None and ALL[parsed.study].start is None:
         parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")
+    if wrong := [seed for seed in parsed.seeds if not 0 <= seed < 2**31 or parsed.seeds.count(seed) > 1]:
+        parser.error(f"--seeds {wrong[0]}: expected each seed once, 0 to {2**31 - 1}")
     if parsed.runs_per_gpu < 1:
         parser.error(f"--runs-per-gpu {parsed.runs_per_gpu}: expected 1 or more")
     for name in ("tokens", "start_tokens", "rate_tokens", "rate", "budget"):

@@ -214,14 +214,8 @@ def test_rows_of_the_groups():
 
 @pytest.mark.parametrize("size", ["1p3b", "7b"])
 def test_models_are_those_of_the_launchers(size):
-    environment = {
-        **os.environ,
-        "MOCK_DATA": "1",
-        "DRY_RUN": "1",
-        "PREFLIGHT": "0",
-        "TRANSFORMER_IMPL": "local",
-        "SEQ_LENGTH": "131072",
-    }
+    settings = dict(MOCK_DATA="1", DRY_RUN="1", PREFLIGHT="0", TRANSFORMER_IMPL="local", SEQ_LENGTH="131072")
+    environment = {**os.environ, **settings}
     done = subprocess.run(
         ["bash", f"examples/pretrain_{size}.sh"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
@@ -318,9 +312,8 @@ def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
 
 def test_tiny_rows(tmp_path, capsys, monkeypatch):
     """Two real runs, and in front of them one that fails: the others go on."""
-    refused = (
-        "tiny-512-none-keep-hybrid"  # a real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it
-    )
+    # A real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it.
+    refused = "tiny-512-none-keep-hybrid"
 
     def run_or_fail(command, log, limit, environment):
         if log.stem != refused:
@@ -337,11 +330,7 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     end_to_end.main([*arguments, "--json", str(path)])
     content = json.loads(path.read_text())
     assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
-    assert (
-        content["versions"]["megatron-core"][0].isdigit()
-        and content["versions"]["torch"][0].isdigit()
-        and content["ranks"] == 1
-    )
+    assert all(content["versions"][name][0].isdigit() for name in ("megatron-core", "torch")) and content["ranks"] == 1
     assert content["commit"] == "abc1234" and content["hardware"]["gpu"]
     failed, sparse, dense = content["rows"]
     assert [row["row"] for row in content["rows"]] == names
@@ -395,6 +384,14 @@ def test_a_spent_budget_starts_no_row(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[-1].endswith("not started: the budget of 100 s is spent")
 
 
-def test_too_few_steps_are_refused():
-    with pytest.raises(SystemExit):
-        end_to_end.parse(["--train-iters", "2"])
+@pytest.mark.parametrize("wrong", ["--train-iters 2", "--gpus 0", "--json /proc/x/y.json", "--rows tinny"])
+def test_wrong_arguments_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as ended:
+        end_to_end.main(wrong.split())
+    assert ended.value.code == 2 and f"error: {wrong.split()[0]}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_status_1_without_a_measured_row(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        end_to_end.main(["--rows", "tiny-512-none-dense", "--budget", "1", "--logs", str(tmp_path)])
+    assert ended.value.code == 1

@@ -205,10 +205,23 @@ def test_launcher_looks_for_the_fused_gradients_of_apex(tmp_path):
         assert done.stderr.count("\n") == (not is_there) and done.stderr.startswith("" if is_there else flag)
 
 
-@pytest.mark.parametrize("gpus, overlapped", [("1", False), ("2", True), ("gpu", True)])
-def test_launcher_overlaps_nothing_on_one_gpu(gpus, overlapped):
+@pytest.mark.parametrize(
+    "flags, settings, overlapped",
+    [
+        ([], {"GPUS_PER_NODE": "1"}, False),
+        ([], {"GPUS_PER_NODE": "2"}, True),
+        ([], {"GPUS_PER_NODE": "gpu"}, True),
+        ([], {"TP": "8"}, False),
+        ([], {"TP": "4"}, True),
+        ([], {"TP": "4", "PP": "2"}, False),
+        (["--context-parallel-size", "2"], {"TP": "4"}, True),
+        (["--tensor-model-parallel-size=8"], {}, False),
+        ([], {"TP": "8", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a"}, True),
+    ],
+)
+def test_launcher_overlaps_nothing_for_one_copy_of_the_model(flags, settings, overlapped):
     script = ROOT / "examples" / "pretrain_1p3b.sh"
-    command = launched(script, TRANSFORMER_IMPL="transformer_engine", GPUS_PER_NODE=gpus)
+    command = launched(script, *flags, TRANSFORMER_IMPL="transformer_engine", **settings)
     assert "--use-distributed-optimizer" in command
     assert {flag in command for flag in ("--overlap-grad-reduce", "--overlap-param-gather")} == {overlapped}
 

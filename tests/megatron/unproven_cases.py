@@ -31,15 +31,15 @@ UNPROVEN = {
     ),
     "cuda_graph_held_experts": (
         dict(flags={**ENGINE_GRAPHS, **PADDED}),
-        "inside of the graph (padded experts, or --cuda-graph-modules moe or moe_preprocess) has not been run",
+        "or --moe-expert-rank-capacity-factor) has not been run on a GPU with S2 attention; use --cuda-graph-impl",
     ),
     "cuda_graph_engine_offload": (
         dict(flags={**ENGINE_GRAPHS, **OFFLOAD}),
-        "(cudaErrorStreamCaptureUnjoined); use --cuda-graph-impl full_iteration or none",
+        "(cudaErrorStreamCaptureUnjoined); use --cuda-graph-impl none, or remove --fine-grained-activation-offloading",
     ),
     "cuda_graph_offload": (
         dict(flags={**WHOLE_ITERATIONS, "--cpu-offloading-num-layers": "1"}),
-        "offloaded activations has not been run on a GPU with S2 attention; use --cuda-graph-impl full_iteration with",
+        "full_iteration with --cpu-offloading-num-layers has not been run on a GPU with S2 attention; use",
     ),
     "cuda_graph_stages": (
         dict(flags={**GRAPHS, "--pipeline-model-parallel-size": "2"}, world_size=2),
@@ -77,6 +77,18 @@ ALSO_UNPROVEN = {
     "megatron_fsdp_loaded": (
         "megatron_fsdp_checkpoint",
         dict(flags={**MEGATRON_FSDP, "--load": "run", "--no-load-optim": None}, connections="8"),
+    ),
+    "graphs_of_whole_iterations_rank_capacity": (
+        "cuda_graph_held_experts",
+        dict(
+            flags={
+                **WHOLE_ITERATIONS,
+                "--num-experts": "4",
+                "--moe-token-dispatcher-type": "flex",
+                "--moe-flex-dispatcher-backend": "hybridep",
+                "--moe-expert-rank-capacity-factor": "1.5",
+            },
+        ),
     ),
     "graphs_of_moe_preprocess": (
         "cuda_graph_held_experts",

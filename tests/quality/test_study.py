@@ -133,13 +133,16 @@ def test_arguments_are_refused(capsys):
         "lm9k": "choose from lm8k",
         "sparse": "expected dense, hybrid",
         "0": "expected 1 or more",
-        "2": "expected 1 with extend32k",
+        "1": "--seeds 1: expected each seed once",
+        "-1": "--seeds -1: expected each seed once, 0 to",
     }
     for wrong in (
         ["lm8k", "--tokens=-1"],
         ["lm9k"],
         ["lm8k", "--arms", "sparse"],
         ["lm8k", "--runs-per-gpu", "0"],
+        ["lm8k", "--seeds", "1", "2", "1"],
+        ["lm8k", "--seeds", "-1"],
     ):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(wrong)

@@ -27,18 +27,14 @@ def _graphs_of_engine(args: Namespace) -> bool:
 
 
 def _graphs_hold_experts(args: Namespace) -> bool:
-    """Whether a graph of Transformer Engine has to hold more of an expert layer than its router; the dropless dispatch
-    has a refusal of its own."""
+    """Whether a graph has to hold more of an expert layer than its router, in a way that none has been seen with;
+    graphs of the kind local and the dropless dispatch have refusals of their own."""
+    if args.num_experts and whole_iterations(args):
+        return bool(args.moe_expert_rank_capacity_factor)
     if not args.num_experts or not _graphs_of_engine(args):
         return False
     modules = module_names(args)
     return bool(modules & {"moe", "moe_preprocess"} if modules else is_padded(args))
-
-
-def _graphs_with_copies(args: Namespace) -> bool:
-    """Whether activations leave for the host in a way that no graph has been seen with."""
-    modules = args.fine_grained_activation_offloading and args.cuda_graph_impl == "local"
-    return bool(_graphs(args) and (modules or args.cpu_offloading_num_layers))
 
 
 def _graphs_of_stages(args: Namespace) -> bool:
@@ -81,9 +77,10 @@ REFUSALS = (
     Refusal(
         "cuda_graph_held_experts",
         _graphs_hold_experts,
-        "--cuda-graph-impl transformer_engine with the dispatch of tokens to experts inside of the graph (padded "
-        "experts, or --cuda-graph-modules moe or moe_preprocess) has not been run on a GPU with S2 attention",
-        "use --cuda-graph-modules attn moe_router, or with padded experts --cuda-graph-impl full_iteration",
+        "--cuda-graph-impl {args.cuda_graph_impl} with the dispatch of tokens to experts inside of the graph "
+        "(--cuda-graph-modules moe or moe_preprocess, padded experts with Transformer Engine's graphs, or "
+        "--moe-expert-rank-capacity-factor) has not been run on a GPU with S2 attention",
+        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
     ),
     Refusal(
         "cuda_graph_engine_offload",
@@ -91,14 +88,16 @@ REFUSALS = (
         "--cuda-graph-impl transformer_engine with --fine-grained-activation-offloading failed on a GPU: the copies to "
         "the host run on a stream of their own, which has not joined when Transformer Engine ends the capture of a "
         "layer (cudaErrorStreamCaptureUnjoined)",
-        "use --cuda-graph-impl full_iteration or none, or remove --fine-grained-activation-offloading",
+        "use --cuda-graph-impl none, or remove --fine-grained-activation-offloading; graphs of whole iterations work "
+        "with it: --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad "
+        "--fine-grained-offloading-max-inflight-offloads 2, without --cuda-graph-modules",
     ),
     Refusal(
         "cuda_graph_offload",
-        _graphs_with_copies,
-        "--cuda-graph-impl {args.cuda_graph_impl} with this kind of offloaded activations has not been run on a GPU "
-        "with S2 attention",
-        "use --cuda-graph-impl full_iteration with --fine-grained-activation-offloading, or --cuda-graph-impl none",
+        lambda args: whole_iterations(args) and bool(args.cpu_offloading_num_layers),
+        "--cuda-graph-impl full_iteration with --cpu-offloading-num-layers has not been run on a GPU with S2 attention",
+        "use --cuda-graph-impl none, or --fine-grained-activation-offloading "
+        "--fine-grained-offloading-max-inflight-offloads 2 instead of --cpu-offloading-num-layers",
     ),
     Refusal(
         "cuda_graph_stages",

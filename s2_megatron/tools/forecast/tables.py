@@ -31,7 +31,8 @@ FOLDER = Path(__file__).parent
 FORMAT = 1
 BASE_HEAD_DIM = 128
 LAUNCH_TOKENS = 8192  # rows of fewer tokens say how long launches take, the others how long a pair does
-MEMORY_GIB = {"h100": 79.1}  # of GPUs without a table, as torch has it: that of 80 GB
+# Of GPUs without a table, as torch has it: those of 80 GB.
+MEMORY_GIB = {"h100": 79.1, "h100 80gb hbm3": 79.1}
 ALL_KV_HEADS = 8  # from so many KV heads on their number does not matter
 
 
