@@ -182,13 +182,14 @@ def test_what_does_not_fit_is_said(capsys):
     """Of a GPU whose speed was not measured, too; of one that is not known nothing."""
     line = " ".join(LINE).replace("--micro-batch-size 1", "--micro-batch-size 8").split()
     said = {}
-    for gpu in ("H200", "NVIDIA H100", "A100"):
+    for gpu in ("H200", "NVIDIA H100", "NVIDIA H100 80GB HBM3", "A100"):
         facts = inspected(capsys, "--gpu", gpu, "--", *line)
         assert commands.main(["inspect", "--gpu", gpu, "--", *line]) == 0
         peak = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("│ peak"))
         said[gpu] = facts["memory"].get("gpu_gib"), peak.count("does not fit")
         assert facts["memory"]["run"]["total_gib"] > 140
-    assert said == {"H200": (139.8, 2), "NVIDIA H100": (79.1, 2), "A100": (None, 0)}
+    large, small = (139.8, 2), (79.1, 2)
+    assert said == {"H200": large, "NVIDIA H100": small, "NVIDIA H100 80GB HBM3": small, "A100": (None, 0)}
 
 
 @pytest.mark.parametrize("arguments, word", [
