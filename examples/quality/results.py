@@ -21,6 +21,7 @@ from examples.quality.corpus import Corpus
 from examples.quality.launch import Job
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
 from s2_megatron.tools.compare.settings import CHECKED, START_LOSSES
+from s2_megatron.tools.outputs import write_file
 
 MOST_RECORDS = 240
 DIGITS = 5
@@ -144,19 +145,13 @@ def trained_rate(path: Path) -> float:
 
 def write_run(path: Path, job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) -> None:
     """Write the thinned log of a finished run. timed: as for thinned."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(record) + "\n" for record in thinned(job, corpus, machine, timed))
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    write_file(path, text.encode())
 
 
 def write_json(path: Path, content) -> None:
     """Write a JSON file, its folder too; a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
-    unfinished.replace(path)
+    write_file(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
 
 
 def read_json(path: Path, default):

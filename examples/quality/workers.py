@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def final_evaluation(job: Job) -> dict | None:
 class _Running:
     def __init__(self, job: Job, device: str | None, command: list[str]):
         self.job, self.device, self.told_to_save = job, device, False
+        self.after: Future | None = None  # what follows the training of one that ended well
         truncate_loss_log(job.losses, checkpoint_iteration(job.folder))
         job.log.touch()
         self.output_start = job.log.stat().st_size
@@ -90,8 +92,9 @@ class _Running:
                 preexec_fn=functools.partial(signal_when_parent_ends, signal.SIGTERM),
             )
 
-    def save(self) -> None:
-        if not self.told_to_save:
+    def save(self, tell) -> None:
+        if not self.told_to_save and self.process.poll() is None:
+            tell(f"the budget is spent: {self.job.name} saves a checkpoint")
             self.told_to_save = True
             self.process.send_signal(signal.SIGTERM)
 
@@ -116,8 +119,9 @@ def run_jobs(
     no time to start, or that was not started because another one failed, is missing.
 
     on_finished: called in this process, with the job and a device that is free then, for every job that ends well,
-    those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end. A job that
-    goes on from another one waits for it; the other one is among `jobs`, too.
+    those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end. It runs in
+    a thread beside the other runs, and its device is free for the next one when it returns. A job that goes on from
+    another one waits for it; the other one is among `jobs`, too.
     """
     assert all(job.start is None or job.start in jobs for job in jobs), jobs
     ended = [job for job in jobs if final_evaluation(job) is not None]
@@ -127,6 +131,7 @@ def run_jobs(
         return outcomes
     waiting.sort(key=lambda job: -checkpoint_iteration(job.folder))  # a stable sort: cut ones first
     free, running, told = list(device_ids), [], time.monotonic()
+    pool = ThreadPoolExecutor(len(free))
     try:
         while running or (waiting and budget.left() > budget.start_seconds):
             while free and budget.left() > budget.start_seconds and (job := _first_ready(waiting, running)):
@@ -136,25 +141,33 @@ def run_jobs(
                 tell(f"started {job.name}{_where(running[-1].device)}")
             if budget.left() <= 0:
                 _save_all(running, budget, tell)
-            for each in [each for each in running if each.outcome() is not None]:
+            for each in list(running):
+                outcome = each.outcome()
+                if outcome == FINISHED:
+                    if each.after is None:
+                        _tell_outcome(each, outcome, tell)
+                        each.after = pool.submit(on_finished, each.job, each.device)
+                    outcome = each.after.result() if each.after.done() else None
+                elif outcome is not None:
+                    _tell_outcome(each, outcome, tell)
+                if outcome is None:
+                    continue
                 running.remove(each)
                 free.append(each.device)
-                outcome = each.outcome()
-                _tell_outcome(each, outcome, tell)
-                if outcome == FINISHED:
-                    outcome = on_finished(each.job, each.device)
                 if outcome == FAILED:
                     waiting.clear()  # what ends one run is likely to end the others
                 outcomes[each.job.name] = outcome
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 for each in running:
-                    tell(_progress(each.job))
+                    if each.after is None:
+                        tell(_progress(each.job))
             time.sleep(POLL_SECONDS)
     finally:
         for each in running:
             each.process.kill()
             each.process.wait()
+        pool.shutdown()
     return outcomes
 
 
@@ -169,9 +182,7 @@ def _first_ready(waiting: list[Job], running: list[_Running]) -> Job | None:
 
 def _save_all(running: list[_Running], budget: Budget, tell) -> None:
     for each in running:
-        if not each.told_to_save:
-            tell(f"the budget is spent: {each.job.name} saves a checkpoint")
-        each.save()
+        each.save(tell)
     if budget.left() < 5 - budget.save_seconds:
         for each in running:
             if each.process.poll() is None:

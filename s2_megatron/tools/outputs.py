@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ def write_file(file: Path, content: bytes) -> None:
     """Write a file in one step, and the folders above it. An interruption leaves nothing behind."""
     file = file.resolve()  # behind a link
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         unfinished.write_bytes(content)
         os.replace(unfinished, file)

@@ -140,6 +140,23 @@ def test_what_follows_a_run_may_fail_or_be_cut(tmp_path):
     assert outcomes == {job.name: CUT for job in jobs}
 
 
+def test_what_follows_a_run_holds_up_its_device_alone(tmp_path):
+    jobs, held = [make_job(tmp_path, seed=seed) for seed in range(4)], []
+
+    def on_finished(job, device):
+        deadline = time.monotonic() + 600
+        while job is jobs[0] and not jobs[3].losses.exists():
+            if time.monotonic() > deadline:
+                return FAILED
+            time.sleep(0.05)
+        held.append(job)
+        return FINISHED
+
+    assert set(run_jobs(jobs, ["4", "7"], trainer(), Budget(), on_finished, quiet).values()) == {FINISHED}
+    assert [read_loss_log(job.losses)[0][1]["device"] for job in jobs] == ["4", "7", "7", "7"]
+    assert len(held) == 4
+
+
 def test_a_run_saves_when_the_command_is_killed(tmp_path):
     script = (
         "from pathlib import Path\nfrom tests.quality.test_workers import *\n"
