@@ -64,6 +64,7 @@ MTP = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 EXPERTS = f"{MOE} --moe-grouped-gemm"
 PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 PARTS = "--cuda-graph-modules attn moe_router"
+HELD = "--cuda-graph-modules attn moe"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
 WHOLE = "--cuda-graph-impl full_iteration"
 UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
@@ -163,6 +164,17 @@ def test_graphs_of_layers(compare, implementation, common, modules):
     assert_graphs_change_nothing(found, implementation, **(NEAR if common == EXPERTS else {}))
 
 
+@pytest.mark.parametrize("modules", ["", HELD], ids=["layers", "attn_and_moe"])
+def test_graphs_of_layers_hold_padded_experts(compare, modules):
+    found = compare(PADDED, f"--cuda-graph-impl transformer_engine {modules}")
+    assert_graphs_change_nothing(found, "transformer_engine", **NEAR)
+
+
+def test_graphs_of_whole_iterations_with_offloaded_layers(compare):
+    found = compare(f"{UNCHECKED} --cpu-offloading-num-layers 2", WHOLE)
+    assert_graphs_change_nothing(found, "full_iteration")
+
+
 @pytest.mark.parametrize("implementation", ["transformer_engine", "full_iteration"])
 def test_graphs_with_offloaded_activations(compare, implementation, monkeypatch):
     """Megatron itself refuses graphs of the kind "local" with the attention's activations offloaded."""
@@ -229,11 +241,19 @@ def test_overlapped_experts(compare, more):
 
 
 @pytest.mark.parametrize(
-    "more", [f"--cuda-graph-impl transformer_engine {PARTS}", MEGATRON_FSDP], ids=["graphs", "fsdp"]
+    "experts, more",
+    [
+        (EXPERTS, f"--cuda-graph-impl transformer_engine {PARTS}"),
+        (PADDED, f"{WHOLE} {UNCHECKED}"),
+        (EXPERTS, MEGATRON_FSDP),
+        (EXPERTS, "--use-torch-fsdp2"),
+    ],
+    ids=["graphs", "whole_iterations", "megatron_fsdp", "torch_fsdp2"],
 )
-def test_overlapped_experts_with_more(compare, more):
+def test_overlapped_experts_with_more(compare, experts, more):
+    optimizer = "" if "fsdp2" in more else "--use-distributed-optimizer"
     found = compare(
-        f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer",
+        f"{experts} --expert-model-parallel-size 2 {optimizer}",
         f"--overlap-moe-expert-parallel-comm {more}",
         processes=2,
         environment=MANY_CONNECTIONS,
@@ -243,14 +263,17 @@ def test_overlapped_experts_with_more(compare, more):
     assert found[0].least("schedule_plans") == ITERATIONS * MICROBATCHES // 2
 
 
-def test_graphs_of_whole_iterations_with_megatron_fsdp(compare):
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine", "full_iteration"])
+@pytest.mark.parametrize("kind", ["--use-torch-fsdp2", MEGATRON_FSDP], ids=["torch_fsdp2", "megatron_fsdp"])
+def test_graphs_with_fsdp(compare, implementation, kind):
+    optimizer = "" if "fsdp2" in kind else "--use-distributed-optimizer"
     found = compare(
-        f"{UNCHECKED} --use-distributed-optimizer",
-        f"{WHOLE} {MEGATRON_FSDP}",
+        f"{UNCHECKED} {optimizer}",
+        f"--cuda-graph-impl {implementation} {kind}",
         processes=2,
         environment=MANY_CONNECTIONS,
     )
-    eager = EAGER["full_iteration"]
+    eager = EAGER[implementation]
     assert_same_training(*found, **NEAR, s2_calls=calls(eager, microbatches=MICROBATCHES // 2))
     assert found[0].least("graph_replays") >= ITERATIONS - eager
 
