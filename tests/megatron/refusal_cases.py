@@ -162,6 +162,11 @@ CASES = {
         ),
         "use --ckpt-format torch_dist",
     ),
+    "use_megatron_fsdp": (
+        # Without the optimizer's state, whose refusal without Transformer Engine would be a second one.
+        dict(flags={**MEGATRON_FSDP, **SAVED, "--no-save-optim": None}, connections="8"),
+        "use --use-distributed-optimizer instead of --use-megatron-fsdp",
+    ),
     "use_torch_fsdp2": (
         dict(flags={**FSDP2, **SAVED}, connections="8"),
         "add --no-save-optim and --no-load-optim",
@@ -235,6 +240,21 @@ ACCEPTED = {
     "cuda_graphs_of_transformer_engine_mtp": dict(flags={**ENGINE_GRAPHS, "--mtp-num-layers": "1"}),
     "cuda_graphs_context_parallel": dict(flags={**WHOLE_ITERATIONS, "--context-parallel-size": "2"}, world_size=2),
     "cuda_graphs_context_parallel_of_layers": dict(flags={**GRAPHS, **CP2}, world_size=2),
+    "cuda_graphs_a2a": dict(flags={**GRAPHS, **CP2, "--s2-cp-comm-type": "a2a"}, world_size=2),
+    "cuda_graphs_of_whole_iterations_all_gather": dict(
+        flags={**WHOLE_ITERATIONS, **CP2, "--s2-cp-comm-type": "all_gather"}, world_size=2
+    ),
+    "cuda_graphs_of_virtual_stages": dict(
+        flags={
+            **WHOLE_ITERATIONS,
+            "--pipeline-model-parallel-size": "2",
+            "--num-layers-per-virtual-pipeline-stage": "1",
+        },
+        world_size=2,
+    ),
+    "cuda_graphs_of_whole_iterations_offloaded_layers": dict(
+        flags={**ENGINE, **WHOLE_ITERATIONS, "--cpu-offloading-num-layers": "1"}
+    ),
     "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),
     "cuda_graphs_mtp": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
     "cuda_graphs_recompute": dict(
@@ -246,6 +266,7 @@ ACCEPTED = {
     ),
     "megatron_fsdp": dict(flags=MEGATRON_FSDP, connections="8"),
     "overlapped_experts": dict(flags=OVERLAPPED, world_size=2, connections="8"),
+    "overlapped_experts_megatron_fsdp": dict(flags={**OVERLAPPED, **MEGATRON_FSDP}, world_size=2, connections="8"),
     "cuda_graphs_of_mlps": dict(
         flags={
             "--cuda-graph-impl": "transformer_engine",
@@ -303,7 +324,15 @@ ALSO_REFUSED = {
     ),
     "megatron_fsdp_saved": (
         "use_distributed_optimizer",
-        dict(flags={**MEGATRON_FSDP, **SAVED}, attributes={"use_megatron_fsdp": False}, connections="8"),
+        dict(flags={**MEGATRON_FSDP, **SAVED}, connections="8"),
+    ),
+    "megatron_fsdp_loaded": (
+        "use_megatron_fsdp",
+        dict(flags={**MEGATRON_FSDP, "--load": "run", "--no-load-optim": None}, connections="8"),
+    ),
+    "megatron_fsdp_begins_with_weights": (
+        "use_megatron_fsdp",
+        dict(flags={**MEGATRON_FSDP, "--pretrained-checkpoint": "run"}, connections="8"),
     ),
     "engine_graphs_packed": (
         "cuda_graph_packed",

@@ -246,14 +246,12 @@ def test_overlapped_experts(compare, more):
         (EXPERTS, f"--cuda-graph-impl transformer_engine {PARTS}"),
         (PADDED, f"{WHOLE} {UNCHECKED}"),
         (EXPERTS, MEGATRON_FSDP),
-        (EXPERTS, "--use-torch-fsdp2"),
     ],
-    ids=["graphs", "whole_iterations", "megatron_fsdp", "torch_fsdp2"],
+    ids=["graphs", "whole_iterations", "megatron_fsdp"],
 )
 def test_overlapped_experts_with_more(compare, experts, more):
-    optimizer = "" if "fsdp2" in more else "--use-distributed-optimizer"
     found = compare(
-        f"{experts} --expert-model-parallel-size 2 {optimizer}",
+        f"{experts} --expert-model-parallel-size 2 --use-distributed-optimizer",
         f"--overlap-moe-expert-parallel-comm {more}",
         processes=2,
         environment=MANY_CONNECTIONS,

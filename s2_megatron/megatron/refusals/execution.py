@@ -56,6 +56,13 @@ def _fsdp2_cannot_resume(args: Namespace) -> bool:
     return args.use_torch_fsdp2 and _resumes_optimizer(args)
 
 
+def _megatron_fsdp_cannot_load(args: Namespace) -> bool:
+    """Whether weights are loaded without the optimizer's state, or saved so that they would have to be."""
+    saves = args.save is not None and args.no_save_optim
+    loads = args.load is not None and (args.no_load_optim or args.finetune)
+    return bool(args.use_megatron_fsdp and (saves or loads or args.pretrained_checkpoint))
+
+
 def _distributed_optimizer_cannot_resume(args: Namespace) -> bool:
     if not args.use_distributed_optimizer or not _resumes_optimizer(args):
         return False
@@ -147,6 +154,14 @@ REFUSALS = (
         "--use-torch-fsdp2 with an optimizer that is saved or loaded: Megatron loads such checkpoints without giving "
         "the optimizer its step count (training/checkpointing.py:2569), so Adam would start again at step 1",
         "add --no-save-optim and --no-load-optim, or use --use-distributed-optimizer",
+    ),
+    Refusal(
+        "use_megatron_fsdp",
+        _megatron_fsdp_cannot_load,
+        "--use-megatron-fsdp with weights that are loaded without the optimizer's state (--no-load-optim, --finetune, "
+        "--pretrained-checkpoint, a checkpoint of --no-save-optim): Megatron cannot copy them to the optimizer's "
+        "parameters (core/optimizer/distrib_optimizer.py:3079)",
+        "remove that flag, or use --use-distributed-optimizer instead of --use-megatron-fsdp",
     ),
     Refusal(
         "async_strategy",

@@ -27,10 +27,8 @@ def _graphs_of_engine(args: Namespace) -> bool:
 
 
 def _graphs_hold_experts(args: Namespace) -> bool:
-    """Whether a graph has to hold more of an expert layer than its router, in a way that none has been seen with;
-    graphs of the kind local and the dropless dispatch have refusals of their own."""
-    if args.num_experts and whole_iterations(args):
-        return bool(args.moe_expert_rank_capacity_factor)
+    """Whether a graph of Transformer Engine has to hold more of an expert layer than its router; the dropless dispatch
+    has a refusal of its own."""
     if not args.num_experts or not _graphs_of_engine(args):
         return False
     modules = module_names(args)
@@ -38,14 +36,7 @@ def _graphs_hold_experts(args: Namespace) -> bool:
 
 
 def _graphs_of_stages(args: Namespace) -> bool:
-    """Without virtual stages a graph of the whole iteration has a refusal of its own."""
-    captured = graphs_with_attention(args) or (whole_iterations(args) and args.overlap_p2p_comm)
-    return bool(captured and args.pipeline_model_parallel_size > 1)
-
-
-def _graphs_of_other_exchanges(args: Namespace) -> bool:
-    others = set(args.s2_cp_comm_type) - {"sparse"}
-    return bool(_graphs(args) and not _graphs_of_engine(args) and args.context_parallel_size > 1 and others)
+    return graphs_with_attention(args) and args.pipeline_model_parallel_size > 1
 
 
 def _fsdp_flag(args: Namespace) -> str | None:
@@ -53,8 +44,13 @@ def _fsdp_flag(args: Namespace) -> str | None:
     return next((f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag, None)), None)
 
 
-def _fsdp(args: Namespace) -> dict:
-    return {"fsdp": _fsdp_flag(args)}
+def _outcome_of_fsdp(args: Namespace) -> dict:
+    failed = args.use_torch_fsdp2 or args.cuda_graph_impl == "local"
+    return {"fsdp": _fsdp_flag(args), "outcome": "failed" if failed else "has not been run"}
+
+
+def _outcome_of_overlap(args: Namespace) -> dict:
+    return {"outcome": "has not been run" if whole_iterations(args) else "failed"}
 
 
 REFUSALS = (
@@ -77,10 +73,17 @@ REFUSALS = (
     Refusal(
         "cuda_graph_held_experts",
         _graphs_hold_experts,
-        "--cuda-graph-impl {args.cuda_graph_impl} with the dispatch of tokens to experts inside of the graph "
-        "(--cuda-graph-modules moe or moe_preprocess, padded experts with Transformer Engine's graphs, or "
-        "--moe-expert-rank-capacity-factor) has not been run on a GPU with S2 attention",
-        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
+        "--cuda-graph-impl transformer_engine with the dispatch of tokens to experts inside of the graph "
+        "(--cuda-graph-modules moe or moe_preprocess, or padded experts without modules) failed on a GPU with S2 "
+        "attention",
+        "use --cuda-graph-modules attn moe_router, or --cuda-graph-impl full_iteration with padded experts, or none",
+    ),
+    Refusal(
+        "cuda_graph_rank_capacity",
+        lambda args: whole_iterations(args) and bool(args.num_experts and args.moe_expert_rank_capacity_factor),
+        "--cuda-graph-impl full_iteration with --moe-expert-rank-capacity-factor, which takes HybridEP or NCCL EP, has "
+        "not been run with S2 attention",
+        "use --moe-expert-capacity-factor with --moe-pad-expert-input-to-capacity, or --cuda-graph-impl none",
     ),
     Refusal(
         "cuda_graph_engine_offload",
@@ -93,60 +96,33 @@ REFUSALS = (
         "--fine-grained-offloading-max-inflight-offloads 2, without --cuda-graph-modules",
     ),
     Refusal(
-        "cuda_graph_offload",
-        lambda args: whole_iterations(args) and bool(args.cpu_offloading_num_layers),
-        "--cuda-graph-impl full_iteration with --cpu-offloading-num-layers has not been run on a GPU with S2 attention",
-        "use --cuda-graph-impl none, or --fine-grained-activation-offloading "
-        "--fine-grained-offloading-max-inflight-offloads 2 instead of --cpu-offloading-num-layers",
-    ),
-    Refusal(
         "cuda_graph_stages",
         _graphs_of_stages,
         "--cuda-graph-impl {args.cuda_graph_impl} with --pipeline-model-parallel-size "
-        "{args.pipeline_model_parallel_size} has not been run on GPUs with S2 attention",
-        "use --cuda-graph-impl none, or --pipeline-model-parallel-size 1",
+        "{args.pipeline_model_parallel_size} failed on two GPUs with S2 attention",
+        "use --cuda-graph-impl none, or full_iteration with virtual stages "
+        "(--num-layers-per-virtual-pipeline-stage), or --pipeline-model-parallel-size 1",
     ),
     Refusal(
         "cuda_graph_engine_cp",
         lambda args: _graphs_of_engine(args) and args.context_parallel_size > 1,
-        "--cuda-graph-impl transformer_engine with --context-parallel-size {args.context_parallel_size} has not been "
-        "run on GPUs with S2 attention",
-        "use --cuda-graph-impl local, or full_iteration, with --s2-cp-comm-type sparse",
-    ),
-    Refusal(
-        "cuda_graph_cp_comm_type",
-        _graphs_of_other_exchanges,
-        "--cuda-graph-impl {args.cuda_graph_impl} with --s2-cp-comm-type {comm_types} has not been run on GPUs",
-        "use --s2-cp-comm-type sparse, or --cuda-graph-impl none",
-        lambda args: {"comm_types": " ".join(args.s2_cp_comm_type)},
+        "--cuda-graph-impl transformer_engine with --context-parallel-size {args.context_parallel_size} failed on two "
+        "GPUs with S2 attention",
+        "use --cuda-graph-impl local, or full_iteration",
     ),
     Refusal(
         "cuda_graph_fsdp",
         lambda args: bool(_graphs(args) and _fsdp_flag(args)),
-        "--cuda-graph-impl {args.cuda_graph_impl} with {fsdp} has not been run on GPUs with S2 attention",
+        "--cuda-graph-impl {args.cuda_graph_impl} with {fsdp} {outcome} on two GPUs with S2 attention",
         "use --cuda-graph-impl none, or remove {fsdp}",
-        _fsdp,
+        _outcome_of_fsdp,
     ),
     Refusal(
         "cuda_graph_overlapped_experts",
         lambda args: _graphs(args) and bool(args.overlap_moe_expert_parallel_comm),
-        "--cuda-graph-impl {args.cuda_graph_impl} with --overlap-moe-expert-parallel-comm has not been run on GPUs "
-        "with S2 attention",
+        "--cuda-graph-impl {args.cuda_graph_impl} with --overlap-moe-expert-parallel-comm {outcome} on two GPUs with "
+        "S2 attention",
         "use --cuda-graph-impl none, or remove --overlap-moe-expert-parallel-comm",
-    ),
-    Refusal(
-        "overlapped_experts_fsdp",
-        lambda args: bool(args.overlap_moe_expert_parallel_comm and _fsdp_flag(args)),
-        "--overlap-moe-expert-parallel-comm with {fsdp} has not been run with S2 attention",
-        "use --use-distributed-optimizer instead of {fsdp}, or remove --overlap-moe-expert-parallel-comm",
-        _fsdp,
-    ),
-    Refusal(
-        "megatron_fsdp_checkpoint",
-        lambda args: bool(args.use_megatron_fsdp and (args.save or args.load)),
-        "--use-megatron-fsdp with --save or --load: a resume from its checkpoints has not been run on GPUs with S2 "
-        "attention, and without the optimizer's state Megatron cannot load them "
-        "(core/optimizer/distrib_optimizer.py:3079)",
-        "use --use-distributed-optimizer instead of --use-megatron-fsdp, or remove --save and --load",
+        _outcome_of_overlap,
     ),
 )
