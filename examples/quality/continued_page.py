@@ -99,8 +99,8 @@ def section(start: Start, folder: Path, comparison: Comparison, picture: str, ta
         tokens, length = before[0].axis("tokens")[-1], start.study.model.seq_length
         lines = [
             f"The dense model before the switch: {tokens / 1e6:.1f}M tokens at a length of {length:,}, validation loss "
-            f"{_last_validation(before):.4f} there. Percentages in the table",
-            "are against dense in the same column; from random weights, against the arm that went on.",
+            f"{_last_validation(before):.4f} there. Percentages in the table are against dense in the same column; "
+            "from random weights, against the arm that went on.",
             "",
         ]
     columns = (

@@ -32,6 +32,7 @@ from examples.quality.results import TIMES_OF, UNTIMED, chosen_rate, header, rea
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
+from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import STUDIES, Study, density
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
@@ -248,6 +249,10 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
     ]
 
 
+def _by_seed(scale: Scale) -> list[str]:
+    return [] if scale.study.start is None else seeds_section(scale.study, scale.folder, scale.comparison, table)
+
+
 def _continued_lines(scale: Scale, picture: str) -> list[str]:
     return continued_section(scale.study.start, scale.folder, scale.comparison, switch_picture(picture), table)
 
@@ -284,7 +289,7 @@ def results_text(data: Path, pictures: bool) -> str:
                 if pictures:
                     for question in (each for each in study.questions if found.answered(each)):
                         draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-                lines += [*about_runs(scale), *rules_section(found, shown, table)]
+                lines += [*about_runs(scale), *_by_seed(scale), *rules_section(found, shown, table)]
                 if copies := copies_lines(scale.folder, study.arm_names, study.baseline, table):
                     lines += ["#### Where the loss lies", "", *copies]
                 continue

@@ -31,18 +31,24 @@ LOSS, TRAILING_LOSS, RECALL = "validation loss", "loss in the last 1/8 of the co
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one study with one number of tokens. effects: {LOSS, TRAILING_LOSS or RECALL: fitted values}, recall in
-    percent."""
+    """Of one study with one number of tokens. values: {LOSS, TRAILING_LOSS or RECALL: {(arm, seed): value}}, recall
+    in percent."""
 
     study: Study
-    effects: dict[str, Effects]
+    values: dict[str, dict[tuple[str, str], float]]
+
+    def effects(self, name: str, question: Question) -> Effects:
+        """Fitted to all arms together, for one noise of many runs. Where runs go on from a dense model, to those of the
+        question: what an arm costs depends on the dense model there, and on it for some questions far more than for
+        others."""
+        arms = self.study.arm_names if self.study.start is None else question.arms
+        return fit({(arm, seed): value for (arm, seed), value in self.values[name].items() if arm in arms})
 
     def answered(self, question: Question, name: str = LOSS) -> list[str]:
         """The question's arms that have a value, in its order; [] without the first one, and where fewer than two of
         them compete."""
-        if name not in self.effects:
-            return []
-        there = [arm for arm in question.arms if arm in self.effects[name].arms]
+        trained = {arm for arm, _ in self.values.get(name, ())}
+        there = [arm for arm in question.arms if arm in trained]
         first = next(iter(question.arms))
         rivals = [arm for arm in there if arm != question.reference]
         return there if first in there and len(rivals) > 1 else []
@@ -53,7 +59,7 @@ class Findings:
 
     def verdict(self, question: Question, name: str) -> Verdict:
         """By one measure, of a question that is answered."""
-        return judge(self.effects[name], self.competing(question, name), larger_is_better=name == RECALL)
+        return judge(self.effects(name, question), self.competing(question, name), larger_is_better=name == RECALL)
 
 
 def recall_folder(study: Study, data: Path) -> Path | None:
@@ -69,8 +75,8 @@ def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -
     runs = {
         (result.arm.name, str(run.arguments["seed"])): run for result in comparison.results for run in result.arm.runs
     }
-    effects = {
-        name: fit({key: float(run.series[series].values[-1]) for key, run in runs.items()})
+    values = {
+        name: {key: float(run.series[series].values[-1]) for key, run in runs.items()}
         for name, series in ((LOSS, VALIDATION_LOSS), (TRAILING_LOSS, TRAILING))
     }
     accuracies = {
@@ -80,7 +86,7 @@ def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -
     }
     with_baseline = {seed for arm, seed in accuracies if arm == study.baseline}
     accuracies = {key: value for key, value in accuracies.items() if key[1] in with_baseline}
-    return Findings(study, effects | ({RECALL: fit(accuracies)} if accuracies else {}))
+    return Findings(study, values | ({RECALL: accuracies} if accuracies else {}))
 
 
 def forecast(study: Study, arm: str, length: int) -> float:
@@ -90,8 +96,8 @@ def forecast(study: Study, arm: str, length: int) -> float:
     return 1000 * step_seconds(model, sparsity(study, arm), 1, 1, VOCABULARY)
 
 
-def _value(effects: Effects | None, arm: str, digits: int) -> str:
-    if effects is None or arm not in effects.arms:
+def _value(effects: Effects, arm: str, digits: int) -> str:
+    if arm not in effects.arms:
         return "-"
     return f"{effects.mean(arm):.{digits}f}"
 
@@ -110,7 +116,8 @@ def question_table(found: Findings, question: Question, table: Callable) -> list
     """One row an arm; the differences are to the first arm that is there."""
     study, arms = found.study, found.answered(question)
     base, comparisons = arms[0], max(math.comb(len(found.competing(question)), 2), len(arms) - 1)
-    loss, trailing = found.effects[LOSS], found.effects[TRAILING_LOSS]
+    loss, trailing = (found.effects(name, question) for name in (LOSS, TRAILING_LOSS))
+    recalled = found.effects(RECALL, question) if RECALL in found.values else None
     rows = [
         [
             f"{question.arms[arm]} (`{arm}`)",
@@ -119,14 +126,14 @@ def question_table(found: Findings, question: Question, table: Callable) -> list
             _difference(loss, arm, base, comparisons),
             _value(trailing, arm, 4),
             _difference(trailing, arm, base, comparisons),
-            *([_value(found.effects[RECALL], arm, 1)] if RECALL in found.effects else []),
+            *([] if recalled is None else [_value(recalled, arm, 1)]),
             *(f"{forecast(study, arm, length):.0f}" for length in LENGTHS),
         ]
         for arm in arms
     ]
     at = [f"ms at {length // 1024}K" for length in LENGTHS]
     against = f"against {question.arms[base]}"
-    recall = ["recall, %"] if RECALL in found.effects else []
+    recall = [] if recalled is None else ["recall, %"]
     return table(["", "pairs", LOSS, against, TRAILING_LOSS, against, *recall, *at], rows)
 
 
@@ -160,18 +167,17 @@ def cheapest(found: Findings, verdict: Verdict) -> str:
 def section(found: Findings, pictures: str, table: Callable) -> list[str]:
     """Lines of Markdown: a table, the verdicts and a picture for every question that has data. pictures: the folder of
     them, from the page. table: (header, rows) to lines."""
-    loss = found.effects[LOSS]
-    spread = (
-        "One seed: how large differences by chance are is not known."
-        if loss.freedom == 0
-        else f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
-        f"loss, {loss.freedom} degrees of freedom). Intervals are at 95 % for all comparisons of a column together. "
-        + seeds_needed(loss)
-    )
-    recall = f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."
+    alone = found.study.start is not None
     lines = [
-        spread,
-        *([recall] if RECALL in found.effects else []),
+        "Noise is estimated from the arms of each question alone."
+        if alone
+        else _spread(found, found.study.questions[0]),
+        "Intervals are at 95 % for all comparisons of a column together.",
+        *(
+            [f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."]
+            if RECALL in found.values
+            else []
+        ),
         f"Milliseconds are the forecast (`s2-megatron inspect`) of one {GPU} for a step of one sequence through "
         f"{found.study.model.num_layers} layers of a 7B model.",
         "",
@@ -186,9 +192,21 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
             for name in (LOSS, TRAILING_LOSS, RECALL)
             if found.answered(question, name)
         ]
+        lines += [f"- {_spread(found, question)}"] if alone else []
         caption = f"{question.text}: loss against {base} over tokens and by position"
         lines += ["", f"![{caption}]({pictures}/{question.name}.png)", ""]
     return lines
+
+
+def _spread(found: Findings, question: Question) -> str:
+    """Sentences: how far apart runs are beside arm and seed, and how many seeds that asks for."""
+    loss = found.effects(LOSS, question)
+    if loss.freedom == 0:
+        return "One seed: how large differences by chance are is not known."
+    return (
+        f"What is left between runs beside arm and seed: ± {loss.noise:.4f} (standard deviation of the validation "
+        f"loss, {loss.freedom} degrees of freedom). {seeds_needed(loss)}"
+    )
 
 
 def seeds_needed(loss: Effects) -> str:
@@ -202,12 +220,12 @@ def seeds_needed(loss: Effects) -> str:
 
 def summary(found: Findings, tokens: float, device: str, title: str, table: Callable) -> list[str]:
     """What docs/patterns.md says: one row a question. title: of the study's section in quality.md."""
-    rows, measures = [], [name for name in (LOSS, TRAILING_LOSS, RECALL) if name in found.effects]
+    rows, measures = [], [name for name in (LOSS, TRAILING_LOSS, RECALL) if name in found.values]
     for question in found.study.questions:
         if not found.answered(question):
             continue
         measured = [verdict_text(found, question, name) if found.answered(question, name) else "-" for name in measures]
-        values = [found.effects[LOSS].mean(arm) for arm in found.competing(question)]
+        values = [found.effects(LOSS, question).mean(arm) for arm in found.competing(question)]
         rows.append([question.text, *measured, f"{np.ptp(values):.4f}"])
     if not rows:
         return []

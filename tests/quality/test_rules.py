@@ -11,8 +11,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from examples.quality import page, rules_page
+from examples.quality import page, rules_page, seeds_page
 from examples.quality.arms import SHARDED
+from examples.quality.continuations import ALL
 from examples.quality.effects import fit, judge
 from examples.quality.estimate import run_seconds
 from examples.quality.figures import draw_curves
@@ -188,6 +189,35 @@ def test_a_winner_is_told_apart_from_noise():
 # The pages
 
 
+def test_going_on_from_dense_each_question_has_its_own_noise():
+    """An arm that costs much in one seed and nothing in the other says nothing of how far strides are apart."""
+    values = {
+        (arm, seed): 4 + 0.01 * at + (0.2 if (arm, seed) == ("dense-fourth", "1") else 0.0)
+        for at, arm in enumerate(("s2", "stride-2", "stride-8", "stride-16", "dense-fourth", "hybrid"))
+        for seed in "12"
+    }
+    for study, told in ((TINY, False), (ALL["from-dense-rules-tiny"], True)):
+        found = rules_page.Findings(study, {rules_page.LOSS: values})
+        verdict = found.verdict(study.question("stride"), rules_page.LOSS)
+        assert (verdict.level == ("s2",)) is told and verdict.best == "s2"
+
+
+def test_every_dense_model_is_shown_by_itself(tmp_path):
+    study, shares = ALL["from-dense-rules-tiny"], {"dense": (0.0, 0.0), "s2": (0.05, 0.04), "hybrid": (0.001, 0.0)}
+    for arm, (switched, at_end) in shares.items():
+        for seed in (1, 2) if arm != "hybrid" else (1,):
+            write_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
+            write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
+    write_json(tmp_path / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
+    scale = page.read_scale(replace(study, baseline="dense"), tmp_path)
+    lines = seeds_page.section(study, tmp_path, scale.comparison, page.table)
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
+    assert rows[0][2:] == ["+5.00 %", "+4.00 %", "+10.00 %", "+4.00 %"]
+    assert rows[1][2:] == ["+0.10 %", "+0.00 %", "-", "-"]
+    assert "Over these 3 runs" in lines[-2]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """A folder of results as a study leaves it, two seeds, the arms of two questions; accuracies of one seed."""
@@ -313,7 +343,7 @@ def arguments(folder, *more):
 
 def test_a_study_trains_its_arms_and_none_of_them_again(study):
     found = findings(study / "results")
-    assert set(found.effects["validation loss"].arms) == {"s2", "dense-heads"}
+    assert {arm for arm, _ in found.values["validation loss"]} == {"s2", "dense-heads"}
     (study / "runs" / "rules-tiny").rename(study / "runs" / "moved")  # another machine has the results alone
     said = []
     assert run(parse_arguments(arguments(study)), said.append) == COMPLETE
