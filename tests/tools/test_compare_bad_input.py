@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools import commands, outputs
+from s2_megatron.tools.compare import readers
 from s2_megatron.tools.compare.readers import split_run
 from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
 
@@ -61,6 +62,18 @@ def test_an_output_overwrites_no_input(folder, capsys, option, file, message):
     before = contents(folder)
     assert message in refused(capsys, "one=dense.jsonl", "two=s2.jsonl,log.html", option, file)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("option, name", [("--html", "a.html"), ("--png", "a.png")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(folder, capsys, monkeypatch, option, name):
+    monkeypatch.setattr(readers, "read_run", lambda *_: pytest.fail("the runs were read"))
+    error = refused(capsys, "dense.jsonl", "s2.jsonl", option, f"s2.jsonl/missing/{name}")
+    assert f"{option} s2.jsonl/missing/{name}: {folder}/s2.jsonl is a file; expected a folder; name another" in error
+
+
+def test_the_folder_of_an_output_is_made(folder):
+    assert compare("dense.jsonl", "s2.jsonl", "--html", "missing/folder/page.html") == 0
+    assert (folder / "missing/folder/page.html").read_text().endswith("</html>\n")
 
 
 def test_two_outputs_are_two_files(folder, capsys):
