@@ -193,6 +193,25 @@ def test_lines_that_are_no_json(folder, capsys, line):
     assert "error: s2.jsonl, line 305: expected one JSON object of a loss log, got '" in error and len(error) < 500
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("train.log", b" [2026-01-01 00:00:00] iteration        1/      60 | lm loss: 5.545177E+00 |\n"),
+        ("train.log", b"one line without an end"),
+        ("settings.json", b'{\n "seed": 1\n}\n'),
+        ("page.png", b"\x89PNG\r\n\x1a\n\n"),
+    ],
+)
+def test_a_file_that_is_no_loss_log(folder, capsys, name, content):
+    """The whole file is the mistake, not one line of it."""
+    (folder / name).write_bytes(content)
+    error = refused(capsys, "dense.jsonl", name)
+    begin = repr(content[:10].split(b"\n")[0].strip(b"\r").decode("utf-8", "backslashreplace"))[:-1]
+    assert f"error: run {name}: no loss log, for no line of it is one's JSON object (it begins with {begin}" in error
+    assert "expected a file of --s2-loss-log, a TensorBoard folder" in error and "remove the line" not in error
+    assert "train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir" in error
+
+
 @pytest.mark.parametrize("option", ["--target-loss", "--at-most", "--run-offset"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_options_are_finite_numbers(capsys, option, value):
