@@ -126,7 +126,7 @@ def check_tokenizer(args: Namespace) -> None:
         return
     if kind in ("NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer"):
         return
-    if model is not None and kind in ("HuggingFaceTokenizer", "SFTTokenizer") and _is_hub_name(model):
+    if names_hub(args):
         return
     _check_readable("tokenizer_model", model, f"--tokenizer-type {kind}")
     if kind == "HuggingFaceTokenizer" and Path(model).is_dir():
@@ -138,8 +138,11 @@ def check_tokenizer(args: Namespace) -> None:
             )
 
 
-def _is_hub_name(model: str) -> bool:
-    """Whether a tokenizer's name is one of the hub's, such as `org/name`, rather than a path."""
+def names_hub(args: Namespace) -> bool:
+    """Whether the tokenizer is a name of the Hugging Face hub, such as `org/name`, rather than a path."""
+    model = args.tokenizer_model
+    if model is None or args.tokenizer_type not in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        return False
     return not Path(model).exists() and model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
 
 
