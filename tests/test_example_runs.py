@@ -120,9 +120,9 @@ def test_an_existing_launch(run):
 def test_dense_beside_s2(run, runs):
     output = run("dense_beside_s2.sh", ITERATIONS="20")
     assert len(losses(output)) == 6  # iterations 1, 10 and 20 of two runs
-    assert re.search(r"small and dense are not told apart|small is (better|worse) than dense", " ".join(output.split()))
+    assert re.search(r"s2 and dense are not told apart|s2 is (better|worse) than dense", " ".join(output.split()))
     page = (runs / "compare.html").read_text()
-    assert "dense" in page and "small" in page and len(page) > 10000
+    assert "dense" in page and "s2" in page and len(page) > 10000
 
 
 def test_long_context(run):
