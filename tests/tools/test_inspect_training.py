@@ -15,6 +15,7 @@ from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
+from s2_megatron.tools.forecast.tables import NAMED, memory_gib
 from s2_megatron.tools.inspect import context_picture, layer_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,23 +174,34 @@ def test_a_launch_line_whose_tokenizer_is_not_here(capsys, tmp_path):
 def test_an_unknown_gpu_is_named(capsys):
     facts = inspected(capsys, "--gpu", "NVIDIA A100", "--", *LINE)
     assert "forecast" not in facts and facts["memory"]["run"]["total_gib"] > 10
-    assert facts["no_forecast"] == ["step time on 'NVIDIA A100': not measured; there are tables of NVIDIA H200"]
+    memory = "whether it fits into 'NVIDIA A100': the memory of that GPU is not known; it is of "
+    assert facts["no_forecast"] == [
+        f"{memory}H200, H100, A100 80GB, A100 40GB",
+        "step time on 'NVIDIA A100': not measured; there are tables of NVIDIA H200",
+    ]
     assert commands.main(["inspect", "--gpu", "NVIDIA A100", "--", *LINE]) == 0
-    assert "no forecast: step time on 'NVIDIA A100'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"no forecast: {memory}" in printed and "no forecast: step time on 'NVIDIA A100'" in printed
+
+
+def test_the_memory_of_the_gpus_that_are_named():
+    assert [memory_gib(name) for name in NAMED] == [139.8, 79.1, 79.1, 39.4]
 
 
 def test_what_does_not_fit_is_said(capsys):
-    """Of a GPU whose speed was not measured, too; of one that is not known nothing."""
+    """Of a GPU whose speed was not measured, too."""
     line = " ".join(LINE).replace("--micro-batch-size 1", "--micro-batch-size 8").split()
     said = {}
-    for gpu in ("H200", "NVIDIA H100", "NVIDIA H100 80GB HBM3", "A100"):
+    large, medium, small = (139.8, 2), (79.1, 2), (39.4, 2)
+    expected = {"H200": large, "NVIDIA H100": medium, "NVIDIA H100 80GB HBM3": medium, "NVIDIA A100 80GB PCIe": medium,
+        "NVIDIA A100-SXM4-40GB": small, "A100": (None, 0)}  # fmt: skip
+    for gpu in expected:
         facts = inspected(capsys, "--gpu", gpu, "--", *line)
         assert commands.main(["inspect", "--gpu", gpu, "--", *line]) == 0
         peak = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("│ peak"))
         said[gpu] = facts["memory"].get("gpu_gib"), peak.count("does not fit")
         assert facts["memory"]["run"]["total_gib"] > 140
-    large, small = (139.8, 2), (79.1, 2)
-    assert said == {"H200": large, "NVIDIA H100": small, "NVIDIA H100 80GB HBM3": small, "A100": (None, 0)}
+    assert said == expected
 
 
 @pytest.mark.parametrize("arguments, word", [
