@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
-from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
+from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, read_flags
 from s2_megatron.tools.forecast.tables import NAMED, memory_gib
 from s2_megatron.tools.inspect import context_picture, layer_kinds
 
@@ -94,6 +95,28 @@ def test_flags_before_the_line_replace_what_does_not_go_with_them(capsys, before
     if before == ["--recompute-granularity", "full"]:
         before = [*before, "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     assert inspected(capsys, *before, "--", *line)["no_forecast"] == []
+
+
+def test_lists_for_each_layer_beside_another_number_of_layers(capsys):
+    """One word stands for all layers; of several, nobody can say which layers are gone."""
+    sizes = ["--num-layers", "24", "--context-parallel-size", "2"]
+    for flag, name in (("--cp-comm-type", "cp_comm_type"), ("--s2-cp-comm-type", "s2_cp_comm_type")):
+        default = getattr(read_flags([]), name)
+        for words, expected in ((["a2a"] * 24, ["a2a"]), (["a2a"] * 12 + ["all_gather"] * 12, default)):
+            line = [*sizes, flag, *words]
+            assert getattr(read_flags(line, Namespace(num_layers=4)), name) == expected
+            assert getattr(read_flags(line, Namespace(num_layers=24)), name) == words
+            assert getattr(read_flags(line, Namespace(seq_length=4096)), name) == words
+        line = [*LINE, "--context-parallel-size", "2", flag, *["a2a"] * 24]
+        assert inspected(capsys, "--num-layers", "4", "--gpus", "2", "--", *line)["model"]["layers"] == 4
+
+
+def test_an_exchange_that_was_meant_for_the_s2_layers(capsys):
+    """It is refused without a dense layer, too: nothing would read it."""
+    line = [*LINE, "--context-parallel-size", "2", "--cp-comm-type", "sparse"]
+    assert commands.main(["inspect", "--gpus", "2", "--", *line]) == 2
+    error = capsys.readouterr().err
+    assert "--cp-comm-type=sparse: Transformer Engine knows no such exchange for dense layers (S2's take" in error
 
 
 def test_another_context_parallel_size_replaces_its_levels():
