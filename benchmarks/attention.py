@@ -43,15 +43,17 @@ from benchmarks import first_call, peers, report  # noqa: F401 - peers registers
 from benchmarks.cases import Case, Tensors, lognormal_documents, pattern_from_flags
 from benchmarks.entries import ENTRIES, LeftOut, is_ours, load_plug, our_options
 from benchmarks.gate import WrongResult, check_full, gate
+from benchmarks.refusal import refuse
 from benchmarks.suites import SUITES, Group, named, verdicts
 from benchmarks.timing import first_calls, matmul_ceiling, time_interleaved
 from s2_megatron.ops.call import FORMATS
+from s2_megatron.tools.commands import CommandParser
 
 SHIPPED = frozenset(ENTRIES)  # a plug's entries take part in every case
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--suite", choices=sorted(SUITES), help="a named set of cases; without it the flags below make one"
     )
@@ -230,14 +232,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         groups = chosen_groups(args)
     except ValueError as problem:
-        raise SystemExit(f"error: {problem}") from problem
+        refuse(str(problem))
     if args.list:
         print("entries: " + ", ".join(ENTRIES))
         for suite, cases in SUITES.items():
             print(f"suite {suite}: " + ", ".join(group.name for group in cases(args.quick)))
         return
     if not torch.cuda.is_available():
-        raise SystemExit("error: no GPU; this measures speed on an NVIDIA GPU")
+        refuse("no GPU; this measures speed on an NVIDIA GPU")
     origin = report.provenance("benchmarks/attention.py", sys.argv[1:] if arguments is None else arguments)
     content = dict(**origin, settings=report.settings_of(args))
     print(

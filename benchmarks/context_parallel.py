@@ -59,6 +59,7 @@ from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.testing.context_parallel_cases import Case
 from s2_megatron.testing.context_parallel_check import check_case, is_right
+from s2_megatron.tools.commands import CommandParser
 
 
 @contextmanager
@@ -197,7 +198,7 @@ class Bench:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     add_layer_arguments(parser)
     parser.add_argument("--exchanges", default=",".join(COMM_TYPES), help="comm types of S2-Attention")
     parser.add_argument(

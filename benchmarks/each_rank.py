@@ -25,11 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
 from benchmarks.group_timing import Call, InterleavedTimer
 from benchmarks.one_layer import add_layer_arguments, forward_of, pattern_of, step_of, tensors
+from benchmarks.refusal import refuse
 from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.sparse import FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.tools.commands import CommandParser
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def line_of(row: dict) -> str:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     add_layer_arguments(parser)
     parser.add_argument("--ranks", default="2,4,8", help="numbers of ranks; all ranks of each are timed")
     parser.add_argument("--repeats", type=int, default=7)
@@ -105,7 +107,7 @@ def main() -> None:
     args = parse()
     longest = max(map(int, args.seq_lengths.split(",")))
     if not torch.cuda.is_available() and longest > CPU_TOKENS:
-        raise SystemExit(f"error: --seq-lengths {longest}: no GPU, which it takes; without one {CPU_TOKENS} or fewer")
+        refuse(f"--seq-lengths {longest}: no GPU, which it takes; without one {CPU_TOKENS} or fewer")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     content = dict(**report.provenance("benchmarks/each_rank.py", sys.argv[1:]), settings=settings)

@@ -76,7 +76,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import step_profile
 from benchmarks.end_to_end_log import SKIPPED_STEPS, error_of, read_log
 from benchmarks.end_to_end_rows import GROUPS, SHAPES, Machine, Row, chosen_rows, row_environment, row_flags, sequences
+from benchmarks.refusal import refuse
 from benchmarks.report import write_json
+from s2_megatron.tools.commands import CommandParser
 
 ROOT = Path(__file__).resolve().parent.parent
 # Dense bf16 TFLOP/s of the data sheets, by a part of the card's name.
@@ -273,11 +275,11 @@ def refuse_on_cpu(rows: list[Row]) -> None:
     """Ends the program for rows of a size that a CPU would not train in days."""
     large = [row.name for row in rows if row.shape is not SHAPES["tiny"]]
     if large:
-        raise SystemExit(f"error: --rows {large[0]}: no GPU here, which it is made for; --rows tiny runs on a CPU")
+        refuse(f"--rows {large[0]}: no GPU here, which it is made for; --rows tiny runs on a CPU")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=__doc__.split("\n\n")[0], epilog="The names of rows are explained at the top of this file."
     )
     parser.add_argument("--rows", default="tiny", help="comma-separated names of rows and groups")
@@ -318,8 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         rows = chosen_rows(args.rows)
     except ValueError as problem:
-        print(f"error: --rows {problem}", file=sys.stderr)
-        sys.exit(2)
+        refuse(f"--rows {problem}")
     found = probe(sys.argv[1:] if argv is None else argv)
     origin = found["origin"]
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None

@@ -62,6 +62,8 @@ if __name__ == "__main__":
     else:
         import torch
 
+        from benchmarks.refusal import refuse
+
         if not torch.cuda.is_available():
-            raise SystemExit("error: no GPU; this times the first call of the kernels on an NVIDIA GPU")
+            refuse("no GPU; this times the first call of the kernels on an NVIDIA GPU")
         print(json.dumps(measure()))

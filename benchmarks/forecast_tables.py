@@ -12,7 +12,6 @@ After new measurements: add their file to SOURCES and run it again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -22,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from s2_megatron.config.load import load_config
+from s2_megatron.tools.commands import CommandParser
 from s2_megatron.tools.forecast.flags import read_flags
 from s2_megatron.tools.forecast.memory import GIB, memory
 from s2_megatron.tools.forecast.run import TrainingRun, dense_sparsity, model_sizes, training_run
@@ -261,7 +261,7 @@ def as_json(content: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args(arguments)

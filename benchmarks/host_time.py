@@ -35,10 +35,12 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks import report
+from benchmarks.refusal import refuse
 from benchmarks.suites import named, s2_pattern
 from benchmarks.timing import milliseconds
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.tools.commands import CommandParser
 
 BURST = 12  # calls; all their launches fit into the GPU's queue of about 1000
 BURSTS = 40
@@ -154,7 +156,7 @@ def profile(forward, inputs, grad, calls: int = 300) -> list[str]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seq-lengths", help="tokens (default: 1024,2048,4096; with --stub 256, which takes as long)")
     parser.add_argument("--num-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -179,14 +181,14 @@ def _refusing(context):
         try:
             stack.enter_context(context)
         except RuntimeError as problem:
-            raise SystemExit(f"error: {problem}") from None
+            refuse(str(problem))
         yield
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if args.stub is None and not torch.cuda.is_available():
-        raise SystemExit("error: no GPU; --stub hopper or --stub portable times the host's part of a call without one")
+        refuse("no GPU; --stub hopper or --stub portable times the host's part of a call without one")
     device, wait, context = ("cuda", torch.cuda.synchronize, nullcontext())
     if args.stub is not None:
         from benchmarks.host_stub import stubbed

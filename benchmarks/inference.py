@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.inference_checks import check_attention, check_replay
+from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
 from benchmarks.timing import milliseconds
 from s2_megatron.config.load import SparsityConfig
@@ -36,6 +37,7 @@ from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTConfig, S2GPTForCausalLM
 from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.cache import S2CacheLayer, kept_tokens
+from s2_megatron.tools.commands import CommandParser
 
 GIB = 2**30
 RESERVE = 4 * GIB  # for activations, graphs and what the allocator loses
@@ -337,7 +339,7 @@ def summary(rows: list[dict]) -> Table:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", help="JSON file for all rows")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: whether everything runs")
     parser.add_argument("--kv-heads", type=int, nargs="+", help="(default: 32 and 8)")
@@ -347,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     shape = TINY if args.tiny else Shape()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.tiny:
-        parser.error("no GPU found; expected one with 80 GB or more; use --tiny to see whether it runs")
+        refuse("no GPU; expected one with 80 GB or more; use --tiny to see whether it runs")
     console = Console(width=140)
     deadline = time.monotonic() + args.seconds
     torch.manual_seed(0)

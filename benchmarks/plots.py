@@ -12,11 +12,16 @@ into --out, and prints the crossover lengths:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
+import sys
 from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.refusal import refuse
+from s2_megatron.tools.commands import CommandParser
 
 BASELINE = "FA-2 dense"
 DENSE = ("FA-2 dense", "cuDNN dense", "FA-4 dense")
@@ -193,7 +198,7 @@ def draw_rates(lengths, machine: str, path: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", nargs="+", help="JSON files of benchmarks/attention.py")
     parser.add_argument("--out", default=".", help="the folder for speedup.png and rates.png")
     args = parser.parse_args(arguments)
@@ -204,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows, machine = read_rows(args.results)
         lengths = by_length(rows)
     except (ValueError, OSError) as problem:
-        raise SystemExit(f"error: {problem}") from problem
+        refuse(str(problem))
     os.makedirs(args.out, exist_ok=True)
     draw_speedup(lengths, machine, os.path.join(args.out, "speedup.png"))
     draw_rates(lengths, machine, os.path.join(args.out, "rates.png"))

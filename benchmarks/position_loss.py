@@ -30,7 +30,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.end_to_end import probe
 from benchmarks.end_to_end_rows import SHAPES, Machine, Row, parse_row, row_environment, row_flags
+from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
+from s2_megatron.tools.commands import CommandParser
 
 TARGET = 0.01  # of a step
 DRAWS = 10000
@@ -98,7 +100,7 @@ def measure(row: Row, machine: Machine, buckets: int, rounds: int, steps: int, f
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--row", default="1p3b-8k-none-s2", help="of benchmarks/end_to_end.py")
     parser.add_argument("--buckets", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=8, help="of 4 blocks: on, off, off, on; one more warms up")
@@ -116,14 +118,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         row = parse_row(args.row)
     except ValueError as problem:
-        raise SystemExit(f"error: {problem}") from None
+        refuse(str(problem))
     if row.tp * row.cp * row.pp > 1:
-        raise SystemExit(f"error: --row {args.row} is cut over ranks; expected one process; leave tp, cp and pp out")
+        refuse(f"--row {args.row} is cut over ranks; expected one process; leave tp, cp and pp out")
     given = sys.argv[1:] if argv is None else argv
     found, origin = probe(given), provenance("benchmarks/position_loss.py", given)
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
     if card is None and row.shape is not SHAPES["tiny"]:
-        raise SystemExit(f"error: --row {args.row}: no GPU here, which it is made for; use --row tiny-512-none-hybrid")
+        refuse(f"--row {args.row}: no GPU here, which it is made for; use --row tiny-512-none-hybrid")
     machine = Machine(1, card is not None, found["transformer_engine"], found["fused_gradients"])
     with tempfile.TemporaryDirectory() as folder:
         milliseconds = measure(row, machine, args.buckets, args.rounds, args.steps, Path(folder))

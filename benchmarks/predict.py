@@ -42,6 +42,7 @@ from s2_megatron.context_parallel.plan import (
     zigzag_blocks,
 )
 from s2_megatron.patterns.ranges import Pattern
+from s2_megatron.tools.commands import CommandParser
 
 SHARE_OF_DQ = 6 / 14  # of the FLOPs of a backward in two kernels, 6 D a pair of 14 D
 
@@ -210,7 +211,7 @@ def predictions(measured: dict, each: dict, ranks: int, lengths: list[int] | Non
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, required=True, help="to predict for")
     parser.add_argument("--rows", type=Path, required=True, metavar="JSON", help="of context_parallel.py")
     parser.add_argument("--each-rank", type=Path, required=True, metavar="JSON", help="of each_rank.py")

@@ -41,6 +41,7 @@ from benchmarks.report import provenance, write_json
 from examples.quickstart import launch
 from examples.quickstart.dataset import PreparedCorpus, prepare_corpus
 from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.tools.commands import CommandParser
 from s2_megatron.tools.compare.measure import VERDICT_SHARE
 from s2_megatron.tools.compare.statistics import LARGE_RUNS, SMALL_RUNS, difference_of_pairs
 
@@ -166,7 +167,7 @@ def lines(result: dict) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = CommandParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml", help="sparsity YAML")
     parser.add_argument("--iterations", type=int, default=launch.DEFAULT_ITERATIONS)
     parser.add_argument("--rounding", type=int, default=8, help="runs that differ from the first one in rounding")

@@ -33,6 +33,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.refusal import refuse
+
 PARTS = ("linear", "attention", "norms/RoPE", "loss", "optimizer", "communication", "other", "gaps")
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
@@ -197,11 +200,11 @@ def table(profiles: dict[str, dict]) -> list[str]:
 
 def main(paths: list[str]) -> None:
     if not paths:
-        raise SystemExit("usage: python benchmarks/step_profile.py TRACE.json.gz ...")
+        refuse("no TRACE; expected files of a profiler; python benchmarks/step_profile.py TRACE.json.gz ...")
     try:
         print("\n".join(table({path: read_trace(Path(path)) for path in paths})))
     except ValueError as problem:
-        raise SystemExit(f"error: {problem}") from None
+        refuse(str(problem))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import torch
 import triton
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from benchmarks.refusal import refuse
 from benchmarks.timing import SAMPLE_MS, milliseconds, quantile
 from s2_megatron.kernels import tiles
 from s2_megatron.kernels.tiles import Tile
@@ -41,6 +42,7 @@ from s2_megatron.kernels.triton import launch as portable
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
+from s2_megatron.tools.commands import CommandParser
 
 Key = tuple[int, bool]  # padded head dim, 32-bit inputs: the rows of the portable table
 PORTABLE = ("forward", "grad_query", "grad_key")  # in the order of a row
@@ -161,7 +163,7 @@ def key_of(dim: int, dtype: str) -> Key:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The defaults name every row of the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--families", default=list(FAMILIES), type=names_of("--families", FAMILIES), help=", ".join(FAMILIES)
     )
@@ -182,7 +184,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit("error: no GPU; tiles are measured on the GPU that they are for")
+        refuse("no GPU; tiles are measured on the GPU that they are for")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     rows = []
     for dtype, dim in itertools.product(args.dtypes, args.head_dims):

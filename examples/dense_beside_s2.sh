@@ -9,4 +9,4 @@ for name in dense s2; do
     train "$name" 1 pretrain_gpt_s2.py "${sparsity[@]}" --train-iters "$ITERATIONS" \
         --s2-position-loss 8 --s2-loss-log "$RUNS/$name/losses.jsonl"
 done
-"$PYTHON" -m s2_megatron compare "$RUNS/dense" "$RUNS/s2" --html "$RUNS/compare.html"
+"$PYTHON" -m s2_megatron compare "dense=$RUNS/dense" "s2=$RUNS/s2" --html "$RUNS/compare.html"

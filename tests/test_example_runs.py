@@ -64,12 +64,12 @@ def test_a_refused_setting_is_one_line(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = ["bash", str(EXAMPLES / "long_context_cp.sh")]
     done = subprocess.run(
-        command, env=environment | {"SEQ_LENGTH": "40000"}, cwd=tmp_path, capture_output=True, text=True, timeout=1500
+        command, env=environment | {"SEQ_LENGTH": "40960"}, cwd=tmp_path, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     line = done.stderr.splitlines()[-1]
     assert (
-        line.startswith("error: --max-position-embeddings=32768 with --seq-length=40000: ")
+        line.startswith("error: --max-position-embeddings=32768 with --seq-length=40960: ")
         and done.stderr.count("error:") == 1
     )
 
@@ -82,6 +82,14 @@ def test_a_refused_setting_is_one_line(tmp_path):
         ("own_pattern/run.sh", "ITERATIONS=1 2", "expected a number, 1 or more"),
         ("long_context_cp.sh", "CP=08", "expected a number, 1 or more, such as CP=2"),
         ("long_context_cp.sh", "SEQ_LENGTH=-1", "expected a number, 1 or more, such as SEQ_LENGTH=2048"),
+        (
+            "long_context_cp.sh",
+            "CP=3",
+            "whole blocks of 64 tokens, as context parallelism cuts the sequence; use one of: 2 4 8 16\n",
+        ),
+        ("long_context_cp.sh", "CP=32", "expected ranks that cut SEQ_LENGTH=2048 into 2 * CP pieces"),
+        ("long_context_cp.sh", "SEQ_LENGTH=2000", "expected 2 * CP pieces of whole blocks"),
+        ("long_context_cp.sh", "SEQ_LENGTH=100", "use a multiple of 256\n"),
         ("own_pattern/run.sh", "RUNS={file}", "{file} is no folder; expected a folder, there or to be made"),
         ("existing_launch/run.sh", "RUNS={file}/a/b", "{file} is no folder"),
         ("dense_beside_s2.sh", "RUNS={file}.gone", "{file}.gone is no folder"),
@@ -112,9 +120,9 @@ def test_an_existing_launch(run):
 def test_dense_beside_s2(run, runs):
     output = run("dense_beside_s2.sh", ITERATIONS="20")
     assert len(losses(output)) == 6  # iterations 1, 10 and 20 of two runs
-    assert re.search(r"small and dense are not told apart|small is (better|worse) than dense", " ".join(output.split()))
+    assert re.search(r"s2 and dense are not told apart|s2 is (better|worse) than dense", " ".join(output.split()))
     page = (runs / "compare.html").read_text()
-    assert "dense" in page and "small" in page and len(page) > 10000
+    assert "dense" in page and "s2" in page and len(page) > 10000
 
 
 def test_long_context(run):

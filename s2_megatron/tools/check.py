@@ -3,9 +3,9 @@
     s2-megatron check -- torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml ...
 
 The flags go through Megatron's own parser and validation; the sparsity is resolved for the model; the checkpoint that
-would be loaded, the data, the tokenizer and the folders are looked at. Nothing is written. Status 0 with the table of
-layers, or status 2 with one `error:` line. It needs no GPU: on a machine without one, what depends on the GPU and on
-the packages of the training machine is left out, and said so. The launchers run it before torchrun.
+would be loaded, the data, the tokenizer and the folders are looked at. Nothing is written or downloaded. Status 0 with
+the table of layers, or status 2 with one `error:` line. It needs no GPU: on a machine without one, what depends on the
+GPU and on the packages of the training machine is left out, and said so. The launchers run it before torchrun.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def check_line(line: LaunchLine) -> Checked:
         )
     world_size, elsewhere = _on_this_machine(line)
     os.environ |= {**line.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
     sys.argv = [line.script or SCRIPT, *line.flags]
     install_if_no_gpu()
 
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import validate_args
 
@@ -96,14 +96,45 @@ def check_line(line: LaunchLine) -> Checked:
         notes.append("no GPU here: what depends on the GPU and on the training machine's packages is not checked")
     elif is_installed():
         require_cpu_settings(args)
-    build_tokenizer(args)
+    notes += _check_tokenizer(args)
     run = check_run(args, elsewhere=elsewhere)
-    model = argparse.Namespace(**{**vars(args), "apply_rope_fusion": False}) if elsewhere else args
+    model = argparse.Namespace(**vars(args))
+    model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
+    model.apply_rope_fusion = args.apply_rope_fusion and not elsewhere
     model_config = gpt_config_from_args(model)
     if not (elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
         pretrain_cfg_container_from_args(args, model_config)
     notes += [NO_CONFIG] if run is None else plan_warnings(run.sparsity)
     return Checked(args, run, notes)
+
+
+def _check_tokenizer(args: argparse.Namespace) -> list[str]:
+    """Builds the tokenizer, which gives args the size of the vocabulary. Returns a note for one of the Hugging Face hub
+    that this machine has not downloaded: without a network the hub's library tries for a minute."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    from s2_megatron.megatron.preflight.files import names_hub
+
+    if names_hub(args) and not _is_downloaded(args.tokenizer_model):
+        return [
+            f"--tokenizer-model={printable(args.tokenizer_model, 200)} is no folder here, so a name of the Hugging "
+            "Face hub, and not in this machine's cache: neither the name nor the vocabulary is checked; load it once "
+            "where there is a network (transformers.AutoTokenizer.from_pretrained), or give its folder"
+        ]
+    build_tokenizer(args)
+    return []
+
+
+def _is_downloaded(name: str) -> bool:
+    """Whether a tokenizer of the hub is in this machine's cache. True where Megatron is to say what is wrong: without
+    the hub's library, and for a name that no hub has."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        asked_for = ("config.json", "tokenizer_config.json")  # first; None: not known whether the hub has it
+        return all(try_to_load_from_cache(name, file) is not None for file in asked_for)
+    except (ImportError, ValueError):
+        return True
 
 
 def run(args: argparse.Namespace) -> int:

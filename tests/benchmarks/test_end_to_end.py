@@ -111,10 +111,11 @@ def test_last_error_line(output, expected):
     assert error_of(output) == error_of(output + TORCHRUN) == expected
 
 
-def test_large_rows_are_refused_without_a_gpu():
+def test_large_rows_are_refused_without_a_gpu(capsys):
     end_to_end.refuse_on_cpu(chosen_rows("tiny"))
-    with pytest.raises(SystemExit, match="error: --rows 1p3b-8k-none-s2: no GPU here"):
+    with pytest.raises(SystemExit, match="2"):
         end_to_end.refuse_on_cpu(chosen_rows("tiny,1p3b-one-gpu"))
+    assert capsys.readouterr().err.startswith("error: --rows 1p3b-8k-none-s2: no GPU here")
 
 
 def test_names_of_rows():
@@ -388,7 +389,8 @@ def test_a_spent_budget_starts_no_row(tmp_path, capsys, monkeypatch):
 def test_wrong_arguments_are_refused(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         end_to_end.main(wrong.split())
-    assert ended.value.code == 2 and f"error: {wrong.split()[0]}" in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith(f"error: {wrong.split()[0]}")
 
 
 def test_status_1_without_a_measured_row(tmp_path):

@@ -44,14 +44,15 @@ def test_host_time_of_kernels_that_do_nothing(tmp_path, kernels, chosen, launch)
     assert profile.splitlines()[-1].endswith("us under the profiler")
 
 
-def test_what_cannot_be_timed_is_one_line(monkeypatch):
+def test_what_cannot_be_timed_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^error: no GPU; --stub hopper"):
-        host_time.main([])
-    with pytest.raises(SystemExit):
-        host_time.main(["--seq-lengths", "1K"])
+    for arguments, words in (([], "no GPU; --stub hopper"), (["--seq-lengths", "1K"], "--seq-lengths 1K: expected")):
+        with pytest.raises(SystemExit, match="2"):
+            host_time.main(arguments)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {words}")
     done = run("--stub", "hopper", interpret=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "error: TRITON_INTERPRET=1 is set, and kernels are interpreted; unset it\n"
 
 

@@ -82,6 +82,7 @@ def test_wrong_results_stop_it(models, monkeypatch):
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         inference.main([])
-    assert "use --tiny" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: no GPU; ") and "use --tiny" in error

@@ -52,9 +52,10 @@ def test_the_first_round_warms_up():
     (("--rounds", "1"), "--rounds 1: expected 2 or more"), (("--steps", "0"), "--steps 0: expected 1 or more"),
 ])  # fmt: skip
 def test_wrong_measurements(flags, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="2"):
         position_loss.main(list(flags))
-    assert message in capsys.readouterr().err + str(stopped.value)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
 
 
 def test_the_loss_by_position_in_a_small_run(tmp_path):

@@ -101,10 +101,11 @@ def test_a_table_of_two_rows(tmp_path):
     (b"", "not a trace"), (b"{}", "not a trace"), (b"[1]", "not a trace"),
     (b'{"traceEvents": []}', "no profiled step"),
 ])  # fmt: skip
-def test_what_is_no_trace_is_said(tmp_path, content, expected):
+def test_what_is_no_trace_is_said(tmp_path, capsys, content, expected):
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(SystemExit, match=expected):
-        step_profile.main([str(path)])
-    with pytest.raises(SystemExit, match="No such file"):
-        step_profile.main([str(tmp_path / "none.json.gz")])
+    for paths, words in (([path], expected), ([tmp_path / "none.json.gz"], "No such file"), ([], "no TRACE")):
+        with pytest.raises(SystemExit, match="2"):
+            step_profile.main([*map(str, paths)])
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and words in error

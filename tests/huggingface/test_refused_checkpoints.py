@@ -173,6 +173,12 @@ def test_a_config_that_is_none(tmp_path, capsys, content, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_output_below_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--output .*/file/out: .*/file is a file; expected a folder; name another"):
+        write(tmp_path / "file" / "out", "first")
+
+
 def write(output: Path, name: str, meanwhile=lambda: None) -> None:
     """One export, of one file. meanwhile: called while it is under way."""
     with complete_folder(output, "--output") as work:

@@ -83,6 +83,10 @@ FINE = {
         ("note: mine.py is not pretrain_gpt_s2.py", "nothing wrong found")),
     "a plan against a rule": (Bad({"--s2-config": "{tmp}/windows.yaml"}, ()),
         ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
+    "a tokenizer of the hub": (Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nobody/none"}, (),
+        ("--vocab-size",)),
+        ("note: --tokenizer-model=nobody/none is no folder here, so a name of the Hugging Face hub, "
+        "and not in this machine's cache: neither the name nor the vocabulary is checked", "nothing wrong found")),
     "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
     **{f"taken: {name}": (Bad(changes, ()), ("nothing wrong found",)) for name, changes in TAKEN.items()},
     "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),
@@ -226,9 +230,8 @@ def test_nothing_else_than_success_or_one_error_line_at_length(tmp_path):
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "s2_megatron", "check", *words], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
+    command = [sys.executable, "-m", "s2_megatron", "check", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 def test_a_refusal_is_recorded_when_asked_for(tmp_path):
@@ -245,6 +248,27 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
 def test_without_a_line():
     done = command()
     assert done.returncode == 2 and done.stderr.startswith("error: there is no launch line; expected one behind --")
+
+
+def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path):
+    """What the data's tokens are compared with is its vocabulary."""
+    from examples.quickstart.dataset import Document, train_tokenizer
+
+    make_files(tmp_path)
+    cached = tmp_path / "home/hub/models--nobody--cached"
+    text = (ROOT / "README.md").read_text()
+    train_tokenizer([Document("README.md", text)], cached / "snapshots/0a1b", 300)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0a1b")
+    tokenizer = {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nobody/cached"}
+    launch = Bad(DATA | tokenizer | {"--make-vocab-size-divisible-by": "1"}, (), ("--mock-data", "--vocab-size"))
+    hub = ("HF_ENDPOINT=http://127.0.0.1:9", f"HF_HOME={tmp_path}/home")  # where nobody answers
+    for complete in (False, True):
+        done = command("--", *hub, *line(launch, tmp_path))
+        assert (done.returncode, "note: --tokenizer" in done.stderr) == (0, not complete), done.stderr
+        (cached / "snapshots/0a1b/config.json").write_text('{"model_type": "gpt2"}')
+    done = command("--", *hub, *line(launch, tmp_path), "--data-path", f"{tmp_path}/other_words")
+    assert done.returncode == 2 and "has the token 60000, and the vocabulary 300 tokens" in done.stderr, done.stderr
 
 
 def test_the_shape_of_a_checkpoint_is_compared():

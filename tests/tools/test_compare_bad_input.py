@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.tools import commands, outputs
+from s2_megatron.tools.compare import readers
 from s2_megatron.tools.compare.readers import split_run
 from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
 
@@ -61,6 +62,18 @@ def test_an_output_overwrites_no_input(folder, capsys, option, file, message):
     before = contents(folder)
     assert message in refused(capsys, "one=dense.jsonl", "two=s2.jsonl,log.html", option, file)
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("option, name", [("--html", "a.html"), ("--png", "a.png")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(folder, capsys, monkeypatch, option, name):
+    monkeypatch.setattr(readers, "read_run", lambda *_: pytest.fail("the runs were read"))
+    error = refused(capsys, "dense.jsonl", "s2.jsonl", option, f"s2.jsonl/missing/{name}")
+    assert f"{option} s2.jsonl/missing/{name}: {folder}/s2.jsonl is a file; expected a folder; name another" in error
+
+
+def test_the_folder_of_an_output_is_made(folder):
+    assert compare("dense.jsonl", "s2.jsonl", "--html", "missing/folder/page.html") == 0
+    assert (folder / "missing/folder/page.html").read_text().endswith("</html>\n")
 
 
 def test_two_outputs_are_two_files(folder, capsys):
@@ -178,6 +191,25 @@ def test_lines_that_are_no_json(folder, capsys, line):
         file.write(line + b"\n")
     error = refused(capsys, "dense.jsonl", "s2.jsonl")
     assert "error: s2.jsonl, line 305: expected one JSON object of a loss log, got '" in error and len(error) < 500
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("train.log", b" [2026-01-01 00:00:00] iteration        1/      60 | lm loss: 5.545177E+00 |\n"),
+        ("train.log", b"one line without an end"),
+        ("settings.json", b'{\n "seed": 1\n}\n'),
+        ("page.png", b"\x89PNG\r\n\x1a\n\n"),
+    ],
+)
+def test_a_file_that_is_no_loss_log(folder, capsys, name, content):
+    """The whole file is the mistake, not one line of it."""
+    (folder / name).write_bytes(content)
+    error = refused(capsys, "dense.jsonl", name)
+    begin = repr(content[:10].split(b"\n")[0].strip(b"\r").decode("utf-8", "backslashreplace"))[:-1]
+    assert f"error: run {name}: no loss log, for no line of it is one's JSON object (it begins with {begin}" in error
+    assert "expected a file of --s2-loss-log, a TensorBoard folder" in error and "remove the line" not in error
+    assert "train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir" in error
 
 
 @pytest.mark.parametrize("option", ["--target-loss", "--at-most", "--run-offset"])

@@ -112,6 +112,7 @@ def test_docstring_shows_what_is_printed(capsys):
     (["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"], "--cross-entropy-fusion-impl native"),
     (["--blocks", "100000"], "expected an integer, 1 to 512"),
     (["--exchange-png", "/"], "a folder; expected a file name that ends in .png"),
+    (["--context-png", f"{ROOT}/README.md/a.png"], "README.md is a file; expected a folder; name another one"),
     (["--exchange-png", "a.pgn"], "another kind of file; expected a file name"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, change, word):

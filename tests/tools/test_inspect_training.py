@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
-from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
+from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, read_flags
+from s2_megatron.tools.forecast.tables import NAMED, memory_gib
 from s2_megatron.tools.inspect import context_picture, layer_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,28 @@ def test_flags_before_the_line_replace_what_does_not_go_with_them(capsys, before
     assert inspected(capsys, *before, "--", *line)["no_forecast"] == []
 
 
+def test_lists_for_each_layer_beside_another_number_of_layers(capsys):
+    """One word stands for all layers; of several, nobody can say which layers are gone."""
+    sizes = ["--num-layers", "24", "--context-parallel-size", "2"]
+    for flag, name in (("--cp-comm-type", "cp_comm_type"), ("--s2-cp-comm-type", "s2_cp_comm_type")):
+        default = getattr(read_flags([]), name)
+        for words, expected in ((["a2a"] * 24, ["a2a"]), (["a2a"] * 12 + ["all_gather"] * 12, default)):
+            line = [*sizes, flag, *words]
+            assert getattr(read_flags(line, Namespace(num_layers=4)), name) == expected
+            assert getattr(read_flags(line, Namespace(num_layers=24)), name) == words
+            assert getattr(read_flags(line, Namespace(seq_length=4096)), name) == words
+        line = [*LINE, "--context-parallel-size", "2", flag, *["a2a"] * 24]
+        assert inspected(capsys, "--num-layers", "4", "--gpus", "2", "--", *line)["model"]["layers"] == 4
+
+
+def test_an_exchange_that_was_meant_for_the_s2_layers(capsys):
+    """It is refused without a dense layer, too: nothing would read it."""
+    line = [*LINE, "--context-parallel-size", "2", "--cp-comm-type", "sparse"]
+    assert commands.main(["inspect", "--gpus", "2", "--", *line]) == 2
+    error = capsys.readouterr().err
+    assert "--cp-comm-type=sparse: Transformer Engine knows no such exchange for dense layers (S2's take" in error
+
+
 def test_another_context_parallel_size_replaces_its_levels():
     levels = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"]
     assert commands.main(["inspect", "--context-parallel-size", "2", "--", *LINE, *levels]) == 0
@@ -173,23 +197,34 @@ def test_a_launch_line_whose_tokenizer_is_not_here(capsys, tmp_path):
 def test_an_unknown_gpu_is_named(capsys):
     facts = inspected(capsys, "--gpu", "NVIDIA A100", "--", *LINE)
     assert "forecast" not in facts and facts["memory"]["run"]["total_gib"] > 10
-    assert facts["no_forecast"] == ["step time on 'NVIDIA A100': not measured; there are tables of NVIDIA H200"]
+    memory = "whether it fits into 'NVIDIA A100': the memory of that GPU is not known; it is of "
+    assert facts["no_forecast"] == [
+        f"{memory}H200, H100, A100 80GB, A100 40GB",
+        "step time on 'NVIDIA A100': not measured; there are tables of NVIDIA H200",
+    ]
     assert commands.main(["inspect", "--gpu", "NVIDIA A100", "--", *LINE]) == 0
-    assert "no forecast: step time on 'NVIDIA A100'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"no forecast: {memory}" in printed and "no forecast: step time on 'NVIDIA A100'" in printed
+
+
+def test_the_memory_of_the_gpus_that_are_named():
+    assert [memory_gib(name) for name in NAMED] == [139.8, 79.1, 79.1, 39.4]
 
 
 def test_what_does_not_fit_is_said(capsys):
-    """Of a GPU whose speed was not measured, too; of one that is not known nothing."""
+    """Of a GPU whose speed was not measured, too."""
     line = " ".join(LINE).replace("--micro-batch-size 1", "--micro-batch-size 8").split()
     said = {}
-    for gpu in ("H200", "NVIDIA H100", "NVIDIA H100 80GB HBM3", "A100"):
+    large, medium, small = (139.8, 2), (79.1, 2), (39.4, 2)
+    expected = {"H200": large, "NVIDIA H100": medium, "NVIDIA H100 80GB HBM3": medium, "NVIDIA A100 80GB PCIe": medium,
+        "NVIDIA A100-SXM4-40GB": small, "A100": (None, 0)}  # fmt: skip
+    for gpu in expected:
         facts = inspected(capsys, "--gpu", gpu, "--", *line)
         assert commands.main(["inspect", "--gpu", gpu, "--", *line]) == 0
         peak = next(text for text in capsys.readouterr().out.splitlines() if text.startswith("│ peak"))
         said[gpu] = facts["memory"].get("gpu_gib"), peak.count("does not fit")
         assert facts["memory"]["run"]["total_gib"] > 140
-    large, small = (139.8, 2), (79.1, 2)
-    assert said == {"H200": large, "NVIDIA H100": small, "NVIDIA H100 80GB HBM3": small, "A100": (None, 0)}
+    assert said == expected
 
 
 @pytest.mark.parametrize("arguments, word", [

@@ -45,33 +45,39 @@ def check_written(args: Namespace) -> None:
         value = getattr(args, name, None)
         if not value or is_remote(str(value)):
             continue
-        flag, is_file = f"--{name.replace('_', '-')}={printable(value, 200)}", name in WRITTEN_FILES
-        path = Path(value).absolute()
-        if "\0" in str(value):
-            raise ValueError(f"{flag}: expected a path without a null byte; name another one")
-        try:
-            if is_file and path.exists() and not path.is_file():
-                raise ValueError(f"{flag}: a folder or a device; expected a file; name a file in it")
-            if is_file and path.exists() and not os.access(path, os.W_OK):
-                raise ValueError(f"{flag}: expected a file that can be written; chmod u+w it, or name another one")
-            folder = _existing(path.parent if is_file else path)
-            if not folder.is_dir():
-                raise ValueError(
-                    f"{flag}: {printable(folder, 200)} is a file; expected a folder; name another one, or move the "
-                    "file away"
-                )
-            if os.statvfs(folder).f_flag & os.ST_RDONLY:
-                raise ValueError(
-                    f"{flag}: {printable(folder, 200)} cannot be written (Read-only file system); expected a writable "
-                    "folder; mount it for writing, or name another one"
-                )
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise ValueError(
-                    f"{flag}: {printable(folder, 200)} cannot be written by this user; expected a writable folder; "
-                    "chmod u+w it, or name another one"
-                )
-        except OSError as error:
-            raise ValueError(f"{flag}: {error.strerror}; expected a path that can be used; name another one") from error
+        flag = f"--{name.replace('_', '-')}={printable(value, 200)}"
+        check_writable(flag, value, is_file=name in WRITTEN_FILES)
+
+
+def check_writable(flag: str, value: str | Path, *, is_file: bool) -> None:
+    """Raises ValueError for a folder that cannot be made or written, or a file that cannot be made there. flag: the
+    flag and its value, as the message begins."""
+    path = Path(value).absolute()
+    if "\0" in str(value):
+        raise ValueError(f"{flag}: expected a path without a null byte; name another one")
+    try:
+        if is_file and path.exists() and not path.is_file():
+            raise ValueError(f"{flag}: a folder or a device; expected a file; name a file in it")
+        if is_file and path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{flag}: expected a file that can be written; chmod u+w it, or name another one")
+        folder = _existing(path.parent if is_file else path)
+        if not folder.is_dir():
+            raise ValueError(
+                f"{flag}: {printable(folder, 200)} is a file; expected a folder; name another one, or move the "
+                "file away"
+            )
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            raise ValueError(
+                f"{flag}: {printable(folder, 200)} cannot be written (Read-only file system); expected a writable "
+                "folder; mount it for writing, or name another one"
+            )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{flag}: {printable(folder, 200)} cannot be written by this user; expected a writable folder; "
+                "chmod u+w it, or name another one"
+            )
+    except OSError as error:
+        raise ValueError(f"{flag}: {error.strerror}; expected a path that can be used; name another one") from error
 
 
 def checkpoint_bytes(args: Namespace, vocabulary: int | None = None) -> int:
@@ -120,7 +126,7 @@ def check_tokenizer(args: Namespace) -> None:
         return
     if kind in ("NullTokenizer", "NullMultimodalTokenizer", "MultimodalTokenizer"):
         return
-    if model is not None and kind in ("HuggingFaceTokenizer", "SFTTokenizer") and _is_hub_name(model):
+    if names_hub(args):
         return
     _check_readable("tokenizer_model", model, f"--tokenizer-type {kind}")
     if kind == "HuggingFaceTokenizer" and Path(model).is_dir():
@@ -132,8 +138,11 @@ def check_tokenizer(args: Namespace) -> None:
             )
 
 
-def _is_hub_name(model: str) -> bool:
-    """Whether a tokenizer's name is one of the hub's, such as `org/name`, rather than a path."""
+def names_hub(args: Namespace) -> bool:
+    """Whether the tokenizer is a name of the Hugging Face hub, such as `org/name`, rather than a path."""
+    model = args.tokenizer_model
+    if model is None or args.tokenizer_type not in ("HuggingFaceTokenizer", "SFTTokenizer"):
+        return False
     return not Path(model).exists() and model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
 
 

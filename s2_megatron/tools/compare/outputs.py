@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from s2_megatron.megatron.preflight.files import check_writable
 from s2_megatron.tools.compare.readers import split_run
 
 _SUFFIXES = {"--html": (".html", ".htm"), "--png": (".png",)}
 
 
 def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
-    """Raises ValueError for an output that has another kind's suffix, or is a folder, an input or another output.
+    """Raises ValueError for an output that has another kind's suffix, or is a folder, an input or another output, and
+    for one that cannot be written: the folders above it are made when it is.
 
     outputs: {option: its path, None without it}. runs: the runs of the command line.
     """
@@ -25,6 +27,7 @@ def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
                 f"{option} {file}: expected a file whose name ends in {' or '.join(suffixes)}; give a path such as "
                 f"compare{suffixes[0]}"
             )
+        check_writable(f"{option} {file}", file, is_file=True)
         place = file.resolve()
         if place in taken:
             raise ValueError(

@@ -16,6 +16,7 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from s2_megatron.config.errors import printable
 from s2_megatron.megatron.loss_log import HEADER, finite_number, numbered_records
 from s2_megatron.tools.compare.runs import LEARNING_RATE, TRAINING_LOSS, Piece, Run, join
 
@@ -108,7 +109,8 @@ def _read_folder(folder: Path) -> tuple[str, list[Piece]]:
 
 def read_loss_log_pieces(path: Path) -> list[Piece]:
     """The pieces of a loss log: a new one begins with a header, and where the iterations go back (a log of an older
-    release has no headers)."""
+    release has no headers). Raises ValueError for a file that is no loss log, such as what a training printed."""
+    _check_is_loss_log(path)
     pieces = [Piece(str(path))]
     last = 0
     for number, record in numbered_records(path):
@@ -133,6 +135,29 @@ def read_loss_log_pieces(path: Path) -> list[Piece]:
             pieces[-1].times[step] = record["time"]
         _add_record(pieces[-1], record, step, "")
     return pieces
+
+
+def _check_is_loss_log(path: Path) -> None:
+    """Raises ValueError for a file without one line of a loss log. An empty file may become one."""
+    with path.open("rb") as file:
+        first = file.readline(81)
+        file.seek(0)
+        if not first or any(map(_is_record, file)):
+            return
+    shown = first.rstrip(b"\r\n")[:80].decode("utf-8", "backslashreplace")
+    raise ValueError(
+        f"run {path}: no loss log, for no line of it is one's JSON object (it begins with {printable(shown)!r}); "
+        "expected a file of --s2-loss-log, a TensorBoard folder, or an offline wandb folder; what a training prints is "
+        "none: train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir"
+    )
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and bool({HEADER, "iteration"} & set(record))
 
 
 def _check_header(path: Path, line: int, header: dict) -> None:

@@ -196,6 +196,8 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
     read = {destination(flag): default for flag, (default, _) in FLAGS.items()}
     before = vars(given or argparse.Namespace())
     given = argparse.Namespace(**{name: value for name, value in before.items() if name in read})
+    if "num_layers" in vars(given):
+        _fit_layer_lists(line, given.num_layers)
     for name in _replaced(line, given):
         vars(line).pop(name, None)
     for source in (line, given):
@@ -203,6 +205,19 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
         if "num_query_groups" in vars(source):
             read["group_query_attention"] = True
     return argparse.Namespace(**read)
+
+
+def _fit_layer_lists(line: argparse.Namespace, layers: int) -> None:
+    """Flags with a word for each layer of the line's model, for a model of another depth: one word where all are equal,
+    else the default."""
+    for name in ("cp_comm_type", "s2_cp_comm_type"):
+        words = getattr(line, name, ())
+        if len(words) in (0, 1, layers):
+            continue
+        if len(set(words)) == 1:
+            setattr(line, name, words[:1])
+        else:
+            delattr(line, name)
 
 
 def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:

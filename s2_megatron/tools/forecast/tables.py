@@ -31,8 +31,14 @@ FOLDER = Path(__file__).parent
 FORMAT = 1
 BASE_HEAD_DIM = 128
 LAUNCH_TOKENS = 8192  # rows of fewer tokens say how long launches take, the others how long a pair does
-# Of GPUs without a table, as torch has it: those of 80 GB.
-MEMORY_GIB = {"h100": 79.1, "h100 80gb hbm3": 79.1}
+# Of GPUs without a table, as torch reports it (A100s differ by 0.2): by the short name, and by torch's. Of an "A100" it
+# is not known: some have 40 GB, some 80.
+MEMORY_GIB = {
+    **dict.fromkeys(("h100", "h100 80gb hbm3"), 79.1),
+    **dict.fromkeys(("a100 80gb", "a100 80gb pcie", "a100 sxm4 80gb"), 79.1),
+    **dict.fromkeys(("a100 40gb", "a100 pcie 40gb", "a100 sxm4 40gb"), 39.4),
+}
+NAMED = ("H200", "H100", "A100 80GB", "A100 40GB")  # in messages
 ALL_KV_HEADS = 8  # from so many KV heads on their number does not matter
 
 
@@ -186,7 +192,7 @@ def known_gpus() -> dict[str, Path]:
 
 
 def _short(gpu: str) -> str:
-    return gpu.lower().removeprefix("nvidia").strip()
+    return gpu.lower().replace("-", " ").removeprefix("nvidia").strip()
 
 
 def memory_gib(gpu: str) -> float | None:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from s2_megatron.megatron.preflight.files import check_writable
+
 
 def _refuse_existing(output: Path, flag: str) -> None:
     if output.exists():
@@ -19,9 +21,10 @@ def complete_folder(output: Path, flag: str) -> Iterator[Path]:
     """A folder to write into, in a hidden one beside `output` that no one else has; renamed to `output` at the end,
     removed when something fails.
 
-    Raises ValueError when `output` exists, which is never overwritten.
+    Raises ValueError when `output` exists, which is never overwritten, and where no folder can be made.
     """
     _refuse_existing(output, flag)
+    check_writable(f"{flag} {output}", output, is_file=False)
     output.parent.mkdir(parents=True, exist_ok=True)
     hidden = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:

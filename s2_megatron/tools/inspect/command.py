@@ -33,6 +33,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.resolve import MOST_LAYERS
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.flag_refusals import refuse_flags
+from s2_megatron.megatron.preflight.files import check_writable
 from s2_megatron.tools.forecast.flags import add_flags, check_flags, integer, read_flags
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
 from s2_megatron.tools.inspect.context_picture import draw_context
@@ -82,11 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    """Raises ValueError for a picture's path that is no file name of a picture, before the work is done."""
+    """Raises ValueError for a picture's path that is no file name of a picture, or cannot be written, before the work
+    is done."""
     for flag, file in (("--png", args.png), ("--context-png", args.context_png), ("--exchange-png", args.exchange_png)):
-        if file is not None and (file.suffix.lower() != ".png" or file.is_dir()):
+        if file is None:
+            continue
+        if file.suffix.lower() != ".png" or file.is_dir():
             what = "a folder" if file.is_dir() else "another kind of file"
             raise ValueError(f"{flag} {printable(file, 200)}: {what}; expected a file name that ends in .png")
+        check_writable(f"{flag} {printable(file, 200)}", file, is_file=True)
 
 
 def _read(args: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...], int | None]:

@@ -14,7 +14,7 @@ from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
 from s2_megatron.tools.forecast.step_time import exchange_costs, step_time
-from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables, memory_gib
+from s2_megatron.tools.forecast.tables import NAMED, Tables, known_gpus, load_tables, memory_gib
 from s2_megatron.tools.inspect.layer_kinds import layer_kinds
 from s2_megatron.tools.rules import warnings
 
@@ -161,6 +161,10 @@ def forecast_facts(run: TrainingRun, gpu: str, words: Sequence[str]) -> dict:
     facts["memory"]["by_recompute"] = {name: _memory(choice)["total_gib"] for name, choice in choices.items()}
     if (limit := memory_gib(gpu)) is not None:
         facts["memory"]["gpu_gib"] = limit
+    else:
+        facts["no_forecast"].append(
+            f"whether it fits into {gpu!r}: the memory of that GPU is not known; it is of {', '.join(NAMED)}"
+        )
     tables = load_tables(gpu)
     if tables is None:
         known = ", ".join(known_gpus())
