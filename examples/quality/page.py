@@ -32,6 +32,7 @@ from examples.quality.results import TIMES_OF, UNTIMED, chosen_rate, header, rea
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
+from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import STUDIES, Study, density
 from examples.quality.targets import read_planned, target_lines
@@ -249,8 +250,10 @@ def scale_section(scale: Scale, picture: str) -> list[str]:
     ]
 
 
-def _by_seed(scale: Scale) -> list[str]:
-    return [] if scale.study.start is None else seeds_section(scale.study, scale.folder, scale.comparison, table)
+def _by_seed(scale: Scale, pictures: str) -> list[str]:
+    if scale.study.start is None:
+        return []
+    return seeds_section(scale.study, scale.folder, scale.comparison, pictures, table)
 
 
 def _continued_lines(scale: Scale, picture: str) -> list[str]:
@@ -289,7 +292,9 @@ def results_text(data: Path, pictures: bool) -> str:
                 if pictures:
                     for question in (each for each in study.questions if found.answered(each)):
                         draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-                lines += [*about_runs(scale), *_by_seed(scale), *rules_section(found, shown, table)]
+                    if study.start is not None:
+                        draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
+                lines += [*about_runs(scale), *_by_seed(scale, shown), *rules_section(found, shown, table)]
                 if copies := copies_lines(scale.folder, study.arm_names, study.baseline, table):
                     lines += ["#### Where the loss lies", "", *copies]
                 continue

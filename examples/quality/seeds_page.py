@@ -10,6 +10,7 @@ import numpy as np
 
 from examples.quality.continued_page import read_switched
 from examples.quality.studies import BASELINE, Study, density
+from s2_megatron.tools.compare.figures import COLOURS
 from s2_megatron.tools.compare.measure import Comparison
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS
 
@@ -34,8 +35,9 @@ def losses(folder: Path, comparison: Comparison) -> dict[tuple[str, str], tuple[
     }
 
 
-def section(study: Study, folder: Path, comparison: Comparison, table: Callable) -> list[str]:
-    """Lines of Markdown; [] without a run of another arm. table: (header, rows) to lines."""
+def section(study: Study, folder: Path, comparison: Comparison, pictures: str, table: Callable) -> list[str]:
+    """Lines of Markdown; [] without a run of another arm. pictures: the folder of them, from the page. table: (header,
+    rows) to lines."""
     found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
     if not found:
         return []
@@ -66,7 +68,35 @@ def section(study: Study, folder: Path, comparison: Comparison, table: Callable)
             f"{np.corrcoef(before, after)[0, 1]:.3f}.",
             "",
         ]
-    return lines
+    return [*lines, f"![Loss above dense right after the switch and at the end]({pictures}/seeds.png)", ""]
+
+
+def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None:
+    """A row an arm, a colour a dense model: what it loses right after the switch (hollow) and at the end, in %."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
+    arms = [arm for arm in study.arm_names if any(arm == each for each, _ in found)]
+    seeds = sorted({seed for _, seed in found})
+    figure, panel = pyplot.subplots(figsize=(8, 1 + 0.28 * len(arms)), layout="constrained")
+    for index, (seed, colour) in enumerate(zip(seeds, COLOURS[1:])):
+        rows = [row for row, arm in enumerate(arms) if (arm, seed) in found]
+        before, after = 100 * np.array([found[arms[row], seed] for row in rows]).T
+        height = np.array(rows) + 0.24 * (index - (len(seeds) - 1) / 2)
+        panel.hlines(height, before, after, color=colour, linewidth=0.8)
+        panel.scatter(before, height, s=28, facecolor="white", edgecolor=colour, linewidth=1.2, zorder=3)
+        panel.scatter(after, height, s=28, color=colour, zorder=3, label=f"dense model {seed}")
+    panel.axvline(0, color="#333333", linewidth=0.8)
+    panel.set_yticks(range(len(arms)), [f"{arm}  ({100 * density(study, arm):.0f} %)" for arm in arms], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel("validation loss above dense, percent: right after the switch (hollow), at the end (full)")
+    panel.grid(axis="x", alpha=0.25, linewidth=0.5)
+    panel.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def _cells(both: tuple[float, float] | None) -> list[str]:

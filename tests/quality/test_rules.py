@@ -210,12 +210,14 @@ def test_every_dense_model_is_shown_by_itself(tmp_path):
             write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
     write_json(tmp_path / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
     scale = page.read_scale(replace(study, baseline="dense"), tmp_path)
-    lines = seeds_page.section(study, tmp_path, scale.comparison, page.table)
+    lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
     assert rows[0][2:] == ["+5.00 %", "+4.00 %", "+10.00 %", "+4.00 %"]
     assert rows[1][2:] == ["+0.10 %", "+0.00 %", "-", "-"]
-    assert "Over these 3 runs" in lines[-2]
+    assert "Over these 3 runs" in lines[-4] and lines[-2].endswith("(x/seeds.png)")
+    seeds_page.draw(study, tmp_path, scale.comparison, tmp_path / "seeds.png")
+    assert (tmp_path / "seeds.png").stat().st_size > 5000
 
 
 @pytest.fixture(scope="module")
