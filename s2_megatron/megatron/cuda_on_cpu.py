@@ -20,6 +20,7 @@ import sys
 import types
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -173,6 +174,18 @@ def _meshes_of_the_cpu() -> None:
     DeviceMesh.__init__ = made
 
 
+def _coalesced_collectives_end_at_once() -> None:
+    """Wait for coalesced collectives where they are launched. With several all-gathers of Megatron-FSDP under way in
+    gloo's threads, ranks died of a damaged heap (docs/validation.md, what failed once). Other collectives are waited
+    for by the callers' handles. Sends and receives must not be waited for here: they would wait for each other."""
+
+    def append(self, work=None):
+        if work is not None:
+            work.wait()
+
+    distributed_c10d._CoalescingManager.append = append
+
+
 def install_if_no_gpu() -> bool:
     """Make `torch.cuda` stand for the CPU when there is no GPU, and say so once. True when this process runs on the CPU
     that way.
@@ -206,6 +219,7 @@ def install_if_no_gpu() -> bool:
 
     torch.autograd._engine_run_backward = run_backward_redirected
     _meshes_of_the_cpu()
+    _coalesced_collectives_end_at_once()
     # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always
     # warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)

@@ -50,3 +50,11 @@ def test_behind_the_import_of_megatron_is_too_late(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.training", types.ModuleType("megatron.training"))
     with pytest.raises(ValueError, match="make it the first lines of the script"):
         cuda_on_cpu.install_if_no_gpu()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU stands for a GPU where there is none")
+def test_coalesced_collectives_have_ended_where_they_are_launched(lab):
+    """Of two ranks the second is a second late, and the first has its numbers all the same when its `with` ends."""
+    output = lab.python("coalesced.py", processes=2)
+    for rank in (0, 1):
+        assert f"rank {rank} found [1.0, 2.0]" in output, output

@@ -68,9 +68,6 @@ def test_weights_of_torch_fsdp2_are_saved_and_loaded(lab):
 
 
 @pytest.mark.skipif(find_spec("einops") is None, reason="einops, which Megatron-FSDP imports, is not installed")
-# Not in `make test`: on two busy cores a rank died in two of its whole runs, of a damaged heap. Megatron-FSDP frees
-# buffers by the order of CUDA streams, which a CPU does not have (docs/validation.md, what failed once).
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name, layout, ranks_of_data",
     [("dp2", "", 2), ("cp2", f"{CP2} {ATTENTION_RECOMPUTE}", 1)],
