@@ -156,7 +156,7 @@ def test_layers_that_become_dense_are_d():
 def test_names_of_specs_that_are_taken():
     config, plan = resolved(CONFIGS["two specs"], "GQA")
     content = yaml_content(config.settings, plan, [Unit(0, (1,)), Unit(1, (2,))])
-    assert content["layers"] == ["A", "A1", "D", "A2", "A2", "A12", "D", "A2"]
+    assert content["layers"] == ["A", "A1", "D", "A2", "A3", "A11", "D", "A4"]
 
 
 # Its data
