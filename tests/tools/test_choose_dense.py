@@ -6,16 +6,26 @@ That the printed losses are those of the written YAML is tested with real checkp
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import yaml
 
-from s2_megatron.config.load import SparsityConfig
+from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import diff_sparsity
 from s2_megatron.tools import commands
-from s2_megatron.tools.choose_dense.plan import all_dense, candidates, count_dense, with_dense, yaml_content, yaml_text
+from s2_megatron.tools.choose_dense.plan import (
+    all_dense,
+    candidates,
+    count_dense,
+    dense_kv_heads,
+    with_dense,
+    yaml_content,
+    yaml_text,
+)
 from s2_megatron.tools.choose_dense.search import Sets, Unit, rank
 from s2_megatron.tools.losses import evenly_chosen
 
@@ -252,3 +262,60 @@ def test_bad_input_is_one_line(name, command, tmp_path, capsys):
     out, error = capsys.readouterr()
     assert message in error and error.startswith("error: ") and error.count("\n") == 1 and not out
     assert not (tmp_path / "new.yaml").exists()
+
+
+# What it says and writes, with losses that are made up
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Losses as if every head needed the context equally, but KV head 1 of layer 2 ten times as much."""
+
+    class Measured:
+        device = "cpu"
+
+        def __init__(self, folder, sequences):
+            assert sequences.shape[1] == 257
+
+        def loss(self, sparsity) -> float:
+            print("what the kernels say")
+            lost = 0.0
+            for at, layer in enumerate(sparsity.layers):
+                dense = range(2) if layer.pattern is None else dense_kv_heads(layer.pattern)
+                lost += sum((0.1 if (at, kv) == (2, 1) else 0.01) for kv in range(2) if kv not in dense)
+            return DENSE_LOSS + lost
+
+    monkeypatch.setattr("s2_megatron.tools.choose_dense.measure.Measured", Measured)
+
+
+def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
+    assert command("--within", "2.1", "--json", "facts.json") == 0
+    out, error = capsys.readouterr()
+    assert "what the kernels say" in error and "what the kernels say" not in out
+    assert re.search(r"│ 1 │ +2 │ +1 │ 2\.0500 │ \+0\.1000 │ +67% │", out)
+    chosen = r"│ plan\.yaml \+ the best 2, chosen +│ +4 of 8 │ +[\d.]+% │ 2\.0400 │ +\+2\.00% │"
+    assert re.search(chosen, out)
+    assert out.splitlines()[-1].startswith("wrote new.yaml: 4 of 8 KV heads are dense, ")
+    text = (tmp_path / "new.yaml").read_text()
+    assert text.startswith("# Made by s2-megatron choose-dense from dense/iter_0000001\n")
+    assert "2.0000 dense, 2.1500 with that YAML, 2.0400 with this one (+2.00%)" in text and str(tmp_path) not in text
+    plan = load_config(tmp_path / "new.yaml").resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)
+    assert count_dense(plan) == 4 and dense_kv_heads(plan.layers[2].pattern) == [1]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["candidates"][0] == {"layer": 2, "kv_heads": [1], "loss": pytest.approx(2.05)}
+    assert facts["chosen"] == 2 and [each["size"] for each in facts["sets"]] == [0, 1, 2]
+    assert command("--within", "2.1") == 2 and "new.yaml: is there already" in capsys.readouterr().err
+
+
+def test_layers_instead_of_heads(command, made_up, tmp_path):
+    assert command("--within", "2.1", "--by", "layer") == 0
+    assert yaml.safe_load((tmp_path / "new.yaml").read_text())["layers"][2:] == ["D", "D"]
+
+
+def test_where_no_set_is_near_enough_nothing_is_written(command, made_up, tmp_path, capsys):
+    assert command("--within", "0.3", "--json", "facts.json") == 1
+    out, error = capsys.readouterr()
+    last = error.splitlines()[-1]
+    assert last.startswith("no set is within 0.3 % of the dense loss; the best one, of 5, is +0.50% above; nothing is")
+    assert "chosen" not in out and "the best 5" in out
+    assert not (tmp_path / "new.yaml").exists() and not (tmp_path / "facts.json").exists()
