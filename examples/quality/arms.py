@@ -116,7 +116,8 @@ def _windows(window: int) -> tuple[int, ...]:
 def chosen_question(arms: tuple[Arm, ...]) -> Question:
     """Of chosen_arms, beside what no measurement chose."""
     measured = {arm.name: f"{arm.chosen} KV heads of all layers, those that matter most" for arm in arms}
-    others = {"dense-heads": "as many in every layer", "dense-last": "last two layers", "dense-fourth": "every fourth"}
+    others = {"dense-heads": "as many, the same in every layer", "dense-last": "last two layers"}
+    others["dense-fourth"] = "every fourth layer"
     return Question(
         "chosen",
         "Which heads are dense: measured, or not",
