@@ -37,6 +37,7 @@ setup(
         "s2_megatron.megatron.preflight",
         "s2_megatron.huggingface",
         "s2_megatron.tools",
+        "s2_megatron.tools.choose_dense",
         "s2_megatron.tools.compare",
         "s2_megatron.tools.forecast",
         "s2_megatron.tools.hf",

@@ -78,6 +78,7 @@ def test_a_refused_setting_is_one_line(tmp_path):
     "script, setting, words",
     [
         ("dense_to_s2.sh", "ITERATIONS=abc", "expected a number, 1 or more, such as ITERATIONS=60"),
+        ("dense_to_s2.sh", "CHOOSE=yes", "expected a number, 1 or more, such as CHOOSE=2"),
         ("moe_expert_parallel.sh", "ITERATIONS=0", "expected a number, 1 or more"),
         ("own_pattern/run.sh", "ITERATIONS=1 2", "expected a number, 1 or more"),
         ("long_context_cp.sh", "CP=08", "expected a number, 1 or more, such as CP=2"),
@@ -149,6 +150,13 @@ def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     assert abs(switched - before) < 0.2 and switched < untrained - 1
     assert after < switched
     assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
+
+
+def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
+    output = run("dense_to_s2.sh", ITERATIONS="2", CHOOSE="2")
+    assert "chosen.yaml: 4 of 8 KV heads are dense" in output
+    assert sum("chosen.yaml" in line for line in output.splitlines() if ": torchrun" in line) == 2
+    assert (runs / "chosen.yaml").is_file() and len(last_losses(output)) == 3
 
 
 def test_a_dense_model_goes_on_at_a_longer_context(run, runs):

@@ -27,12 +27,14 @@ PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
 class Arm:
     """name: of files and of `--arms`. dense: which layers are, a key of PLACEMENTS. spec: keys of the sparse layers'
     spec beside the study's window and stride, or in their place. window_alone: no stride, and a window of as many
-    pairs as `s2`."""
+    pairs as `s2`. chosen: of `s2`, so many KV heads over all layers are dense, other ones in every seed: chosen.py
+    measures on the seed's dense model which."""
 
     name: str
     dense: str = "none"
     spec: Mapping = field(default_factory=dict)
     window_alone: bool = False
+    chosen: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ def window_arm(window: int) -> Arm:
 def heads_arm(count: int) -> Arm:
     """count: KV heads of every layer that are dense."""
     return Arm("dense-heads", spec=dict(dense_heads={"spread": count}))
+
+
+def chosen_arms(count: int) -> tuple[Arm, ...]:
+    """count: KV heads over all layers, as many as `dense-heads` has, and a quarter of it."""
+    return Arm("chosen-heads", chosen=count), Arm("chosen-few", chosen=max(1, count // 4))
 
 
 # Of four KV heads one is dense: of a multiple of four layers, as many pairs as every fourth layer.
@@ -104,6 +111,19 @@ def _strides(stride: int) -> tuple[int, ...]:
 
 def _windows(window: int) -> tuple[int, ...]:
     return window // 4, window // 2, window, 2 * window
+
+
+def chosen_question(arms: tuple[Arm, ...]) -> Question:
+    """Of chosen_arms, beside what no measurement chose."""
+    measured = {arm.name: f"{arm.chosen} KV heads of all layers, those that matter most" for arm in arms}
+    others = {"dense-heads": "as many, the same in every layer", "dense-last": "last two layers"}
+    others["dense-fourth"] = "every fourth layer"
+    return Question(
+        "chosen",
+        "Which heads are dense: measured, or not",
+        {**measured, **others, SHARDED: "none", BASELINE: "all"},
+        reference=BASELINE,
+    )
 
 
 def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Question, ...]:

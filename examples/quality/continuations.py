@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from examples.quality.arms import chosen_arms, chosen_question
 from examples.quality.studies import BASELINE, STUDIES, Model, Start, Study, pairs, sparsity
 from examples.quality.tasks import TaskSettings
 
@@ -20,12 +21,15 @@ ARMS = ("dense", "dense-fourth", "s2")
 
 
 def _continued(
-    name: str, study: Study, start_tokens: int, tokens: int, *, arms=None, from_scratch=(), **changed
+    name: str, study: Study, start_tokens: int, tokens: int, *, arms=None, chosen=0, from_scratch=(), **changed
 ) -> Study:
-    """Goes on from the study's dense model, as these of its arms (None: as all)."""
+    """Goes on from the study's dense model, as these of its arms (None: as all). chosen: as chosen_arms."""
     start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
-    return replace(study, name=name, tokens=tokens, start=start, arms=trained, **changed)
+    measured = chosen_arms(chosen) if chosen else ()
+    questions = (*study.questions, chosen_question(measured)) if measured and study.questions else study.questions
+    changed |= dict(arms=(*trained, *measured), questions=questions)
+    return replace(study, name=name, tokens=tokens, start=start, **changed)
 
 
 LM, RETRIEVAL, RULES = (STUDIES[name] for name in ("lm8k", "retrieval8k", "rules8k"))
@@ -34,9 +38,9 @@ LM_TINY, RETRIEVAL_TINY, RULES_TINY = (STUDIES[name] for name in ("lm-tiny", "re
 CONTINUATIONS = {
     study.name: study
     for study in (
-        _continued("from-dense8k", LM, 80_000_000, 40_000_000, from_scratch=("dense-fourth", "s2")),
+        _continued("from-dense8k", LM, 80_000_000, 40_000_000, chosen=12, from_scratch=("dense-fourth", "s2")),
         # In from-dense8k the gap of `s2` has opened by 25M tokens; these steps are half as long.
-        _continued("from-dense-rules8k", RULES, 100_000_000, 30_000_000, recall=None),
+        _continued("from-dense-rules8k", RULES, 100_000_000, 30_000_000, chosen=16, recall=None),
         _continued(
             "extend32k",
             LM,
@@ -61,8 +65,8 @@ CONTINUATIONS = {
             tasks=TaskSettings(sequences=2_000, pairs=512, chains=64),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
-        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, from_scratch=("s2",)),
-        _continued("from-dense-rules-tiny", RULES_TINY, 40 * 1024, 24 * 1024, recall=None),
+        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, chosen=3, from_scratch=("s2",)),
+        _continued("from-dense-rules-tiny", RULES_TINY, 40 * 1024, 24 * 1024, chosen=8, recall=None),
         _continued(
             "extend-retrieval-tiny",
             RETRIEVAL_TINY,

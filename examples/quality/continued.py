@@ -21,7 +21,7 @@ from examples.quality.after_training import measure_copies, measure_recall
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
-from examples.quality.launch import Job, command
+from examples.quality.launch import Job, chosen_yaml, command
 from examples.quality.parts import split_corpus
 from examples.quality.results import machine, write_json, write_run
 from examples.quality.run import (
@@ -39,6 +39,7 @@ from examples.quality.run import (
 from examples.quality.studies import BASELINE, Study
 from examples.quality.tasks import prepare_tasks
 from examples.quality.workers import FINISHED, Budget, devices, final_evaluation, remove_checkpoints, run_jobs
+from s2_megatron.tools.outputs import write_file
 
 START, SWITCHED, SCRATCH = "start", "switched", "scratch"  # roles of runs; those that go on have none
 
@@ -121,6 +122,8 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
         if job.study.tasks is None and not job.role:
             outcome = measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
+    if job.study.arm(job.arm).chosen:  # which heads they are, differs from seed to seed
+        write_file(place.result(job.arm, job.seed).with_suffix(".yaml"), chosen_yaml(job).read_bytes())
     if options.keep_checkpoints or outcome != FINISHED:
         return outcome
     if job.role != START:

@@ -20,6 +20,7 @@ from examples.quality.corpus import Corpus
 from examples.quality.results import read_json, write_json
 from examples.quality.studies import Study
 from examples.quality.trained import TOKENS_AT_ONCE, load_trained
+from s2_megatron.tools.losses import evenly_chosen, token_losses
 
 ORDERS = (2, 4, 8)  # of n-grams; each twice the one before
 GROUPS = ("new", *(f"{order} {where}" for order in ORDERS for where in ("near", "far")))
@@ -54,19 +55,10 @@ def validation_sequences(study: Study, corpus: Corpus) -> np.ndarray:
     corpus with less than one."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    data = IndexedDataset(str(corpus.data_prefix))
-    first_share = float(corpus.split.split(",")[0]) / sum(map(float, corpus.split.split(",")))
-    documents = range(round(first_share * len(data)), len(data))
-    ids = np.concatenate([np.asarray(data[index]) for index in documents] or [np.zeros(0)]).astype(np.int64)
-    length = study.model.seq_length + 1
-    count = len(ids) // length
-    if count == 0:
-        raise ValueError(
-            f"{corpus.data_prefix}: {len(ids)} tokens to validate with; expected {length} or more; prepare the corpus "
-            "on a machine with more text"
-        )
-    whole = ids[: count * length].reshape(count, length)
-    return whole[np.linspace(0, count - 1, min(count, SEQUENCES)).astype(int)]
+    documents = len(IndexedDataset(str(corpus.data_prefix)))
+    shares = [float(share) for share in corpus.split.split(",")]
+    unseen = range(round(shares[0] / sum(shares) * documents), documents)
+    return evenly_chosen(corpus.data_prefix, unseen, study.model.seq_length + 1, SEQUENCES)
 
 
 def score(losses: np.ndarray, groups: np.ndarray) -> dict:
@@ -79,21 +71,13 @@ def score(losses: np.ndarray, groups: np.ndarray) -> dict:
 
 def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
     """The score of the newest checkpoint. Raises ValueError where there is none."""
-    import torch
-
-    model, device = load_trained(checkpoints)
+    model, _ = load_trained(checkpoints)
     sequences = validation_sequences(study, corpus)
     at_once = max(1, TOKENS_AT_ONCE // study.model.seq_length)
-    losses = []
-    with torch.no_grad():
-        for start in range(0, len(sequences), at_once):
-            ids = torch.from_numpy(sequences[start : start + at_once]).to(device)
-            positions = torch.arange(ids.shape[1] - 1, device=device).expand(len(ids), -1)
-            for row, logits in zip(ids, model(ids[:, :-1].contiguous(), positions, None)):  # [length, vocabulary]
-                losses.append(torch.nn.functional.cross_entropy(logits.float(), row[1:], reduction="none").cpu())
+    losses = token_losses(model, sequences, at_once).double().flatten().numpy()
     groups = np.concatenate([groups_of(row[:-1], study.local_tokens) for row in sequences])
     about = {"sequences": len(sequences), "near": study.local_tokens, "corpus": corpus.sha256[:12]}
-    return about | score(torch.cat(losses).double().numpy(), groups)
+    return about | score(losses, groups)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from examples.quality.arms import SHARDED
 from examples.quality.corpus import Corpus
 from examples.quality.studies import Study, sparsity
 from examples.quality.tasks import ANSWERS
@@ -75,8 +76,16 @@ class Job:
         return self.folder / "train.log"
 
 
+def chosen_yaml(job: Job) -> Path:
+    """Of an arm whose heads are chosen: with its dense run, for all runs of the arm that begin with that."""
+    return job.start.folder / f"{job.arm}.yaml"
+
+
 def write_sparsity(job: Job) -> Path:
-    """The arm's YAML, in the run's folder under the arm's name, by which comparisons call it."""
+    """The arm's YAML, in the run's folder under the arm's name, by which comparisons call it. One whose heads are
+    chosen is not written here."""
+    if job.study.arm(job.arm).chosen:
+        return chosen_yaml(job)
     path = job.folder / f"{job.arm}.yaml"
     path.write_text(yaml.safe_dump(sparsity(job.study, job.arm), sort_keys=False))
     return path
@@ -86,6 +95,7 @@ def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
     """The words of the command that trains one run, or goes on with it; writes the arm's YAML into its folder."""
     return [
         sys.executable,
+        *_choice(job, corpus),
         str(ROOT / "pretrain_gpt_s2.py"),
         f"--s2-config={write_sparsity(job)}",
         *model_flags(job.study.model, INIT_STD),
@@ -97,6 +107,31 @@ def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
         *_start_flags(job),
         *job.study.flags,
     ]
+
+
+def _choice(job: Job, corpus: Corpus) -> list[str]:
+    """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
+    if not job.study.arm(job.arm).chosen:
+        return []
+    plan = job.folder / f"{SHARDED}.yaml"
+    plan.write_text(yaml.safe_dump(sparsity(job.study, SHARDED), sort_keys=False))
+    options = {
+        "write": chosen_yaml(job),
+        "heads": job.study.arm(job.arm).chosen,
+        "load": job.start.checkpoints,
+        "s2-config": plan,
+        "data-path": corpus.data_prefix,
+        "split": choice_split(corpus.split),
+    }
+    return ["-m", "examples.quality.chosen", *(f"--{name}={value}" for name, value in options.items()), "--"]
+
+
+def choice_split(split: str) -> str:
+    """--split of the data on which heads are chosen: its second part is the last tenth of the training documents, which
+    the dense model did not see and no result is reported on. split: training and validation documents, as numbers."""
+    training, *others = (int(share) for share in split.split(","))
+    measured = max(1, training // 10)
+    return f"{training - measured},{measured},{sum(others)}"
 
 
 def _implementation_flags(on_gpu: bool) -> list[str]:

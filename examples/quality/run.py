@@ -108,9 +108,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
     if parsed.from_scratch is not None and ALL[parsed.study].start is None:
         parser.error(f"--from-scratch: all runs of {parsed.study} begin with random weights; remove --from-scratch")
+    fit = [name for name in parsed.arms if not ALL[parsed.study].arm(name).chosen]
     for name in parsed.from_scratch or ():
-        if name not in parsed.arms:
-            parser.error(f"--from-scratch {name}: expected some of {', '.join(parsed.arms)}, which are trained here")
+        if name not in fit:
+            parser.error(f"--from-scratch {name}: expected some of {', '.join(fit)}, which are trained here")
     return parsed
 
 

@@ -144,8 +144,7 @@ class S2CoreAttention(MegatronModule):
                 f"groups, its pattern {pattern.num_heads} and {pattern.num_kv_heads}; expected the same; resolve the "
                 "S2 config for this model's shape"
             )
-        self.local_pattern = pattern.tensor_parallel_slice(tp_rank, tp_size)
-        self._pattern_key = json.dumps(self.local_pattern.canonical(), sort_keys=True)
+        self.use_pattern(pattern.tensor_parallel_slice(tp_rank, tp_size))
         self.recompute_outputs = RecomputeOutputs() if settings.keep_attention_output else None
         self.context_parallel = None
         if config.context_parallel_size > 1:
@@ -159,6 +158,12 @@ class S2CoreAttention(MegatronModule):
                     config.params_dtype,
                     settings.backend,
                 )
+
+    def use_pattern(self, pattern: Pattern) -> None:
+        """Attend by another pattern from now on, of the same heads. pattern: of this rank's heads. Not for a layer
+        whose context parallelism is planned: its plan is the first pattern's."""
+        self.local_pattern = pattern
+        self._pattern_key = json.dumps(pattern.canonical(), sort_keys=True)
 
     def _shared_context(self, group, comm_type: str) -> ContextParallel:
         """Layers with the same pattern and settings share the plan, and what of it lies on the device."""

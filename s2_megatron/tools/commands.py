@@ -42,6 +42,7 @@ COMMANDS = {
     "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
     "import-hf": Command("s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a checkpoint"),
     "export-pattern": Command("s2_megatron.tools.export_pattern", "which blocks are attended, for ports, with vectors"),
+    "choose-dense": Command("s2_megatron.tools.choose_dense.command", "which heads of a dense checkpoint stay dense"),
     "generate": Command("s2_megatron.tools.generate", "a checkpoint continues a prompt, in Megatron"),
     "env-report": Command("s2_megatron.tools.env_report", "every version that a bug report needs"),
     "schema": Command("s2_megatron.tools.schema", "the JSON Schema of the sparsity YAML, for editors"),

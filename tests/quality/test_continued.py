@@ -17,10 +17,11 @@ from examples.quality.continued import make_jobs, run_continued
 from examples.quality.continued_page import read_switched, tokens_to_return
 from examples.quality.copies import GROUPS, score
 from examples.quality.corpus import Corpus, write_documents
-from examples.quality.launch import Job, command
+from examples.quality.launch import Job, chosen_yaml, command
 from examples.quality.parts import split_corpus
 from examples.quality.results import write_json
 from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
+from examples.quality.studies import density
 from examples.quality.workers import CUT, FINISHED, Budget
 from s2_megatron.megatron.loss_log import read_records
 from s2_megatron.tools.compare.measure import Paired
@@ -81,6 +82,8 @@ def study(tmp_path, corpus, monkeypatch):
 
     def trainer(job: Job, part: Corpus, on_gpu: bool) -> list[str]:
         start = "" if job.start is None else str(job.start.folder)
+        if job.study.arm(job.arm).chosen:
+            chosen_yaml(job).write_text(f"# {job.arm}, {job.seed}")
         flops = token_flops(job.study, job.arm, 512)
         return [sys.executable, "-c", TRAINER, str(job.folder), job.arm, start, str(job.iterations),
                 str(job.study.step_tokens), str(int(job.evaluated)), str(flops),
@@ -210,6 +213,17 @@ def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch)
     assert not list((tmp_path / "runs").rglob("checkpoints"))
 
 
+def test_which_heads_were_chosen_is_kept(study, tmp_path):
+    """While the folder of the runs may go; the page has the arm's pairs."""
+    assert study("--arms", "dense", "s2", "chosen-few", "--from-scratch")[0] == COMPLETE
+    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
+    kept = {path.name: path.read_text() for path in folder.glob("*.yaml")}
+    assert kept == {"chosen-few_seed1.yaml": "# chosen-few, 1"}
+    (scale,) = page.read_scales(TINY, tmp_path / "results")
+    share = f"{100 * density(TINY, 'chosen-few'):.1f} %"
+    assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x/curves.png"))
+
+
 def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
     assert study("--from-scratch")[0] == COMPLETE
     assert not list(tmp_path.rglob("scratch-*"))
@@ -332,7 +346,8 @@ def test_a_study_through_megatron(name, tmp_path):
     """About two minutes each: every run is a process of Megatron's."""
     said = []
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    given = parse_arguments([name, "--arms", "dense", "s2", "--rate", "4e-3", *folders])
+    more = ["chosen-few"] if name == "from-dense-tiny" else []
+    given = parse_arguments([name, "--arms", "dense", "s2", *more, "--rate", "4e-3", *folders])
     assert run_continued(CONTINUATIONS[name], given, Budget(None), said.append) == COMPLETE, "\n".join(said)
     (folder,) = [path for path in (tmp_path / "results" / name).iterdir() if path.is_dir()]
     first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("start-dense", "dense", "s2")}

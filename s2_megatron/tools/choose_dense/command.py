@@ -1,0 +1,272 @@
+"""s2-megatron choose-dense: which KV heads of a dense checkpoint stay dense when it goes on with S2-Attention.
+
+    s2-megatron choose-dense --load runs/dense/checkpoints --s2-config my.yaml --data-path data/text --write chosen.yaml
+
+What a dense model loses under S2-Attention hangs on a few heads, those that look things up far back; which ones they
+are differs from model to model. This measures the loss of the checkpoint as it is, under the plan of the YAML, and
+under the plan with one more KV head dense, each head in its turn; then under the plan with the best 1, 2, 4, ... of
+them dense. The smallest set that is near enough to the dense loss is written as a YAML that trains. One process, one
+GPU or CPU; nothing is trained. The loss before any step has predicted the one after training on (docs/patterns.md).
+
+Status 0: written; 1: no set is near enough, nothing is written; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TextIO
+
+from rich.table import Table
+
+from s2_megatron.config.errors import printable
+from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.tools.choose_dense.plan import (
+    HEAD,
+    LAYER,
+    all_dense,
+    candidates,
+    count_dense,
+    with_dense,
+    yaml_content,
+    yaml_text,
+)
+from s2_megatron.tools.choose_dense.search import DenseSet, Ranked, Sets, rank
+from s2_megatron.tools.outputs import console, write_file
+
+TOLD_SECONDS = 10.0
+SHOWN = 10  # candidates
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", type=Path, required=True, help="Megatron's folder of dense checkpoints (torch_dist)")
+    parser.add_argument(
+        "--s2-config", type=Path, required=True, help="the YAML of the plan that the model goes on with"
+    )
+    parser.add_argument("--data-path", required=True, metavar="PREFIX", help="an indexed dataset: PREFIX.idx, .bin")
+    parser.add_argument("--split", help="as Megatron's (default: the training's); its second part is measured on")
+    parser.add_argument("--sequences", type=int, default=8, help="to measure on (default: 8)")
+    parser.add_argument("--seq-length", type=int, help="tokens of each (default: the training's)")
+    parser.add_argument("--by", choices=(HEAD, LAYER), default=HEAD, help="what becomes dense (default: head)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--within", type=float, default=0.1, metavar="PERCENT", help="of the dense loss, at most above (default: 0.1)"
+    )
+    size.add_argument("--heads", type=int, metavar="N", help="exactly so many more dense KV heads, over all layers")
+    parser.add_argument("--write", type=Path, required=True, metavar="YAML", help="a new file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, too")
+
+
+def run(args: Namespace) -> int:
+    """Returns the status. Raises ValueError for bad input, before the model is built."""
+    _check_options(args)
+    config = load_config(args.s2_config)
+    output = sys.stdout
+    with redirect_stdout(sys.stderr):  # what Megatron and the kernels say
+        return _choose(args, config, output)
+
+
+def _check_options(args: Namespace) -> None:
+    for name, value in (("--sequences", args.sequences), ("--seq-length", args.seq_length), ("--heads", args.heads)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value}: expected a number of 1 or more")
+    if not 0 <= args.within < math.inf:
+        raise ValueError(f"--within {args.within:g}: expected percent of the dense loss, 0 or more; use --within 0.1")
+    if args.heads is not None and args.by == LAYER:
+        raise ValueError(
+            f"--heads {args.heads} with --by {LAYER}: expected heads that are chosen one by one; leave --by out, or "
+            "give --within"
+        )
+    if args.write.exists():
+        raise ValueError(
+            f"--write {args.write}: is there already; expected a new file; give another name, or remove it"
+        )
+    if args.json is not None and args.json.resolve() in (args.write.resolve(), args.s2_config.resolve()):
+        raise ValueError(
+            f"--json {args.json}: is the file of another option; expected one of its own; give another name"
+        )
+
+
+def _resolved(args: Namespace, config: SparsityConfig, trained: Namespace) -> ResolvedSparsity:
+    """The plan for the checkpoint's model. Raises ValueError for one from which nothing can be chosen."""
+    from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
+
+    shape = shape_of_arguments(trained, f"--load {args.load}", None)
+    if getattr(trained, "s2_sparsity", None) is not None:
+        before = sparsity_of_arguments(trained, shape, None)
+        if any(layer.pattern is not None for layer in before.layers):
+            raise ValueError(
+                f"--load {args.load}: trained with S2-Attention already; expected a dense checkpoint, beside which "
+                "heads can be measured; give the one that it began with"
+            )
+    length = args.seq_length or trained.seq_length
+    if length > trained.seq_length:
+        raise ValueError(
+            f"--seq-length {length}: the checkpoint was trained with {trained.seq_length}; expected at most that, for "
+            f"beyond it the loss says nothing about heads; use --seq-length {trained.seq_length}"
+        )
+    for name in dict.fromkeys(config.settings.layers):
+        spec = config.settings.specs.get(name)
+        if spec is not None and spec.block_ranges(config.settings.block_size) is None:
+            raise ValueError(
+                f"--s2-config {args.s2_config}: specs.{name} is a {'mask' if spec.mask else 'function'}; expected "
+                "windows and strides, beside which a YAML can name dense heads; give another YAML"
+            )
+    usual = shape.head_dim**-0.5
+    scale, own = (value or usual for value in (config.settings.softmax_scale, getattr(trained, "softmax_scale", None)))
+    if not math.isclose(scale, own):
+        raise ValueError(
+            f"--s2-config {args.s2_config}: softmax_scale {scale:g}; expected that of the checkpoint, {own:g}; correct "
+            "the YAML"
+        )
+    return config.resolve(
+        num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, seq_length=length
+    )
+
+
+def _choose(args: Namespace, config: SparsityConfig, output: TextIO) -> int:
+    """The status. output: gets the tables."""
+    from s2_megatron.tools.choose_dense.measure import Measured, validation_sequences
+    from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, quiet
+    from s2_megatron.tools.hf.torch_dist import iteration_folder
+
+    folder = iteration_folder(args.load)
+    trained = checkpoint_arguments(folder)
+    sparsity = _resolved(args, config, trained)
+    units = candidates(sparsity, args.by)
+    if not units:
+        raise ValueError(
+            f"--s2-config {args.s2_config}: nothing is sparse at {sparsity.seq_length} tokens; expected a plan with "
+            "sparse heads, of which some can become dense; give another YAML, or a longer --seq-length"
+        )
+    if args.heads is not None and args.heads >= len(units):
+        raise ValueError(
+            f"--heads {args.heads}: the plan has {len(units)} sparse KV heads; expected fewer, so that one stays "
+            f"sparse; use at most --heads {len(units) - 1}"
+        )
+    with quiet():
+        sequences = validation_sequences(args.data_path, args.split, trained, sparsity.seq_length, args.sequences)
+    measured = Measured(folder, sequences)
+
+    def loss_of(dense) -> float:
+        return measured.loss(with_dense(sparsity, dense))
+
+    dense_loss = measured.loss(all_dense(sparsity))
+    ranked = rank(units, loss_of, _progress(len(units)))
+    sets = Sets([each.unit for each in ranked], loss_of, dense_loss)
+    chosen = sets.smallest(args.within / 100) if args.heads is None else sets.exactly(args.heads)
+    about = (
+        f"{len(sequences)} sequences of {sparsity.seq_length} tokens of {printable(Path(args.data_path).name)}, "
+        f"{'fp32 on a CPU' if measured.device == 'cpu' else 'bf16 on a GPU'}"
+    )
+    with redirect_stdout(output):
+        console().print(_ranking(ranked, sets.of(0).loss, dense_loss))
+        console().print(_table(sparsity, sets, chosen, about, args.s2_config.name))
+    if chosen is None:
+        best = min(sets.measured.values(), key=lambda each: each.gap)
+        print(
+            f"no set is within {args.within:g} % of the dense loss; the best one, of {best.size}, is {best.gap:+.2%} "
+            f"above; nothing is written; give a larger --within, or --heads {best.size or 1}",
+            file=sys.stderr,
+        )
+        return 1
+    plan = with_dense(sparsity, sets.units[: chosen.size])
+    of = f"{count_dense(plan)} of {len(plan.layers) * plan.num_kv_heads} KV heads are dense"
+    checkpoint = folder.absolute()
+    comment = [
+        "Made by s2-megatron choose-dense from " + printable(f"{checkpoint.parent.name}/{checkpoint.name}", 100),
+        f"and {printable(args.s2_config.name)}: {of}.",
+        f"Loss before any step: {dense_loss:.4f} dense, {sets.of(0).loss:.4f} with that YAML, {chosen.loss:.4f} with "
+        f"this one ({chosen.gap:+.2%}), on",
+        f"{about}.",
+    ]
+    text = yaml_text(yaml_content(config.settings, sparsity, sets.units[: chosen.size]), comment)
+    write_file(args.write, text.encode())
+    if args.json is not None:
+        content = _facts(args, checkpoint, sparsity, sets, ranked, chosen, len(sequences))
+        write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
+    with redirect_stdout(output):
+        print(f"wrote {args.write}: {of}, {plan.density():.1%} of the pairs, {chosen.gap:+.2%} of the dense loss")
+    return 0
+
+
+def _progress(count: int) -> Callable[[int], None]:
+    """Tells how many candidates are done, on standard error, every few seconds."""
+    began = told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= TOLD_SECONDS:
+            told = now
+            print(f"{done} of {count} candidates, {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _ranking(ranked: list[Ranked], without: float, dense: float) -> Table:
+    """The best candidates. without: the plan's loss."""
+    table = Table(
+        title=f"What one more dense unit gains: the best {min(SHOWN, len(ranked))} of {len(ranked)}",
+        title_justify="left",
+    )
+    for name in ("", "layer", "KV heads", "loss", "gain", "of the plan's gap"):
+        table.add_column(name, justify="right")
+    for place, (unit, loss) in enumerate(ranked[:SHOWN], 1):
+        gain, gap = without - loss, without - dense
+        heads = ", ".join(map(str, unit.heads))
+        share = f"{gain / gap:.0%}" if gap > 0 else "-"
+        table.add_row(str(place), str(unit.layer), heads, f"{loss:.4f}", f"{gain:+.4f}", share)
+    return table
+
+
+def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, about: str, config: str) -> Table:
+    """The dense model, the plan, and every set that was measured."""
+    table = Table(title="The best units dense together", title_justify="left", caption=about, caption_justify="left")
+    for at, name in enumerate(("plan", "dense KV heads", "pairs", "loss", "of dense")):
+        table.add_column(name, justify="right" if at else "left")
+    heads = len(sparsity.layers) * sparsity.num_kv_heads
+    table.add_row("the checkpoint, dense", f"{heads} of {heads}", "100.0%", f"{sets.dense:.4f}", "-")
+    for size, found in sorted(sets.measured.items()):
+        plan = with_dense(sparsity, sets.units[:size])
+        name = f"{config} + the best {size}" if size else config
+        table.add_row(
+            f"{name}, chosen" if found is chosen else name,
+            f"{count_dense(plan)} of {heads}",
+            f"{plan.density():.1%}",
+            f"{found.loss:.4f}",
+            f"{found.gap:+.2%}",
+        )
+    return table
+
+
+def _facts(args, checkpoint: Path, sparsity, sets: Sets, ranked: list[Ranked], chosen: DenseSet, count: int) -> dict:
+    """The content of --json. Gaps are shares of the dense loss."""
+    return {
+        "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
+        "config": args.s2_config.name,
+        "by": args.by,
+        "sequences": count,
+        "seq_length": sparsity.seq_length,
+        "dense_loss": sets.dense,
+        "candidates": [{"layer": unit.layer, "kv_heads": list(unit.heads), "loss": loss} for unit, loss in ranked],
+        "sets": [
+            {
+                "size": size,
+                "dense_kv_heads": count_dense(with_dense(sparsity, sets.units[:size])),
+                "density": with_dense(sparsity, sets.units[:size]).density(),
+                "loss": found.loss,
+                "gap": found.gap,
+            }
+            for size, found in sorted(sets.measured.items())
+        ],
+        "chosen": chosen.size,
+    }
