@@ -31,6 +31,7 @@ def make_yaml(write: Path, options: list[str]) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, however this ends
         if write.exists():
             return 0
+        write.with_suffix(".json").unlink(missing_ok=True)  # of a try that found no set
         given = [f"--write={write}", f"--json={write.with_suffix('.json')}", f"--sequences={SEQUENCES}", *options]
         return subprocess.run(
             [sys.executable, "-m", "s2_megatron", "choose-dense", *given],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -167,12 +168,16 @@ class LearningRates:
     """
 
     def __init__(self, path: Path, tokens: int, seed: int, corpus: str):
-        self.path = path
+        self.path, self._lock = path, threading.Lock()  # runs that end together
         self.settings = {"tokens": tokens, "seed": seed, "corpus": corpus[:12]}
         self.content = read_json(path, {**self.settings, "arms": {}})
 
     def add(self, arm: str, rate: float, loss: float) -> None:
         """Raises ValueError when the file holds short runs of other settings."""
+        with self._lock:
+            self._add(arm, rate, loss)
+
+    def _add(self, arm: str, rate: float, loss: float) -> None:
         before = {name: self.content[name] for name in self.settings}
         if before != self.settings:
             raise ValueError(

@@ -148,7 +148,9 @@ def verdict_text(found: Findings, question: Question, name: str) -> str:
     text = f"**{arms[verdict.best]}** is best, not told apart from {others}"
     if set(found.competing(question, name)) == set(verdict.level):
         text = "not told apart"
-    if not differs(found, verdict):
+    if found.study.start is not None or not differs(
+        found, verdict
+    ):  # where it depends on the dense model, pairs decide nothing
         return text
     return f"{text}; the fewest pairs: **{arms[cheapest(found, verdict)]}**"
 

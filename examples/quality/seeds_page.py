@@ -3,6 +3,7 @@ step, and what it has lost at the end."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from examples.quality.studies import BASELINE, Study, density
 from s2_megatron.tools.compare.figures import COLOURS
 from s2_megatron.tools.compare.measure import Comparison
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS
+
+FEWEST = 10  # runs that make a correlation
 
 
 def losses(folder: Path, comparison: Comparison) -> dict[tuple[str, str], tuple[float, float]]:
@@ -61,11 +64,10 @@ def section(study: Study, folder: Path, comparison: Comparison, pictures: str, t
         *table(["arm", "pairs", *columns], rows),
         "",
     ]
-    if len(found) > 2:
+    if len(found) >= FEWEST:
         before, after = np.array(list(found.values())).T
         lines += [
-            f"Over these {len(found)} runs the two go together: their correlation is "
-            f"{np.corrcoef(before, after)[0, 1]:.3f}.",
+            f"Over these {len(found)} runs the correlation of the two is {np.corrcoef(before, after)[0, 1]:.3f}.",
             "",
         ]
     return [*lines, f"![Loss above dense right after the switch and at the end]({pictures}/seeds.png)", ""]
@@ -82,7 +84,7 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
     arms = [arm for arm in study.arm_names if any(arm == each for each, _ in found)]
     seeds = sorted({seed for _, seed in found})
     figure, panel = pyplot.subplots(figsize=(8, 1 + 0.28 * len(arms)), layout="constrained")
-    for index, (seed, colour) in enumerate(zip(seeds, COLOURS[1:])):
+    for index, (seed, colour) in enumerate(zip(seeds, itertools.cycle(COLOURS[1:]))):
         rows = [row for row, arm in enumerate(arms) if (arm, seed) in found]
         before, after = 100 * np.array([found[arms[row], seed] for row in rows]).T
         height = np.array(rows) + 0.24 * (index - (len(seeds) - 1) / 2)

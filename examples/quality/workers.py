@@ -147,7 +147,7 @@ def run_jobs(
                     if each.after is None:
                         _tell_outcome(each, outcome, tell)
                         each.after = pool.submit(on_finished, each.job, each.device)
-                    outcome = each.after.result() if each.after.done() else None
+                    outcome = _after_outcome(each, tell)
                 elif outcome is not None:
                     _tell_outcome(each, outcome, tell)
                 if outcome is None:
@@ -169,6 +169,16 @@ def run_jobs(
             each.process.wait()
         pool.shutdown()
     return outcomes
+
+
+def _after_outcome(each: _Running, tell) -> str | None:
+    """Of what follows a run; None while it runs. An error there is told, and the other runs go on to their ends."""
+    if not each.after.done():
+        return None
+    if (error := each.after.exception()) is None:
+        return each.after.result()
+    tell(f"{each.job.name}: what follows the run failed: {type(error).__name__}: {error}")
+    return FAILED
 
 
 def _first_ready(waiting: list[Job], running: list[_Running]) -> Job | None:

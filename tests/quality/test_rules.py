@@ -202,7 +202,7 @@ def test_going_on_from_dense_each_question_has_its_own_noise():
         assert (verdict.level == ("s2",)) is told and verdict.best == "s2"
 
 
-def test_every_dense_model_is_shown_by_itself(tmp_path):
+def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
     study, shares = ALL["from-dense-rules-tiny"], {"dense": (0.0, 0.0), "s2": (0.05, 0.04), "hybrid": (0.001, 0.0)}
     for arm, (switched, at_end) in shares.items():
         for seed in (1, 2) if arm != "hybrid" else (1,):
@@ -215,7 +215,10 @@ def test_every_dense_model_is_shown_by_itself(tmp_path):
     assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
     assert rows[0][2:] == ["+5.00 %", "+4.00 %", "+10.00 %", "+4.00 %"]
     assert rows[1][2:] == ["+0.10 %", "+0.00 %", "-", "-"]
-    assert "Over these 3 runs" in lines[-4] and lines[-2].endswith("(x/seeds.png)")
+    assert lines[-2].endswith("(x/seeds.png)") and "Over these" not in "\n".join(lines)
+    monkeypatch.setattr(seeds_page, "FEWEST", 3)
+    lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
+    assert "Over these 3 runs the correlation of the two is" in lines[-4]
     seeds_page.draw(study, tmp_path, scale.comparison, tmp_path / "seeds.png")
     assert (tmp_path / "seeds.png").stat().st_size > 5000
 

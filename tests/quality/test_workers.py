@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -157,6 +158,19 @@ def test_what_follows_a_run_holds_up_its_device_alone(tmp_path):
     assert len(held) == 4
 
 
+def test_an_error_behind_a_run_ends_no_other_run(tmp_path):
+    jobs, said = [make_job(tmp_path, seed=seed) for seed in (1, 2)], []
+
+    def on_finished(job, device):
+        if job is jobs[0]:
+            raise OSError("the disk is full")
+        return FINISHED
+
+    outcomes = run_jobs(jobs, ["4", "7"], trainer(), Budget(), on_finished, said.append)
+    assert outcomes == {jobs[0].name: FAILED, jobs[1].name: FINISHED}
+    assert any("what follows the run failed: OSError: the disk is full" in line for line in said)
+
+
 def test_a_run_saves_when_the_command_is_killed(tmp_path):
     script = (
         "from pathlib import Path\nfrom tests.quality.test_workers import *\n"
@@ -249,6 +263,14 @@ def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monke
     place.result("s2", 1).unlink()
     with pytest.raises(ValueError, match="how long a step of s2 takes on a CPU alone"):
         study("--seeds", "4", "--runs-per-gpu", "2")
+
+
+def test_rates_that_are_tried_at_once_are_all_kept(tmp_path):
+    rates = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda rate: rates.add("s2", rate, 5.0), range(1, 200)))
+    again = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
+    assert len(again.content["arms"]["s2"]) == 199
 
 
 def test_a_rate_is_chosen_when_all_were_tried(tmp_path):

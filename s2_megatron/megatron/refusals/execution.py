@@ -101,7 +101,8 @@ REFUSALS = (
         "--cuda-graph-impl full_iteration with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: "
         "Megatron waits for the device after every transfer between stages "
         "(core/pipeline_parallel/p2p_communication.py:419), which a graph cannot hold",
-        "use --cuda-graph-impl none, or --pipeline-model-parallel-size 1",
+        "use --cuda-graph-impl none, or virtual stages (--num-layers-per-virtual-pipeline-stage), or "
+        "--pipeline-model-parallel-size 1",
     ),
     Refusal(
         "cuda_graph_spiky_loss",

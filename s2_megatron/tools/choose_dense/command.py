@@ -8,7 +8,7 @@ under the plan with one more KV head dense, each head in its turn; then under th
 them dense. The smallest set that is near enough to the dense loss is written as a YAML that trains. One process, one
 GPU or CPU; nothing is trained. The loss before any step has predicted the one after training on (docs/patterns.md).
 
-Status 0: written; 1: no set is near enough, nothing is written; 2: bad input.
+Status 0: written; 1: no set is near enough, no YAML is written; 2: bad input.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.table import Table
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.preflight.files import check_writable
 from s2_megatron.tools.choose_dense.plan import (
     HEAD,
     LAYER,
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Returns the status. Raises ValueError for bad input, before the model is built."""
     _check_options(args)
-    config = load_config(args.s2_config)
+    config = load_config(args.s2_config, allow_python_patterns=True)  # _resolved refuses them before any is called
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # what Megatron and the kernels say
         return _choose(args, config, output)
@@ -85,11 +86,13 @@ def _check_options(args: Namespace) -> None:
             f"--heads {args.heads} with --by {LAYER}: expected heads that are chosen one by one; leave --by out, or "
             "give --within"
         )
-    if args.write.exists():
-        raise ValueError(
-            f"--write {args.write}: is there already; expected a new file; give another name, or remove it"
-        )
-    if args.json is not None and args.json.resolve() in (args.write.resolve(), args.s2_config.resolve()):
+    for name, file in (("--write", args.write), ("--json", args.json)):
+        if file is None:
+            continue
+        if file.exists():
+            raise ValueError(f"{name} {file}: is there already; expected a new file; give another name, or remove it")
+        check_writable(f"{name} {file}", file, is_file=True)
+    if args.json is not None and args.json.resolve() == args.write.resolve():
         raise ValueError(
             f"--json {args.json}: is the file of another option; expected one of its own; give another name"
         )
@@ -120,6 +123,11 @@ def _resolved(args: Namespace, config: SparsityConfig, trained: Namespace) -> Re
                 f"--s2-config {args.s2_config}: specs.{name} is a {'mask' if spec.mask else 'function'}; expected "
                 "windows and strides, beside which a YAML can name dense heads; give another YAML"
             )
+    if config.settings.mtp_layers is not None:
+        raise ValueError(
+            f"--s2-config {args.s2_config}: mtp_layers: expected a plan without them, for heads are chosen in the "
+            "decoder; leave the key out here, and add it to the YAML that is written"
+        )
     usual = shape.head_dim**-0.5
     scale, own = (value or usual for value in (config.settings.softmax_scale, getattr(trained, "softmax_scale", None)))
     if not math.isclose(scale, own):
@@ -170,11 +178,15 @@ def _choose(args: Namespace, config: SparsityConfig, output: TextIO) -> int:
     with redirect_stdout(output):
         console().print(_ranking(ranked, sets.of(0).loss, dense_loss))
         console().print(_table(sparsity, sets, chosen, about, args.s2_config.name))
+    if args.json is not None:  # before the YAML: who finds that has the measurements, too
+        content = _facts(args, folder.absolute(), sparsity, sets, ranked, chosen, len(sequences))
+        write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     if chosen is None:
         best = min(sets.measured.values(), key=lambda each: each.gap)
+        instead = f", or --heads {best.size}" if args.by == HEAD and 0 < best.size < len(units) else ""
         print(
             f"no set is within {args.within:g} % of the dense loss; the best one, of {best.size}, is {best.gap:+.2%} "
-            f"above; nothing is written; give a larger --within, or --heads {best.size or 1}",
+            f"above; no YAML is written; give a larger --within{instead}",
             file=sys.stderr,
         )
         return 1
@@ -190,9 +202,6 @@ def _choose(args: Namespace, config: SparsityConfig, output: TextIO) -> int:
     ]
     text = yaml_text(yaml_content(config.settings, sparsity, sets.units[: chosen.size]), comment)
     write_file(args.write, text.encode())
-    if args.json is not None:
-        content = _facts(args, checkpoint, sparsity, sets, ranked, chosen, len(sequences))
-        write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     with redirect_stdout(output):
         print(f"wrote {args.write}: {of}, {plan.density():.1%} of the pairs, {chosen.gap:+.2%} of the dense loss")
     return 0
@@ -248,8 +257,10 @@ def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, abou
     return table
 
 
-def _facts(args, checkpoint: Path, sparsity, sets: Sets, ranked: list[Ranked], chosen: DenseSet, count: int) -> dict:
-    """The content of --json. Gaps are shares of the dense loss."""
+def _facts(
+    args, checkpoint: Path, sparsity, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None, count: int
+) -> dict:
+    """The content of --json. Gaps are shares of the dense loss; "chosen" is the size of the set, None without one."""
     return {
         "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
         "config": args.s2_config.name,
@@ -268,5 +279,5 @@ def _facts(args, checkpoint: Path, sparsity, sets: Sets, ranked: list[Ranked], c
             }
             for size, found in sorted(sets.measured.items())
         ],
-        "chosen": chosen.size,
+        "chosen": None if chosen is None else chosen.size,
     }
