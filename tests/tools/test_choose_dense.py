@@ -230,6 +230,7 @@ REFUSED = {
     "both": (["--heads", "2", "--within", "1"], {}, "not allowed with argument"),
     "heads by layer": (["--heads", "2", "--by", "layer"], {}, "--heads 2 with --by layer: expected heads that are"),
     "there": (["--write", "plan.yaml"], {}, "--write plan.yaml: is there already; expected a new file"),
+    "measured": (["--json", "plan.yaml"], {}, "--json plan.yaml: is there already; expected a new file"),
     "one file": (["--json", "new.yaml"], {}, "--json new.yaml: is the file of another option"),
     "config": (["--s2-config", "none.yaml"], {}, "none.yaml"),
     "trained with S2": ([], {"s2_sparsity": STORED.canonical_json()}, "trained with S2-Attention already; expected a"),
@@ -237,9 +238,10 @@ REFUSED = {
     "function": (
         [],
         {"config": "layers: S\nspecs:\n  S: {function: 'a:b'}\n"},
-        "no Python pattern without permission",
+        "specs.S is a function; expected windows and strides",
     ),
     "mask": ([], {"config": "layers: S\nspecs:\n  S: {mask: m.npz}\n"}, "specs.S is a mask; expected windows and"),
+    "mtp": ([], {"config": f"mtp_layers: S\n{CONFIGS['plain']}"}, "mtp_layers: expected a plan without them"),
     "scale": ([], {"config": f"softmax_scale: 0.5\n{CONFIGS['plain']}"}, "softmax_scale 0.5; expected that of the"),
     "layers": ([], {"config": CONFIGS["hybrid"], "num_layers": 6}, "for --num-layers 6"),
     "dense": ([], {"config": "layers: D\n"}, "nothing is sparse at 256 tokens; expected a plan with sparse heads"),
@@ -316,6 +318,7 @@ def test_where_no_set_is_near_enough_nothing_is_written(command, made_up, tmp_pa
     assert command("--within", "0.3", "--json", "facts.json") == 1
     out, error = capsys.readouterr()
     last = error.splitlines()[-1]
-    assert last.startswith("no set is within 0.3 % of the dense loss; the best one, of 5, is +0.50% above; nothing is")
+    assert last.startswith("no set is within 0.3 % of the dense loss; the best one, of 5, is +0.50% above; no YAML is")
     assert "chosen" not in out and "the best 5" in out
-    assert not (tmp_path / "new.yaml").exists() and not (tmp_path / "facts.json").exists()
+    assert not (tmp_path / "new.yaml").exists()
+    assert json.loads((tmp_path / "facts.json").read_text())["chosen"] is None
