@@ -10,6 +10,7 @@ import numpy as np
 
 from examples.quality.continued import SCRATCH, START, SWITCHED
 from examples.quality.results import read_json
+from examples.quality.scales import seed_of
 from examples.quality.studies import BASELINE, Start
 from s2_megatron.tools.compare.figures import COLOURS, POSITION, position_losses
 from s2_megatron.tools.compare.measure import Comparison, Paired, smoothed, smoothed_steps
@@ -52,8 +53,11 @@ def read_switched(folder: Path, arm: str, by: str = "_seed") -> dict[str, dict]:
     return {path.stem.rpartition(by)[2]: read_json(path, {}) for path in paths}
 
 
-def _read_runs(folder: Path, label: str) -> list[Run]:
-    return [read_run(f"{label}={path}")[0] for path in sorted(folder.glob(f"{label}_seed*.jsonl"))]
+def _read_runs(folder: Path, label: str, comparison: Comparison) -> list[Run]:
+    """Those of the comparison's seeds."""
+    seeds = map(seed_of, comparison.results[0].arm.runs)
+    paths = [folder / f"{label}_seed{seed}.jsonl" for seed in seeds]
+    return [read_run(f"{label}={path}")[0] for path in paths if path.exists()]
 
 
 def _last_validation(runs: Sequence[Run]) -> float:
@@ -64,15 +68,20 @@ def _beside(value: float, other: float) -> str:
     return f"{value:.4f} ({100 * (value / other - 1):+.2f} %)"
 
 
-def _switched_cells(folder: Path, arm: str) -> list[str]:
-    """(the loss, that of the end of the context) right after the switch, both beside dense's of the same seeds."""
+def _switched_of_both(folder: Path, arm: str, comparison: Comparison) -> tuple[list[dict], list[dict]]:
+    """(the arm's, dense's) evaluations right after the switch, of the comparison's seeds that both have."""
     own, dense = read_switched(folder, arm), read_switched(folder, BASELINE)
-    seeds = sorted(set(own) & set(dense))
-    if not seeds:
+    seeds = [seed for seed in map(seed_of, comparison.results[0].arm.runs) if seed in own and seed in dense]
+    return [own[seed] for seed in seeds], [dense[seed] for seed in seeds]
+
+
+def _switched_cells(folder: Path, arm: str, comparison: Comparison) -> list[str]:
+    """(the loss, that of the end of the context) right after the switch, both beside dense's of the same seeds."""
+    both = _switched_of_both(folder, arm, comparison)
+    if not both[0]:
         return ["-", "-"]
     means = [
-        [float(np.mean([records[seed][name] for seed in seeds])) for records in (own, dense)]
-        for name in (TRAINING_LOSS, TRAILING)
+        [float(np.mean([record[name] for record in records])) for records in both] for name in (TRAINING_LOSS, TRAILING)
     ]
     return [_beside(*pair) for pair in means]
 
@@ -80,15 +89,15 @@ def _switched_cells(folder: Path, arm: str) -> list[str]:
 def section(start: Start, folder: Path, comparison: Comparison, picture: str, table: Callable) -> list[str]:
     """The lines of one scale. folder: of its results. table: (header, rows) to lines of Markdown."""
     dense = comparison.results[0]
-    before = _read_runs(folder, f"{START}-{BASELINE}")
+    before = _read_runs(folder, f"{START}-{BASELINE}", comparison)
     rows = []
     for result in comparison.results:
         name, own = result.arm.name, _last_validation(result.arm.runs)
-        scratch = _read_runs(folder, f"{SCRATCH}-{name}")
+        scratch = _read_runs(folder, f"{SCRATCH}-{name}", comparison)
         rows.append(
             [
                 name,
-                *_switched_cells(folder, name),
+                *_switched_cells(folder, name, comparison),
                 *(["-"] * len(LIMITS) if result is dense else [_returned(comparison, name, each) for each in LIMITS]),
                 _beside(own, _last_validation(dense.arm.runs)),
                 _beside(_last_validation(scratch), own) if scratch else "-",
@@ -136,7 +145,7 @@ def draw(folder: Path, comparison: Comparison, file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    before = _read_runs(folder, f"{START}-{BASELINE}")
+    before = _read_runs(folder, f"{START}-{BASELINE}", comparison)
     offset = {axis: float(before[0].axis(axis)[-1]) if before else 0.0 for axis in ("tokens", "flops")}
     for panel, axis in zip(axes, ("tokens", "flops")):
         for which, run in enumerate(before):
@@ -150,7 +159,7 @@ def draw(folder: Path, comparison: Comparison, file: Path) -> None:
                 panel.plot(offset[axis] + run.axis(axis), smoothed(run), color=colour, linewidth=1.2, label=label)
             if axis == "tokens":
                 continue
-            for which, run in enumerate(_read_runs(folder, f"{SCRATCH}-{result.arm.name}")):
+            for which, run in enumerate(_read_runs(folder, f"{SCRATCH}-{result.arm.name}", comparison)):
                 label = f"{result.arm.name}, from random weights" if which == 0 else None
                 ends.append(smoothed(run)[-1:])
                 panel.plot(run.axis(axis), smoothed(run), color=colour, linewidth=1.2, linestyle="--", label=label)
@@ -168,13 +177,11 @@ def draw(folder: Path, comparison: Comparison, file: Path) -> None:
 
 def _draw_gaps(panel, folder: Path, comparison: Comparison) -> None:
     dense = comparison.results[0]
-    dense_switched = read_switched(folder, BASELINE)
     for colour, result in list(zip(COLOURS, comparison.results))[1:]:
-        switched = read_switched(folder, result.arm.name)
-        seeds = sorted(set(switched) & set(dense_switched))
-        if seeds:
-            places, own = _positions([switched[seed] for seed in seeds])
-            gap = own - _positions([dense_switched[seed] for seed in seeds])[1]
+        switched, dense_switched = _switched_of_both(folder, result.arm.name, comparison)
+        if switched:
+            places, own = _positions(switched)
+            gap = own - _positions(dense_switched)[1]
             panel.plot(places, gap, color=colour, linestyle="--", label=f"{result.arm.name}, right after the switch")
         places, own = _last_positions(result.arm.runs)
         gap = own - _last_positions(dense.arm.runs)[1]

@@ -9,22 +9,23 @@ import numpy as np
 
 from examples.quality.copies import GROUPS
 from examples.quality.results import read_json
+from examples.quality.scales import seeds_text
 
 
-def read_copies(folder: Path, arms: Sequence[str], baseline: str) -> dict[str, list[dict]]:
-    """{arm: its scores, one of each seed that all these arms have}, the baseline first; {} without it or without
-    another arm. Raises ValueError for scores over other predictions than the baseline's."""
-    scores = {}
+def read_copies(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str]) -> dict[str, dict[str, dict]]:
+    """{arm: {seed: its scores}} of those seeds of which the baseline has scores, and of the arms that have all of
+    these; the baseline first. {} without it or without another arm. Raises ValueError for scores over other predictions
+    than the baseline's."""
+    scored = [seed for seed in seeds if (folder / f"{baseline}_seed{seed}.copies.json").exists()]
+    found = {}
     for arm in (baseline, *(arm for arm in arms if arm != baseline)):
-        files = {path.name.removeprefix(arm): path for path in folder.glob(f"{arm}_seed*.copies.json")}
-        if files:
-            scores[arm] = {name: read_json(path, {}) for name, path in files.items()}
-    shared = sorted(set.intersection(*(set(each) for each in scores.values()))) if scores else []
-    if baseline not in scores or len(scores) < 2 or not shared:
+        scores = {seed: read_json(folder / f"{arm}_seed{seed}.copies.json", None) for seed in scored}
+        if None not in scores.values():
+            found[arm] = scores
+    if not scored or len(found) < 2:
         return {}
-    found = {arm: [each[name] for name in shared] for arm, each in scores.items()}
     for arm, each in found.items():
-        for own, other in zip(each, found[baseline]):
+        for own, other in zip(each.values(), found[baseline].values()):
             if any(own[name] != other[name] for name in ("tokens", "near", "corpus")):
                 raise ValueError(
                     f"{folder}: the copies of {arm} are not over the predictions of {baseline}'s; expected equal "
@@ -48,11 +49,13 @@ def shares(score: dict) -> np.ndarray:
     return np.array(score["tokens"]) / sum(score["tokens"])
 
 
-def copies_lines(folder: Path, arms: Sequence[str], baseline: str, table: Callable) -> list[str]:
+def copies_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str], table: Callable) -> list[str]:
     """Lines of Markdown; [] without data. table: (header, rows) to lines."""
-    found = read_copies(folder, arms, baseline)
+    found = read_copies(folder, arms, baseline, seeds)
     if not found:
         return []
+    has_scores = tuple(found[baseline])
+    found = {arm: list(scores.values()) for arm, scores in found.items()}
     base = found[baseline]
     part, near = shares(base[0]), base[0]["near"]
     rows = [
@@ -66,10 +69,10 @@ def copies_lines(folder: Path, arms: Sequence[str], baseline: str, table: Callab
             rows.append([arm, *cells, f"{own @ part:.3f} ({added.sum():+.3f})"])
     titles = [group if group == "new" else group.replace(" ", "-gram, ") for group in GROUPS]
     return [
-        f"Where the loss lies, over {base[0]['sequences']} validation sequences (seeds: {len(base)}): predictions by "
-        "the longest n-gram in front of them that had stood in the sequence before, and whether it stood last within "
-        f"{near} tokens (near) or further back (far). Mean losses of each group, in nats; in brackets what the group "
-        f"adds to the arm's gap to {baseline} over all tokens, its share taken into account.",
+        f"Where the loss lies, over {base[0]['sequences']} validation sequences ({seeds_text(has_scores)}): "
+        "predictions by the longest n-gram in front of them that had stood in the sequence before, and whether it "
+        f"stood last within {near} tokens (near) or further back (far). Mean losses of each group, in nats; in "
+        f"brackets what the group adds to the arm's gap to {baseline} over all tokens, its share taken into account.",
         "",
         *table(["", *titles, "all"], rows),
         "",

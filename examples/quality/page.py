@@ -13,8 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -32,18 +31,16 @@ from examples.quality.results import TIMES_OF, UNTIMED, chosen_rate, header, rea
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
+from examples.quality.scales import VARIED, Scale, read_scales, seeds_text
 from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import STUDIES, Study, density
 from examples.quality.targets import read_planned, target_lines
-from s2_megatron.tools.compare.measure import ArmResult, Comparison, compare
-from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import Run, number
-from s2_megatron.tools.compare.settings import check_comparable, make_arms
 
 PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "patterns.md", "quality"))
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
-VARIED = ("lr", "min_lr")
 RULES = ("from-dense-rules8k", "rules8k", "lm32k")  # the studies of patterns.md
 TITLES = {
     "lm8k": "Language modelling at 8K",
@@ -56,46 +53,6 @@ TITLES = {
     "extend32k": "From dense at 8K to 32K",
     "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
 }
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The runs of one study with one number of tokens and one corpus. folder: their thinned loss logs."""
-
-    study: Study
-    folder: Path
-    comparison: Comparison
-    corpus: dict
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for result in self.comparison.results for run in result.arm.runs]
-
-    @property
-    def tokens(self) -> float:
-        return float(self.runs[0].axis("tokens")[-1])
-
-
-def read_scale(study: Study, folder: Path) -> Scale | None:
-    """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
-    seeds."""
-    baseline = study.baseline
-    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in study.arm_names}
-    seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
-    arms = [baseline, *(arm for arm in study.arm_names if arm != baseline and seeds[arm] & seeds[baseline])]
-    if len(arms) < 2:
-        return None
-    runs = [read_run(f"{arm}={path}")[0] for arm in arms for path in logs[arm]]
-    check_comparable(runs, VARIED)
-    comparison = compare(make_arms(runs, VARIED, [True] * len(runs)), VARIED)
-    return Scale(study, folder, comparison, read_json(folder / "corpus.json", {}))
-
-
-def read_scales(study: Study, data: Path) -> list[Scale]:
-    """The most tokens first."""
-    folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
-    scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
-    return sorted(scales, key=lambda scale: -scale.tokens)
 
 
 def _last(run: Run, name: str) -> float:
@@ -222,21 +179,19 @@ def _borrowed_times(folder: Path) -> str:
     return sentence + (f" Without times for that reason: {untimed}." if untimed else "")
 
 
-def scale_section(scale: Scale, picture: str) -> list[str]:
-    """A study's results with one number of tokens, as lines of Markdown. picture: of the curves, from the page."""
+def part_section(scale: Scale, picture: str) -> list[str]:
+    """What compares means over seeds, which all arms have, as lines of Markdown. picture: of the curves, from the
+    page."""
     study, comparison = scale.study, scale.comparison
-    tests = {} if study.tasks is None else read_tests(study, scale.folder)
     held = targets(scale)
     return [
-        *about_runs(scale),
-        *(recall_section(study, tests, table) if tests else []),
         *([] if study.start is None else _continued_lines(scale, picture)),
         *(f"- {line}" for line in held),
         *([""] if held else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         *([] if study.tasks is not None else position_lines(comparison, table)),
-        *copies_lines(scale.folder, study.arm_names, study.baseline, table),
+        *copies_lines(scale.folder, study.arm_names, study.baseline, scale.seeds, table),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -260,9 +215,36 @@ def _continued_lines(scale: Scale, picture: str) -> list[str]:
     return continued_section(scale.study.start, scale.folder, scale.comparison, switch_picture(picture), table)
 
 
+def _curves(part: Scale, count: int) -> str:
+    """The file of a part's curves, of which there are `count`."""
+    return "curves.png" if count == 1 else f"curves-seed{'-'.join(part.seeds)}.png"
+
+
+def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
+    """A study's results with one number of tokens, as lines of Markdown. shown: the folder of its pictures, from the
+    page. pictures: draw them too."""
+    study, parts = scale.study, scale.parts()
+    tests = {} if study.tasks is None else read_tests(study, scale.folder)
+    lines = [*about_runs(scale), *(recall_section(study, tests, table) if tests else []), *_by_seed(scale, shown)]
+    if pictures and study.start is not None:
+        draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
+    for part in parts:
+        name = _curves(part, len(parts))
+        if len(parts) > 1:
+            lines += [f"#### {seeds_text(part.seeds).capitalize()}", ""]
+        lines += part_section(part, f"{shown}/{name}")
+        if pictures:
+            picture = scale.folder / name
+            draw_curves(part.comparison, picture)
+            if study.start is not None:
+                draw_continued(scale.folder, part.comparison, Path(switch_picture(str(picture))))
+    return lines
+
+
 def switch_picture(curves: str) -> str:
     """Beside the picture of the curves."""
-    return curves.removesuffix("curves.png") + "switch.png"
+    path = PurePosixPath(curves)
+    return str(path.with_name(path.name.replace("curves", "switch")))
 
 
 def _shown(run: Run) -> str:
@@ -286,24 +268,22 @@ def results_text(data: Path, pictures: bool) -> str:
         twin = [] if study.recall is None else rates_table(STUDIES[study.recall], data)
         lines += [f"## {title}", "", *rates_table(study, data), *twin]
         for scale in scales:
-            if study.questions:
-                found = read_findings(study, scale.comparison, recall_folder(study, data))
-                shown = _shown_folder(scale, data)
-                if pictures:
-                    for question in (each for each in study.questions if found.answered(each)):
-                        draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-                    if study.start is not None:
-                        draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
-                lines += [*about_runs(scale), *_by_seed(scale, shown), *rules_section(found, shown, table)]
-                if copies := copies_lines(scale.folder, study.arm_names, study.baseline, table):
-                    lines += ["#### Where the loss lies", "", *copies]
+            shown = _shown_folder(scale, data)
+            if not study.questions:
+                lines += scale_section(scale, shown, pictures)
                 continue
-            picture = scale.folder / "curves.png"
+            found = read_findings(study, scale.comparison, recall_folder(study, data))
             if pictures:
-                draw_curves(scale.comparison, picture)
+                for question in (each for each in study.questions if found.answered(each)):
+                    draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
                 if study.start is not None:
-                    draw_continued(scale.folder, scale.comparison, Path(switch_picture(str(picture))))
-            lines += scale_section(scale, f"{_shown_folder(scale, data)}/curves.png")
+                    draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
+            lines += [*about_runs(scale), *_by_seed(scale, shown), *rules_section(found, shown, table)]
+            copies = [
+                copies_lines(scale.folder, study.arm_names, study.baseline, part.seeds, table) for part in scale.parts()
+            ]
+            if any(copies):
+                lines += ["#### Where the loss lies", "", *(line for each in copies for line in each)]
     folders = sorted(folder for folder in (data / "repeats").glob("*") if folder.is_dir())
     if folders:
         lines += ["## Repeats of one seed", ""]

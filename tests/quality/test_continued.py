@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.quality import continued, page
+from examples.quality import continued, page, scales
 from examples.quality.continuations import CONTINUATIONS, token_flops, tokens_from_scratch
 from examples.quality.continued import make_jobs, run_continued
 from examples.quality.continued_page import read_switched, tokens_to_return
@@ -126,9 +126,9 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     assert started[:2] == ["start-dense", "scratch-s2"] and len(started) == 6
     assert not list((tmp_path / "runs").rglob("checkpoints"))
 
-    (scale,) = page.read_scales(TINY, tmp_path / "results")
+    (scale,) = scales.read_scales(TINY, tmp_path / "results")
     assert read_switched(folder, "s2")["1"]["lm loss"] == 4.5
-    text = "\n".join(page.scale_section(scale, "x/curves.png"))
+    text = "\n".join(page.scale_section(scale, "x", pictures=False))
     assert "0.1M tokens at a length of 256, validation loss 4.0000 there" in text
     assert "Where the loss lies" in text and "](x/switch.png)" in text and "at most 1 % above" not in text
     (row,) = [line for line in text.splitlines() if line.startswith("| s2 | 4.5")]
@@ -152,8 +152,8 @@ def test_runs_beside_each_other_have_no_times(study, tmp_path):
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
     for path in folder.glob("*.jsonl"):
         assert not any("time" in record for record in read_records(path)), path
-    (scale,) = page.read_scales(TINY, tmp_path / "results")
-    text = "\n".join(page.scale_section(scale, "x/curves.png"))
+    (scale,) = scales.read_scales(TINY, tmp_path / "results")
+    text = "\n".join(page.scale_section(scale, "x", pictures=False))
     assert "Runs that shared their GPU: 4. Without times for that reason: 4." in text
     lines = text.splitlines()
     (head,) = [number for number, line in enumerate(lines) if line.startswith("| arm | pairs attended |")]
@@ -219,9 +219,9 @@ def test_which_heads_were_chosen_is_kept(study, tmp_path):
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
     kept = {path.name: path.read_text() for path in folder.glob("*.yaml")}
     assert kept == {"chosen-few_seed1.yaml": "# chosen-few, 1"}
-    (scale,) = page.read_scales(TINY, tmp_path / "results")
+    (scale,) = scales.read_scales(TINY, tmp_path / "results")
     share = f"{100 * density(TINY, 'chosen-few'):.1f} %"
-    assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x/curves.png"))
+    assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x", pictures=False))
 
 
 def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
@@ -353,8 +353,8 @@ def test_a_study_through_megatron(name, tmp_path):
     first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("start-dense", "dense", "s2")}
     assert first["dense"] < first["start-dense"] - 0.5, "the weights did not come along"
     assert abs(first["s2"] - first["dense"]) < 0.1
-    (scale,) = page.read_scales(CONTINUATIONS[name], tmp_path / "results")
-    assert "right after the switch" in "\n".join(page.scale_section(scale, "curves.png"))
+    (scale,) = scales.read_scales(CONTINUATIONS[name], tmp_path / "results")
+    assert "right after the switch" in "\n".join(page.scale_section(scale, "x", pictures=False))
     if scale.study.tasks is not None:
         tests = json.loads((folder / "s2_seed1.recall.json").read_text())
         assert tests["needle"]["questions"] == scale.study.tasks.tests

@@ -84,7 +84,7 @@ def test_the_page(tmp_path):
         (tmp_path / f"{arm}_seed{seed}.copies.json").write_text(json.dumps(content))
 
     def lines():
-        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", table)
+        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", ["1"], table)
 
     write("s2", 1, scores(6.0))
     assert lines() == []

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from examples.quality import page, rules_page, seeds_page
+from examples.quality import page, rules_page, scales, seeds_page
 from examples.quality.arms import SHARDED
 from examples.quality.continuations import ALL
 from examples.quality.effects import fit, judge
@@ -209,7 +209,7 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
             write_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
             write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
     write_json(tmp_path / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
-    scale = page.read_scale(replace(study, baseline="dense"), tmp_path)
+    scale = scales.read_scale(replace(study, baseline="dense"), tmp_path)
     lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
@@ -268,7 +268,7 @@ def write_log(path, arm, seed, final):
 
 
 def findings(data):
-    (scale,) = page.read_scales(TINY, data)
+    (scale,) = scales.read_scales(TINY, data)
     return rules_page.read_findings(TINY, scale.comparison, rules_page.recall_folder(TINY, data))
 
 
@@ -307,13 +307,33 @@ def test_both_pages_get_what_was_found(results, monkeypatch):
     assert page.results_text(empty, pictures=False) == page.rules_text(empty, pictures=False) == ""
 
 
+def test_means_over_seeds_are_of_seeds_with_the_same_arms(tmp_path):
+    """An arm of one seed does not stand beside the baseline's mean over two."""
+    folder = tmp_path / TINY.name / "0.020480M-abababab"
+    for arm, seed, final in (
+        (SHARDED, 1, 4.0),
+        (SHARDED, 2, 3.0),
+        ("hybrid", 1, 4.2),
+        ("dense", 2, 2.9),
+        (SHARDED, 3, 1),
+    ):
+        write_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+    (scale,) = scales.read_scales(TINY, tmp_path)
+    assert scale.seeds == ("1", "2", "3")
+    first, second = scale.parts()
+    assert [result.arm.name for result in first.comparison.results] == [SHARDED, "hybrid"]
+    assert first.seeds == ("1",) and first.comparison.results[0].validation == 4.0
+    assert [result.arm.name for result in second.comparison.results] == [SHARDED, "dense"]
+    assert second.seeds == ("2",) and second.comparison.results[0].validation == 3.0
+
+
 def test_more_arms_than_colours_are_drawn(tmp_path):
     arms = TINY.arm_names[: len(COLOURS) + 1]
     assert len(arms) > len(COLOURS)
     folder = tmp_path / TINY.name / "0.020480M-abababab"
     for arm in arms:
         write_log(folder / f"{arm}_seed1.jsonl", arm, 1, 4.0)
-    (scale,) = page.read_scales(TINY, tmp_path)
+    (scale,) = scales.read_scales(TINY, tmp_path)
     draw_curves(scale.comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from examples.quality import page
+from examples.quality import page, scales
 from examples.quality.positions import loses_from
 from examples.quality.run import AGAIN, COMPLETE, parse_arguments, run
 from examples.quality.studies import STUDIES
@@ -91,8 +91,8 @@ def test_several_runs_at_once_need_times_of_their_arms(study):
 
 def test_the_page_has_a_section_for_the_data(study, tmp_path):
     folder, _ = study
-    (scale,) = page.read_scales(TINY, folder / "results")
-    text = "\n".join(page.scale_section(scale, "x.png"))
+    (scale,) = scales.read_scales(TINY, folder / "results")
+    text = "\n".join(page.scale_section(scale, "x", pictures=False))
     assert f"Steps: {STEPS} of 1,024 tokens" in text
     assert "s2 at most 1 % above dense at equal tokens" in text and "| window |" not in text
     rows = [line for line in text.splitlines() if line.startswith(("| dense", "| s2"))]

@@ -1,0 +1,84 @@
+"""The runs of a study that stand in docs/quality/, as comparisons with its baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from examples.quality.results import read_json
+from examples.quality.studies import Study
+from s2_megatron.tools.compare.measure import Comparison, compare
+from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.runs import Run
+from s2_megatron.tools.compare.settings import check_comparable, make_arms
+
+VARIED = ("lr", "min_lr")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The runs of one study with one number of tokens and one corpus. folder: their thinned loss logs."""
+
+    study: Study
+    folder: Path
+    comparison: Comparison
+    corpus: dict
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for result in self.comparison.results for run in result.arm.runs]
+
+    @property
+    def tokens(self) -> float:
+        return float(self.runs[0].axis("tokens")[-1])
+
+    @property
+    def seeds(self) -> tuple[str, ...]:
+        """Of the baseline's runs."""
+        return tuple(seed_of(run) for run in self.comparison.results[0].arm.runs)
+
+    def parts(self) -> list[Scale]:
+        """One of all seeds with the same arms, for what compares means over seeds; a seed of the baseline alone is in
+        none."""
+        arms: dict[str, list[str]] = {}
+        for result in self.comparison.results:
+            for run in result.arm.runs:
+                arms.setdefault(seed_of(run), []).append(result.arm.name)
+        groups = list(dict.fromkeys(tuple(names) for names in arms.values()))
+        own = [[run for run in self.runs if tuple(arms[seed_of(run)]) == group] for group in groups if len(group) > 1]
+        return [replace(self, comparison=_compared(runs)) for runs in own]
+
+
+def seed_of(run: Run) -> str:
+    return str(run.arguments["seed"])
+
+
+def seeds_text(seeds: tuple[str, ...]) -> str:
+    """ "seed 1", "seeds 1, 2"."""
+    return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"
+
+
+def _compared(runs: list[Run]) -> Comparison:
+    """runs: the baseline's first."""
+    check_comparable(runs, VARIED)
+    return compare(make_arms(runs, VARIED, [True] * len(runs)), VARIED)
+
+
+def read_scale(study: Study, folder: Path) -> Scale | None:
+    """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
+    seeds."""
+    baseline = study.baseline
+    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in study.arm_names}
+    seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
+    arms = [baseline, *(arm for arm in study.arm_names if arm != baseline and seeds[arm] & seeds[baseline])]
+    if len(arms) < 2:
+        return None
+    runs = [read_run(f"{arm}={path}")[0] for arm in arms for path in logs[arm]]
+    return Scale(study, folder, _compared(runs), read_json(folder / "corpus.json", {}))
+
+
+def read_scales(study: Study, data: Path) -> list[Scale]:
+    """The most tokens first."""
+    folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
+    scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
+    return sorted(scales, key=lambda scale: -scale.tokens)
