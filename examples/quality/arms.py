@@ -27,7 +27,7 @@ PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
 class Arm:
     """name: of files and of `--arms`. dense: which layers are, a key of PLACEMENTS. spec: keys of the sparse layers'
     spec beside the study's window and stride, or in their place. window_alone: no stride, and a window of as many
-    pairs as `s2`. chosen: of `s2`, so many KV heads over all layers are dense, other ones in every seed: chosen.py
+    pairs as `s2`. chosen: so many KV heads over all layers are dense beside that, other ones in every seed: chosen.py
     measures on the seed's dense model which."""
 
     name: str
@@ -70,9 +70,17 @@ def heads_arm(count: int) -> Arm:
     return Arm("dense-heads", spec=dict(dense_heads={"spread": count}))
 
 
-def chosen_arms(count: int) -> tuple[Arm, ...]:
-    """count: KV heads over all layers, as many as `dense-heads` has, and a quarter of it."""
-    return Arm("chosen-heads", chosen=count), Arm("chosen-few", chosen=max(1, count // 4))
+def chosen_arms(count: int, window: int, stride: int) -> tuple[Arm, ...]:
+    """count: KV heads over all layers, as many as `dense-heads` has. The other arms have a quarter of it: beside the
+    heads of `s2`, beside windows alone, which says whether the strides are needed, and beside heads of twice the window
+    and the stride."""
+    few = max(1, count // 4)
+    return (
+        Arm("chosen-heads", chosen=count),
+        Arm("chosen-few", chosen=few),
+        Arm("chosen-window", window_alone=True, chosen=few),
+        Arm("chosen-wide", spec=dict(local_tokens=2 * window, stride=2 * stride), chosen=few),
+    )
 
 
 # Of four KV heads one is dense: of a multiple of four layers, as many pairs as every fourth layer.
@@ -116,12 +124,20 @@ def _windows(window: int) -> tuple[int, ...]:
 def chosen_question(arms: tuple[Arm, ...]) -> Question:
     """Of chosen_arms, beside no dense head and all of them. Not beside places that nobody measured: what these give
     differs from model to model, which would pass here for noise between runs."""
-    measured = {arm.name: f"the {arm.chosen} that matter most" for arm in arms}
+    measured = {arm.name: f"the {arm.chosen} that matter most{_beside(arm)}" for arm in arms}
     return Question(
         "chosen",
         "How many dense KV heads, if they are measured",
         {**measured, SHARDED: "none", BASELINE: "all"},
         reference=BASELINE,
+    )
+
+
+def _beside(arm: Arm) -> str:
+    if arm.window_alone:
+        return ", windows of as many pairs beside them"
+    return (
+        f", a window of {arm.spec['local_tokens']} and a stride of {arm.spec['stride']} beside them" if arm.spec else ""
     )
 
 

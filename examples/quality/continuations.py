@@ -26,7 +26,7 @@ def _continued(
     """Goes on from the study's dense model, as these of its arms (None: as all). chosen: as chosen_arms."""
     start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
-    measured = chosen_arms(chosen) if chosen else ()
+    measured = chosen_arms(chosen, study.local_tokens, study.stride) if chosen else ()
     questions = (*study.questions, chosen_question(measured)) if measured and study.questions else study.questions
     changed |= dict(arms=(*trained, *measured), questions=questions)
     return replace(study, name=name, tokens=tokens, start=start, **changed)
@@ -47,6 +47,7 @@ CONTINUATIONS = {
             80_000_000,
             40_000_000,
             arms=ARMS,
+            chosen=12,  # at the length of the dense model
             model=_longer(LM, 4),
             batch=2,
             micro_batch=2,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from examples.quality.arms import SHARDED
 from examples.quality.corpus import Corpus
-from examples.quality.studies import Study, sparsity
+from examples.quality.studies import Study, plan_before_choice, sparsity
 from examples.quality.tasks import ANSWERS
 from examples.quickstart.launch import ROOT, model_flags
 
@@ -113,8 +111,8 @@ def _choice(job: Job, corpus: Corpus) -> list[str]:
     """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
     if not job.study.arm(job.arm).chosen:
         return []
-    plan = job.folder / f"{SHARDED}.yaml"
-    plan.write_text(yaml.safe_dump(sparsity(job.study, SHARDED), sort_keys=False))
+    plan = job.folder / "plan.yaml"
+    plan.write_text(yaml.safe_dump(plan_before_choice(job.study, job.arm), sort_keys=False))
     options = {
         "write": chosen_yaml(job),
         "heads": job.study.arm(job.arm).chosen,
@@ -203,15 +201,12 @@ def _start_flags(job: Job) -> list[str]:
 
 def environment(device: str | None) -> dict[str, str]:
     """Of one process by itself; what torchrun would set. device: of CUDA_VISIBLE_DEVICES, None for the CPU."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     own = {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # whichever is free when it is opened: other runs start at the same time
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONUNBUFFERED": "1",
         # Waiting OpenMP threads spin and take the cores of the other runs.

@@ -267,12 +267,18 @@ STUDIES = {
 def sparsity(study: Study, name: str) -> dict:
     """The content of the YAML of the arm of this name. Of one whose heads are chosen in every seed: one with as many
     dense heads, hence of nearly as many pairs, dealt to the layers."""
+    arm, plan = study.arm(name), plan_before_choice(study, name)
+    if not arm.chosen:
+        return plan
+    each, more = divmod(arm.chosen, study.model.num_layers)
+    spec = plan["specs"]["S"]
+    specs = {"S": spec | {"dense_heads": {"spread": each}}, "S1": spec | {"dense_heads": {"spread": each + 1}}}
+    return plan | {"layers": ["S1"] * more + ["S"] * (study.model.num_layers - more), "specs": specs}
+
+
+def plan_before_choice(study: Study, name: str) -> dict:
+    """The content of the arm's YAML without the dense heads that are chosen in every seed."""
     arm, count = study.arm(name), study.model.num_layers
-    if arm.chosen:
-        each, more = divmod(arm.chosen, count)
-        spec = dict(local_tokens=study.local_tokens, stride=study.stride)
-        specs = {"S": spec | {"dense_heads": {"spread": each}}, "S1": spec | {"dense_heads": {"spread": each + 1}}}
-        return {"block_size": study.block_size, "layers": ["S1"] * more + ["S"] * (count - more), "specs": specs}
     dense = set(PLACEMENTS[arm.dense](count))
     if len(dense) == count:
         return {"block_size": study.block_size, "layers": "D"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from examples.quality import chosen
 from examples.quality.arms import BASELINE, SHARDED
@@ -18,7 +19,7 @@ from examples.quality.continued import ContinuedPlace, make_jobs
 from examples.quality.corpus import Corpus
 from examples.quality.launch import choice_split, command
 from examples.quality.run import parse_arguments
-from examples.quality.studies import density, sparsity
+from examples.quality.studies import density, equal_window, plan_before_choice, sparsity
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.tools.choose_dense.plan import count_dense
 
@@ -34,15 +35,22 @@ def test_as_many_heads_as_without_a_choice_and_a_quarter(study):
     assert dense("chosen-heads") == count and dense("chosen-few") == study.arm("chosen-few").chosen == max(
         1, count // 4
     )
+    assert dense("chosen-window") == dense("chosen-wide") == dense("chosen-few")
+    plans = {
+        arm: plan_before_choice(study, f"chosen-{arm}")["specs"]["S"] for arm in ("heads", "few", "window", "wide")
+    }
+    assert plans["heads"] == plans["few"] == dict(local_tokens=study.local_tokens, stride=study.stride)
+    assert plans["window"] == dict(local_tokens=equal_window(study))
+    assert plans["wide"] == dict(local_tokens=2 * study.local_tokens, stride=2 * study.stride)
     if "dense-heads" in study.arm_names:
         assert count == dense("dense-heads")
         assert density(study, "chosen-heads") == pytest.approx(density(study, "dense-heads"), rel=0.01)
     assert {arm for question in study.questions for arm in question.arms} <= set(study.arm_names)
 
 
-def test_only_studies_at_the_length_of_the_dense_model_have_them():
+def test_language_models_that_go_on_from_a_dense_one_have_them():
     assert {study.name for study in STUDIES} == {
-        "from-dense8k", "from-dense-rules8k", "from-dense-tiny", "from-dense-rules-tiny"}  # fmt: skip
+        "from-dense8k", "from-dense-rules8k", "extend32k", "from-dense-tiny", "from-dense-rules-tiny"}  # fmt: skip
 
 
 def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
@@ -65,7 +73,7 @@ def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
                 options = dict(word[2:].split("=", 1) for word in own[3:at])
                 assert options["split"] == "36,4,12" and options["heads"] == str(study.arm(arm).chosen)
                 assert f"--pretrained-checkpoint={options['load']}" in own and f"--s2-config={options['write']}" in own
-                assert Path(options["s2-config"]).name == f"{SHARDED}.yaml" and Path(options["s2-config"]).exists()
+                assert yaml.safe_load(Path(options["s2-config"]).read_text()) == sparsity(study, SHARDED)
                 made.add(options["write"])
             assert len(made) == 1 and Path(*made).stem == arm
             yamls |= made

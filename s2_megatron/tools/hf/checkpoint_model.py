@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import socket
 import sys
 import warnings
 from argparse import Namespace
@@ -111,12 +110,7 @@ def load_model(
 
 def _one_process() -> None:
     """The environment that torchrun would have made."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ[name] = value
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # 0: any port
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
