@@ -1,5 +1,5 @@
 """Command lines that S2-Attention refuses, and such that are close to a refusal and accepted; for test_refusals.py.
-Those of refusals/unproven.py: unproven_cases.py.
+Those with CUDA graphs: graph_cases.py. Those of refusals/unproven.py: unproven_cases.py.
 
 A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version,
 connections (CUDA_DEVICE_MAX_CONNECTIONS).
@@ -120,31 +120,6 @@ CASES = {
         dict(attributes={"dynamic_context_parallel": True}),
         "remove --dynamic-context-parallel",
     ),
-    "cuda_graph_local_layers": (
-        dict(flags={"--cuda-graph-impl": "local"}),
-        "gradients than the same run without graphs; use "
-        "--transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
-    ),
-    "cuda_graph_experts": (
-        dict(flags={**ENGINE_GRAPHS, "--num-experts": "4"}),
-        "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router",
-    ),
-    "cuda_graph_pipeline": (
-        dict(flags={**WHOLE_ITERATIONS, "--pipeline-model-parallel-size": "2"}, world_size=2),
-        "which a graph cannot hold; use --cuda-graph-impl none",
-    ),
-    "cuda_graph_spiky_loss": (
-        dict(flags={**WHOLE_ITERATIONS, "--check-for-spiky-loss": None}),
-        "remove --check-for-spiky-loss",
-    ),
-    "cuda_graph_packed": (
-        dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--dataloader-inter-document-masking": None}),
-        "use --cuda-graph-impl none",
-    ),
-    "cuda_graph_attention_mask": (
-        dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
-        "use --cuda-graph-impl local",
-    ),
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),
@@ -226,40 +201,6 @@ ACCEPTED = {
     "moe": dict(flags={"--num-experts": "4"}),
     "mtp": dict(flags={"--mtp-num-layers": "2"}),
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
-    "cuda_graphs": dict(flags={**ENGINE, "--cuda-graph-impl": "local"}),
-    "cuda_graphs_long": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--seq-length": "131072"}),
-    "cuda_graphs_of_transformer_engine": dict(
-        flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "8192"}
-    ),
-    "cuda_graphs_of_whole_iterations": dict(flags=WHOLE_ITERATIONS),
-    "cuda_graphs_of_whole_iterations_padded_experts": dict(flags={**WHOLE_ITERATIONS, **PADDED}),
-    "cuda_graphs_of_whole_iterations_offload": dict(
-        flags={**ENGINE, **WHOLE_ITERATIONS, **OFFLOAD, "--fine-grained-offloading-max-inflight-offloads": "2"}
-    ),
-    "cuda_graphs_of_whole_iterations_mtp": dict(flags={**WHOLE_ITERATIONS, "--mtp-num-layers": "1"}),
-    "cuda_graphs_of_transformer_engine_mtp": dict(flags={**ENGINE_GRAPHS, "--mtp-num-layers": "1"}),
-    "cuda_graphs_context_parallel": dict(flags={**WHOLE_ITERATIONS, "--context-parallel-size": "2"}, world_size=2),
-    "cuda_graphs_context_parallel_of_layers": dict(flags={**GRAPHS, **CP2}, world_size=2),
-    "cuda_graphs_a2a": dict(flags={**GRAPHS, **CP2, "--s2-cp-comm-type": "a2a"}, world_size=2),
-    "cuda_graphs_of_whole_iterations_all_gather": dict(
-        flags={**WHOLE_ITERATIONS, **CP2, "--s2-cp-comm-type": "all_gather"}, world_size=2
-    ),
-    "cuda_graphs_of_virtual_stages": dict(
-        flags={
-            **WHOLE_ITERATIONS,
-            "--pipeline-model-parallel-size": "2",
-            "--num-layers-per-virtual-pipeline-stage": "1",
-        },
-        world_size=2,
-    ),
-    "cuda_graphs_of_whole_iterations_offloaded_layers": dict(
-        flags={**ENGINE, **WHOLE_ITERATIONS, "--cpu-offloading-num-layers": "1"}
-    ),
-    "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),
-    "cuda_graphs_mtp": dict(flags={**ENGINE, "--cuda-graph-impl": "local", "--mtp-num-layers": "2"}),
-    "cuda_graphs_recompute": dict(
-        flags={**ENGINE, "--cuda-graph-impl": "local", "--recompute-granularity": "selective"}
-    ),
     "torch_fsdp2": dict(flags=FSDP2, connections="8"),
     "torch_fsdp2_weights": dict(
         flags={**FSDP2, **SAVED, "--no-save-optim": None, "--load": "run", "--no-load-optim": None}, connections="8"
@@ -267,13 +208,6 @@ ACCEPTED = {
     "megatron_fsdp": dict(flags=MEGATRON_FSDP, connections="8"),
     "overlapped_experts": dict(flags=OVERLAPPED, world_size=2, connections="8"),
     "overlapped_experts_megatron_fsdp": dict(flags={**OVERLAPPED, **MEGATRON_FSDP}, world_size=2, connections="8"),
-    "cuda_graphs_of_mlps": dict(
-        flags={
-            "--cuda-graph-impl": "transformer_engine",
-            "--cuda-graph-modules": "mlp",
-            "--dataloader-inter-document-masking": None,
-        }
-    ),
     "deterministic": dict(flags={"--deterministic-mode": None}),
     "recompute_kept": dict(
         flags={
@@ -291,7 +225,7 @@ ACCEPTED = {
 }
 
 
-# Other ways to a refusal of CASES: name: (refusal, what to change).
+# Other ways to a refusal of CASES: name: (refusal, what to change), and the words of the message where they are others.
 RECOMPUTED = {"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
 ALSO_REFUSED = {
     "recompute_kept_other_modules": (
@@ -301,22 +235,6 @@ ALSO_REFUSED = {
     "recompute_kept_modules_alone": (
         "s2_keep_attention_output",
         dict(flags={"--recompute-modules": "core_attn", "--s2-keep-attention-output": None}),
-    ),
-    "engine_graphs_of_local_layers": (
-        "cuda_graph_local_layers",
-        dict(flags={"--cuda-graph-impl": "transformer_engine"}),
-    ),
-    "engine_graphs_of_local_attention": (
-        "cuda_graph_local_layers",
-        dict(flags={"--cuda-graph-impl": "transformer_engine", "--cuda-graph-modules": ["attn", "mlp"]}),
-    ),
-    "graphs_of_whole_iterations_with_experts": (
-        "cuda_graph_experts",
-        dict(flags={**WHOLE_ITERATIONS, "--num-experts": "4"}),
-    ),
-    "graphs_of_whole_iterations_packed": (
-        "cuda_graph_packed",
-        dict(flags={**WHOLE_ITERATIONS, "--dataloader-inter-document-masking": None}),
     ),
     "torch_fsdp2_loaded": (
         "use_torch_fsdp2",
@@ -333,10 +251,6 @@ ALSO_REFUSED = {
     "megatron_fsdp_begins_with_weights": (
         "use_megatron_fsdp",
         dict(flags={**MEGATRON_FSDP, "--pretrained-checkpoint": "run"}, connections="8"),
-    ),
-    "engine_graphs_packed": (
-        "cuda_graph_packed",
-        dict(flags={**ENGINE_GRAPHS, "--dataloader-inter-document-masking": None}),
     ),
 }
 

@@ -65,6 +65,7 @@ EXPERTS = f"{MOE} --moe-grouped-gemm"
 PADDED = f"{EXPERTS} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity"
 PARTS = "--cuda-graph-modules attn moe_router"
 HELD = "--cuda-graph-modules attn moe"
+PREPROCESS = f"{PARTS} moe_preprocess"
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules core_attn --min-offloaded-tensor-size 1024"
 WHOLE = "--cuda-graph-impl full_iteration"
 UNCHECKED = "--no-check-for-nan-in-loss-and-grad"
@@ -164,9 +165,14 @@ def test_graphs_of_layers(compare, implementation, common, modules):
     assert_graphs_change_nothing(found, implementation, **(NEAR if common == EXPERTS else {}))
 
 
-@pytest.mark.parametrize("modules", ["", HELD], ids=["layers", "attn_and_moe"])
+@pytest.mark.parametrize("modules", ["", HELD, PREPROCESS], ids=["layers", "attn_and_moe", "preprocess"])
 def test_graphs_of_layers_hold_padded_experts(compare, modules):
     found = compare(PADDED, f"--cuda-graph-impl transformer_engine {modules}")
+    assert_graphs_change_nothing(found, "transformer_engine", **NEAR)
+
+
+def test_graphs_of_layers_count_dropless_tokens(compare):
+    found = compare(EXPERTS, f"--cuda-graph-impl transformer_engine {PREPROCESS}")
     assert_graphs_change_nothing(found, "transformer_engine", **NEAR)
 
 
@@ -186,12 +192,20 @@ def test_graphs_with_offloaded_activations(compare, implementation, monkeypatch)
 
 
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("layout", [CP2, CP2_A2A, CP2_ALL_GATHER, PP2], ids=["cp2", "cp2_a2a", "cp2_all_gather", "pp2"])
-def test_graphs_on_two_gpus(compare, implementation, layout):
-    if layout == PP2 and implementation == "full_iteration":
-        layout = PP2_VPP2  # without virtual stages it is refused
+@pytest.mark.parametrize("layout", [CP2, CP2_A2A, CP2_ALL_GATHER], ids=["cp2", "cp2_a2a", "cp2_all_gather"])
+def test_graphs_under_context_parallelism(compare, implementation, layout):
     found = compare(f"{layout} {UNCHECKED}", f"--cuda-graph-impl {implementation}", processes=2)
-    assert_graphs_change_nothing(found, implementation, layers=LAYERS // 2 if PP2 in layout else LAYERS)
+    assert_graphs_change_nothing(found, implementation)
+
+
+@pytest.mark.parametrize(
+    "implementation, layout",
+    [("transformer_engine", PP2), ("full_iteration", PP2_VPP2)],  # the others are refused
+    ids=["transformer_engine", "full_iteration"],
+)
+def test_graphs_of_pipeline_stages(compare, implementation, layout):
+    found = compare(f"{layout} {UNCHECKED}", f"--cuda-graph-impl {implementation}", processes=2)
+    assert_graphs_change_nothing(found, implementation, layers=LAYERS // 2)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -266,17 +280,14 @@ def test_overlapped_experts_with_more(compare, experts, more):
         assert found[0].least("graph_replays") >= (ITERATIONS - eager) * per_iteration
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("kind", ["--use-torch-fsdp2", MEGATRON_FSDP], ids=["torch_fsdp2", "megatron_fsdp"])
-def test_graphs_with_fsdp(compare, implementation, kind):
-    optimizer = "" if "fsdp2" in kind else "--use-distributed-optimizer"
+def test_graphs_of_whole_iterations_with_megatron_fsdp(compare):
     found = compare(
-        f"{UNCHECKED} {optimizer}",
-        f"--cuda-graph-impl {implementation} {kind}",
+        f"{UNCHECKED} --use-distributed-optimizer",
+        f"{WHOLE} {MEGATRON_FSDP}",
         processes=2,
         environment=MANY_CONNECTIONS,
     )
-    eager = EAGER[implementation]
+    eager = EAGER["full_iteration"]
     assert_same_training(*found, **NEAR, s2_calls=calls(eager, microbatches=MICROBATCHES // 2))
     assert found[0].least("graph_replays") >= ITERATIONS - eager
 

@@ -13,18 +13,22 @@ from s2_megatron.megatron.core_attention import HONOURED_CONFIG
 from s2_megatron.megatron.refusals import REFUSALS, refuse_yaml_command_line
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
-from tests.megatron.refusal_cases import ACCEPTED, LAYERS
-from tests.megatron.refusal_cases import ALSO_REFUSED as ALSO_PROVEN
-from tests.megatron.refusal_cases import CASES as PROVEN
+from tests.megatron.graph_cases import ACCEPTED_GRAPHS, ALSO_REFUSED_GRAPHS, GRAPH_CASES
+from tests.megatron.refusal_cases import ACCEPTED as ACCEPTED_OTHERS
+from tests.megatron.refusal_cases import ALSO_REFUSED as ALSO_REFUSED_OTHERS
+from tests.megatron.refusal_cases import CASES as OTHER_CASES
+from tests.megatron.refusal_cases import LAYERS
 from tests.megatron.unproven_cases import ALSO_UNPROVEN, UNPROVEN
 
-CASES, ALSO_REFUSED = PROVEN | UNPROVEN, ALSO_PROVEN | ALSO_UNPROVEN
+CASES = OTHER_CASES | GRAPH_CASES | UNPROVEN
+ALSO_REFUSED = ALSO_REFUSED_OTHERS | ALSO_REFUSED_GRAPHS | ALSO_UNPROVEN
+ACCEPTED = ACCEPTED_OTHERS | ACCEPTED_GRAPHS
 
 
 @cache
 def results(config: str) -> dict[str, dict]:
     named = {**{name: case for name, (case, _) in CASES.items()}, **ACCEPTED, "future": dict(version="0.21.0rc0")}
-    named |= {name: case for name, (_, case) in ALSO_REFUSED.items()} | {
+    named |= {name: case for name, (_, case, *_) in ALSO_REFUSED.items()} | {
         f"layers_{name}": case for name, (case, _) in LAYERS.items()
     }
     cases = []
@@ -58,7 +62,8 @@ def test_refused_with_the_flag_to_change(name, config_file):
 def test_other_ways_to_a_refusal(name, config_file):
     result = results(config_file)[name]
     assert result["error"] == "ValueError" and result["refused_by_megatron"] is None, result
-    assert CASES[ALSO_REFUSED[name][0]][1] in result["message"] and "\n" not in result["message"]
+    refusal, _, *words = ALSO_REFUSED[name]
+    assert (words[0] if words else CASES[refusal][1]) in result["message"] and "\n" not in result["message"]
 
 
 @pytest.mark.parametrize("name", LAYERS)

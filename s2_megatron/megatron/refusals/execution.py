@@ -33,11 +33,56 @@ def is_padded(args: Namespace) -> bool:
     return bool(args.moe_pad_expert_input_to_capacity or args.moe_expert_rank_capacity_factor)
 
 
+def graphs_hold_experts(args: Namespace) -> bool:
+    """Whether a graph of Transformer Engine holds a whole layer of experts. Those of the kind local are refused with
+    any experts."""
+    names = module_names(args)
+    return bool(args.num_experts and args.cuda_graph_impl == "transformer_engine" and (not names or "moe" in names))
+
+
 def _graphs_of_dropless_experts(args: Namespace) -> bool:
-    """Whether graphs hold the dispatch of tokens to experts, with as many rows as the router happens to choose. Those
-    of the kind local are refused with any experts."""
-    whole_layers = args.cuda_graph_impl == "transformer_engine" and not args.cuda_graph_modules
-    return bool(args.num_experts and not is_padded(args) and (whole_layers or whole_iterations(args)))
+    """Whether graphs hold the dispatch of tokens to experts, with as many rows as the router happens to choose."""
+    whole = bool(args.num_experts and whole_iterations(args))
+    return not is_padded(args) and (whole or graphs_hold_experts(args))
+
+
+# What both kinds of FSDP do to Transformer Engine's graphs.
+_HOOKED = (
+    "it puts hooks on every module, and Transformer Engine captures none that has hooks (its graph.py:394 in 2.20.2), "
+    "unless it is told of them, which Megatron does not"
+)
+# By the kind of FSDP and of graphs: why Megatron cannot train so.
+_NO_GRAPHS_WITH_FSDP = {
+    ("use_torch_fsdp2", "local"): "while the backward of a layer is captured (core/transformer/cuda_graphs.py:1432), "
+    "FSDP2 gathers the weights on a stream of its own and allocates memory for them, which CUDA does not permit then",
+    ("use_torch_fsdp2", "transformer_engine"): _HOOKED,
+    ("use_torch_fsdp2", "full_iteration"): "gradient norms were 0 from the second replay on, and nothing was learned: "
+    "Megatron clears .grad after a step (core/optimizer/optimizer.py:1105), and FSDP2 sets it in Python, which a "
+    "replayed graph does not run",
+    ("use_megatron_fsdp", "local"): "Megatron captures the graphs when finish_grad_sync "
+    "(core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:1370) has put the sharded weights into the modules, "
+    "which the hook that gathers a layer's weights does not know (KeyError in param_and_grad_buffer.py:4409)",
+    ("use_megatron_fsdp", "transformer_engine"): _HOOKED,
+}
+_FSDP_FIXES = {
+    "use_torch_fsdp2": "use --cuda-graph-impl none, or --use-distributed-optimizer instead of --use-torch-fsdp2",
+    "use_megatron_fsdp": "use --cuda-graph-impl none, or full_iteration with --no-check-for-nan-in-loss-and-grad and "
+    "without --cuda-graph-modules",
+}
+
+
+def _graphs_with_fsdp(args: Namespace) -> tuple[str, str] | None:
+    """The key of _NO_GRAPHS_WITH_FSDP for these arguments, or None where graphs train."""
+    if not graphs_with_attention(args) and not whole_iterations(args):
+        return None
+    asked = ((name, args.cuda_graph_impl) for name in _FSDP_FIXES if getattr(args, name))
+    return next((key for key in asked if key in _NO_GRAPHS_WITH_FSDP), None)
+
+
+def _words_about_fsdp(args: Namespace) -> dict:
+    key = _graphs_with_fsdp(args)
+    flag = f"--{key[0].replace('_', '-')}"
+    return {"fsdp": flag, "why": _NO_GRAPHS_WITH_FSDP[key], "remedy": _FSDP_FIXES[key[0]]}
 
 
 def _resumes_optimizer(args: Namespace) -> bool:
@@ -103,6 +148,30 @@ REFUSALS = (
         "(core/pipeline_parallel/p2p_communication.py:419), which a graph cannot hold",
         "use --cuda-graph-impl none, or virtual stages (--num-layers-per-virtual-pipeline-stage), or "
         "--pipeline-model-parallel-size 1",
+    ),
+    Refusal(
+        "cuda_graph_stages",
+        lambda args: args.cuda_graph_impl == "local" and args.pipeline_model_parallel_size > 1,
+        "--cuda-graph-impl local with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: Megatron "
+        "frees what a stage has sent (core/pipeline_parallel/schedules.py:195), and what comes from such graphs is a "
+        "view, which it cannot free",
+        "use --cuda-graph-impl transformer_engine or none, or full_iteration with virtual stages "
+        "(--num-layers-per-virtual-pipeline-stage), or --pipeline-model-parallel-size 1",
+    ),
+    Refusal(
+        "cuda_graph_fsdp",
+        lambda args: _graphs_with_fsdp(args) is not None,
+        "--cuda-graph-impl {args.cuda_graph_impl} with {fsdp}: {why}",
+        "{remedy}",
+        _words_about_fsdp,
+    ),
+    Refusal(
+        "cuda_graph_overlapped_experts",
+        lambda args: args.overlap_moe_expert_parallel_comm and graphs_hold_experts(args),
+        "--cuda-graph-impl transformer_engine with --overlap-moe-expert-parallel-comm: Megatron runs the parts of a "
+        "layer of experts by turns, which it cannot where one graph holds the whole layer "
+        "(core/transformer/transformer_layer.py:1263)",
+        "use --cuda-graph-modules attn moe_router, or --cuda-graph-impl full_iteration with padded experts, or none",
     ),
     Refusal(
         "cuda_graph_spiky_loss",

@@ -1,7 +1,8 @@
 """Refused: combinations of Megatron's features with S2-Attention whose test on a GPU failed, or has not been run.
 
 The tests of tests/megatron/test_gpu_features.py take this table away (tests/megatron/lifted.py): what passes there
-leaves the table, and what has no test there needs one first. Files and lines are those of megatron-core 0.19.2.
+leaves the table, what is found to be a limit of others moves to execution.py and loses its test, and what has no test
+there needs one first. Files and lines are those of megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -10,47 +11,26 @@ from argparse import Namespace
 
 from s2_megatron.megatron.refusal import Refusal, is_set
 from s2_megatron.megatron.refusals.execution import (
+    graphs_hold_experts,
     graphs_with_attention,
-    is_padded,
     module_names,
     whole_iterations,
 )
-
-
-def _graphs(args: Namespace) -> bool:
-    """Whether S2's op is captured in a graph of Megatron's, of whichever kind."""
-    return graphs_with_attention(args) or whole_iterations(args)
 
 
 def _graphs_of_engine(args: Namespace) -> bool:
     return args.cuda_graph_impl == "transformer_engine" and graphs_with_attention(args)
 
 
-def _graphs_hold_experts(args: Namespace) -> bool:
-    """Whether a graph of Transformer Engine has to hold more of an expert layer than its router; the dropless dispatch
-    has a refusal of its own."""
-    if not args.num_experts or not _graphs_of_engine(args):
-        return False
-    modules = module_names(args)
-    return bool(modules & {"moe", "moe_preprocess"} if modules else is_padded(args))
+def _counts_dropless_tokens(args: Namespace) -> bool:
+    """Whether a graph holds the counting of the tokens that each expert gets, and not a fixed number of them."""
+    counted = _graphs_of_engine(args) and "moe_preprocess" in module_names(args)
+    return bool(args.num_experts and counted and not args.moe_pad_expert_input_to_capacity)
 
 
-def _graphs_of_stages(args: Namespace) -> bool:
-    return graphs_with_attention(args) and args.pipeline_model_parallel_size > 1
-
-
-def _fsdp_flag(args: Namespace) -> str | None:
-    flags = ("use_megatron_fsdp", "use_torch_fsdp2")
-    return next((f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag, None)), None)
-
-
-def _outcome_of_fsdp(args: Namespace) -> dict:
-    failed = args.use_torch_fsdp2 or args.cuda_graph_impl == "local"
-    return {"fsdp": _fsdp_flag(args), "outcome": "failed" if failed else "has not been run"}
-
-
-def _outcome_of_overlap(args: Namespace) -> dict:
-    return {"outcome": "failed" if args.cuda_graph_impl == "transformer_engine" else "has not been run"}
+def _graphs_of_rank_capacity(args: Namespace) -> bool:
+    given = args.num_experts and args.moe_expert_rank_capacity_factor
+    return bool(given and (whole_iterations(args) or graphs_hold_experts(args)))
 
 
 REFUSALS = (
@@ -71,18 +51,17 @@ REFUSALS = (
         "remove --overlap-dispatch-backward-with-experts-wgrad, or use --overlap-moe-expert-parallel-comm",
     ),
     Refusal(
-        "cuda_graph_held_experts",
-        _graphs_hold_experts,
-        "--cuda-graph-impl transformer_engine with the dispatch of tokens to experts inside of the graph "
-        "(--cuda-graph-modules moe or moe_preprocess, or padded experts without modules) failed on a GPU with S2 "
+        "cuda_graph_moe_preprocess",
+        _counts_dropless_tokens,
+        "--cuda-graph-modules moe_preprocess without --moe-pad-expert-input-to-capacity has not been run with S2 "
         "attention",
-        "use --cuda-graph-modules attn moe_router, or --cuda-graph-impl full_iteration with padded experts, or none",
+        "use --cuda-graph-modules attn moe_router",
     ),
     Refusal(
         "cuda_graph_rank_capacity",
-        lambda args: whole_iterations(args) and bool(args.num_experts and args.moe_expert_rank_capacity_factor),
-        "--cuda-graph-impl full_iteration with --moe-expert-rank-capacity-factor, which takes HybridEP or NCCL EP, has "
-        "not been run with S2 attention",
+        _graphs_of_rank_capacity,
+        "--cuda-graph-impl {args.cuda_graph_impl} with --moe-expert-rank-capacity-factor, which takes HybridEP or NCCL "
+        "EP, has not been run with S2 attention",
         "use --moe-expert-capacity-factor with --moe-pad-expert-input-to-capacity, or --cuda-graph-impl none",
     ),
     Refusal(
@@ -94,35 +73,5 @@ REFUSALS = (
         "use --cuda-graph-impl none, or remove --fine-grained-activation-offloading; graphs of whole iterations work "
         "with it: --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad "
         "--fine-grained-offloading-max-inflight-offloads 2, without --cuda-graph-modules",
-    ),
-    Refusal(
-        "cuda_graph_stages",
-        _graphs_of_stages,
-        "--cuda-graph-impl {args.cuda_graph_impl} with --pipeline-model-parallel-size "
-        "{args.pipeline_model_parallel_size} failed on two GPUs with S2 attention",
-        "use --cuda-graph-impl none, or full_iteration with virtual stages "
-        "(--num-layers-per-virtual-pipeline-stage), or --pipeline-model-parallel-size 1",
-    ),
-    Refusal(
-        "cuda_graph_engine_cp",
-        lambda args: _graphs_of_engine(args) and args.context_parallel_size > 1,
-        "--cuda-graph-impl transformer_engine with --context-parallel-size {args.context_parallel_size} failed on two "
-        "GPUs with S2 attention",
-        "use --cuda-graph-impl local, or full_iteration",
-    ),
-    Refusal(
-        "cuda_graph_fsdp",
-        lambda args: bool(_graphs(args) and _fsdp_flag(args)),
-        "--cuda-graph-impl {args.cuda_graph_impl} with {fsdp} {outcome} on two GPUs with S2 attention",
-        "use --cuda-graph-impl none, or remove {fsdp}",
-        _outcome_of_fsdp,
-    ),
-    Refusal(
-        "cuda_graph_overlapped_experts",
-        lambda args: _graphs(args) and bool(args.overlap_moe_expert_parallel_comm),
-        "--cuda-graph-impl {args.cuda_graph_impl} with --overlap-moe-expert-parallel-comm {outcome} on two GPUs with "
-        "S2 attention",
-        "use --cuda-graph-impl none, or remove --overlap-moe-expert-parallel-comm",
-        _outcome_of_overlap,
     ),
 )
