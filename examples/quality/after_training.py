@@ -52,12 +52,15 @@ def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tel
     return outcome
 
 
-def measure_copies(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-    """Where the loss of a finished language model lies, unless that has been measured. Returns CUT where the next
-    command measures it. A test that fails is told, and the run stands without it."""
-    if path.exists():
-        return FINISHED
-    outcome = run_test(job, device, budget, tell, "copies", path, [f"--data={corpus.folder}"])
-    if outcome == FAILED:
-        tell(f"{job.name}: its result has no {path.name}")
-    return CUT if outcome == CUT else FINISHED
+def measure_text(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+    """Test a finished language model, each test unless it has been made. paths: {its module: the file}. Returns CUT
+    where the next command makes the rest. A test that fails is told, and the run stands without it."""
+    for module, path in paths.items():
+        if path.exists():
+            continue
+        outcome = run_test(job, device, budget, tell, module, path, [f"--data={corpus.folder}"])
+        if outcome == CUT:
+            return CUT
+        if outcome == FAILED:
+            tell(f"{job.name}: its result has no {path.name}")
+    return FINISHED

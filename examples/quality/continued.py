@@ -17,17 +17,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from examples.quality.after_training import measure_copies, measure_recall
+from examples.quality.after_training import measure_recall, measure_text
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
 from examples.quality.launch import Job, chosen_yaml, command
 from examples.quality.parts import split_corpus
-from examples.quality.results import machine, write_json, write_run
+from examples.quality.results import Place, machine, write_json, write_run
 from examples.quality.run import (
     COMPLETE,
     FAILURE,
-    Place,
     choose_rates,
     compare_runs,
     has_result,
@@ -120,7 +119,7 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
     else:
         write_run(place.result(job.label, job.seed), job, place.corpus, about)
         if job.study.tasks is None and not job.role:
-            outcome = measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
+            outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
     if job.study.arm(job.arm).chosen:  # which heads they are, differs from seed to seed
         write_file(place.result(job.arm, job.seed).with_suffix(".yaml"), chosen_yaml(job).read_bytes())

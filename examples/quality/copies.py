@@ -10,16 +10,13 @@ of documents that training never sees.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
-from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus
-from examples.quality.results import read_json, write_json
 from examples.quality.studies import Study
-from examples.quality.trained import TOKENS_AT_ONCE, load_trained
+from examples.quality.trained import TOKENS_AT_ONCE, load_trained, text_test
 from s2_megatron.tools.losses import evenly_chosen, token_losses
 
 ORDERS = (2, 4, 8)  # of n-grams; each twice the one before
@@ -50,15 +47,15 @@ def groups_of(ids: np.ndarray, near: int) -> np.ndarray:
     return groups
 
 
-def validation_sequences(study: Study, corpus: Corpus) -> np.ndarray:
-    """int64 [sequences, seq_length + 1]: of the documents one after the other, evenly chosen. Raises ValueError for a
-    corpus with less than one."""
+def validation_sequences(study: Study, corpus: Corpus, most: int = SEQUENCES) -> np.ndarray:
+    """int64 [sequences, seq_length + 1]: of the documents one after the other, at most `most`, evenly chosen. Raises
+    ValueError for a corpus with less than one."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     documents = len(IndexedDataset(str(corpus.data_prefix)))
     shares = [float(share) for share in corpus.split.split(",")]
     unseen = range(round(shares[0] / sum(shares) * documents), documents)
-    return evenly_chosen(corpus.data_prefix, unseen, study.model.seq_length + 1, SEQUENCES)
+    return evenly_chosen(corpus.data_prefix, unseen, study.model.seq_length + 1, most)
 
 
 def score(losses: np.ndarray, groups: np.ndarray) -> dict:
@@ -80,22 +77,5 @@ def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
     return about | score(losses, groups)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.quality.copies", description=__doc__.splitlines()[0])
-    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is None])
-    parser.add_argument("--data", type=Path, required=True, help="the folder of the corpus")
-    parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
-    parser.add_argument("--json", type=Path, required=True, help="the file to write")
-    parsed = parser.parse_args()
-    description = read_json(parsed.data / "corpus.json", None)
-    if description is None:
-        parser.error(f"--data {parsed.data}: no corpus.json; expected the folder of a prepared corpus")
-    try:
-        found = score_checkpoint(ALL[parsed.study], Corpus(parsed.data, description), parsed.load)
-    except ValueError as error:
-        parser.error(str(error))
-    write_json(parsed.json, found)
-
-
 if __name__ == "__main__":
-    main()
+    text_test("copies", __doc__.splitlines()[0], score_checkpoint)

@@ -8,30 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.copies import GROUPS
-from examples.quality.results import read_json
-from examples.quality.scales import seeds_text
-
-
-def read_copies(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str]) -> dict[str, dict[str, dict]]:
-    """{arm: {seed: its scores}} of those seeds of which the baseline has scores, and of the arms that have all of
-    these; the baseline first. {} without it or without another arm. Raises ValueError for scores over other predictions
-    than the baseline's."""
-    scored = [seed for seed in seeds if (folder / f"{baseline}_seed{seed}.copies.json").exists()]
-    found = {}
-    for arm in (baseline, *(arm for arm in arms if arm != baseline)):
-        scores = {seed: read_json(folder / f"{arm}_seed{seed}.copies.json", None) for seed in scored}
-        if None not in scores.values():
-            found[arm] = scores
-    if not scored or len(found) < 2:
-        return {}
-    for arm, each in found.items():
-        for own, other in zip(each.values(), found[baseline].values()):
-            if any(own[name] != other[name] for name in ("tokens", "near", "corpus")):
-                raise ValueError(
-                    f"{folder}: the copies of {arm} are not over the predictions of {baseline}'s; expected equal "
-                    "sequences; train one of them again"
-                )
-    return found
+from examples.quality.scales import read_text_tests, seeds_text
 
 
 def losses(scores: Sequence[dict]) -> np.ndarray:
@@ -51,7 +28,7 @@ def shares(score: dict) -> np.ndarray:
 
 def copies_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str], table: Callable) -> list[str]:
     """Lines of Markdown; [] without data. table: (header, rows) to lines."""
-    found = read_copies(folder, arms, baseline, seeds)
+    found = read_text_tests("copies", ("tokens", "near", "corpus"), folder, arms, baseline, seeds)
     if not found:
         return []
     has_scores = tuple(found[baseline])

@@ -12,7 +12,7 @@ import argparse
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -23,6 +23,7 @@ from examples.quality.continued_page import section as continued_section
 from examples.quality.copies_page import copies_lines
 from examples.quality.figures import draw_arms, draw_curves
 from examples.quality.launch import ROOT
+from examples.quality.needles_page import needles_lines
 from examples.quality.positions import losing_lines, position_lines
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
@@ -42,6 +43,7 @@ from s2_megatron.tools.compare.runs import Run, number
 PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "patterns.md", "quality"))
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
 RULES = ("from-dense-rules8k", "rules8k", "lm32k")  # the studies of patterns.md
+TEXT_TESTS = {"Where the loss lies": copies_lines, "Copying from far back": needles_lines}
 TITLES = {
     "lm8k": "Language modelling at 8K",
     "lm32k": "Language modelling at 32K",
@@ -191,7 +193,7 @@ def part_section(scale: Scale, picture: str) -> list[str]:
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         *([] if study.tasks is not None else position_lines(comparison, table)),
-        *copies_lines(scale.folder, study.arm_names, study.baseline, scale.seeds, table),
+        *(line for lines_of in TEXT_TESTS.values() for line in _tested_lines(scale, lines_of)),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -203,6 +205,11 @@ def part_section(scale: Scale, picture: str) -> list[str]:
         "```",
         "",
     ]
+
+
+def _tested_lines(part: Scale, lines_of: Callable) -> list[str]:
+    """lines_of: of TEXT_TESTS."""
+    return lines_of(part.folder, part.study.arm_names, part.study.baseline, part.seeds, table)
 
 
 def _by_seed(scale: Scale, pictures: str) -> list[str]:
@@ -279,11 +286,9 @@ def results_text(data: Path, pictures: bool) -> str:
                 if study.start is not None:
                     draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
             lines += [*about_runs(scale), *_by_seed(scale, shown), *rules_section(found, shown, table)]
-            copies = [
-                copies_lines(scale.folder, study.arm_names, study.baseline, part.seeds, table) for part in scale.parts()
-            ]
-            if any(copies):
-                lines += ["#### Where the loss lies", "", *(line for each in copies for line in each)]
+            for heading, lines_of in TEXT_TESTS.items():
+                if tested := [line for part in scale.parts() for line in _tested_lines(part, lines_of)]:
+                    lines += [f"#### {heading}", "", *tested]
     folders = sorted(folder for folder in (data / "repeats").glob("*") if folder.is_dir())
     if folders:
         lines += ["## Repeats of one seed", ""]

@@ -37,7 +37,7 @@ def shares(groups: np.ndarray, right: np.ndarray, count: int) -> list[float | No
 def score(study: Study, sequences: list[Sequence], answers: list[np.ndarray]) -> dict:
     """answers: of every sequence the ids that the model gave to its questions."""
     questions = np.concatenate([sequence.questions for sequence in sequences])
-    wanted = np.concatenate([sequence.ids[sequence.questions[:, 0] + 1] for sequence in sequences])
+    wanted = np.concatenate([sequence.answers for sequence in sequences])
     right = (np.concatenate(answers) == wanted).astype(float)
     value, hops = questions[:, 1], questions[:, 2]
     result = {
@@ -57,25 +57,33 @@ def batches(sequences: list[Sequence], length: int) -> Iterator[list[Sequence]]:
         yield sequences[start : start + size]
 
 
-def score_checkpoint(study: Study, checkpoints: Path) -> dict:
-    """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
+def ask(model, sequences: list[Sequence], length: int, ids: range) -> list[np.ndarray]:
+    """Of every sequence which of these ids the model holds for the likeliest at its questions, int64 [questions].
+    length: tokens that the model reads of each."""
     import torch
 
-    model, device = load_trained(checkpoints)
+    device, answers = next(model.parameters()).device, []
+    with torch.no_grad():
+        for batch in batches(sequences, length):
+            tokens = torch.from_numpy(np.stack([each.ids[:length] for each in batch]).astype(np.int64)).to(device)
+            positions = torch.arange(length, device=device).expand_as(tokens)
+            logits = model(tokens, positions, None)  # [batch, length, vocabulary]
+            for row, each in enumerate(batch):
+                asked = torch.from_numpy(each.questions[:, 0]).to(device)
+                best = logits[row, asked, ids.start : ids.stop].argmax(dim=-1)
+                answers.append(best.cpu().numpy() + ids.start)
+    return answers
+
+
+def score_checkpoint(study: Study, checkpoints: Path) -> dict:
+    """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
+    model, _ = load_trained(checkpoints)
     first, number = ANSWERS
     result = {}
-    with torch.no_grad():
-        for task in study.tasks.kinds:
-            sequences, answers = held_out_sequences(study, task), []
-            for batch in batches(sequences, study.model.seq_length):
-                ids = torch.from_numpy(np.stack([each.ids for each in batch]).astype(np.int64)).to(device)
-                positions = torch.arange(ids.shape[1], device=device).expand_as(ids)
-                logits = model(ids, positions, None)  # [batch, length, vocabulary]
-                for row, each in enumerate(batch):
-                    asked = torch.from_numpy(each.questions[:, 0]).to(device)
-                    best = logits[row, asked, first : first + number].argmax(dim=-1)
-                    answers.append(best.cpu().numpy() + first)
-            result[task] = score(study, sequences, answers)
+    for task in study.tasks.kinds:
+        sequences = held_out_sequences(study, task)
+        answers = ask(model, sequences, study.model.seq_length, range(first, first + number))
+        result[task] = score(study, sequences, answers)
     return result
 
 

@@ -14,17 +14,20 @@ import importlib.metadata
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from examples.quality.corpus import Corpus
 from examples.quality.launch import Job
+from examples.quality.studies import Study
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
 from s2_megatron.tools.compare.settings import CHECKED, START_LOSSES
 from s2_megatron.tools.outputs import write_file
 
 MOST_RECORDS = 240
+RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
 DIGITS = 5
 TIMES_OF = "times_of"  # in the header of a run beside others on its GPU: the result whose time of a step it takes
 UNTIMED = "untimed"  # in its header where there is none: it has no times
@@ -34,6 +37,45 @@ KEPT = (
     *("seed", "train_iters", "micro_batch_size", "world_size", "transformer_impl", "params_dtype"),
     *("s2_sparsity", "s2_backend", "s2_dense_core"),
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one study's runs and results are. tokens: of a run."""
+
+    study: Study
+    corpus: Corpus
+    tokens: int
+    runs: Path
+    results: Path
+
+    @property
+    def scale(self) -> str:
+        return f"{self.tokens / 1e6:g}M-{self.corpus.sha256[:8]}"
+
+    def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
+        folder = self.runs / self.study.name / f"rates-{tokens / 1e6:g}M-{self.corpus.sha256[:8]}" / f"{arm}_{rate:g}"
+        return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True)
+
+    def job(self, arm: str, seed: int, rate: float) -> Job:
+        folder = self.runs / self.study.name / self.scale / f"{arm}_seed{seed}_{rate:g}"
+        return Job(self.study, arm, seed, rate, self.tokens, folder)
+
+    def result(self, arm: str, seed: int) -> Path:
+        return self.results / self.study.name / self.scale / f"{arm}_seed{seed}.jsonl"
+
+    def recall(self, arm: str, seed: int) -> Path:
+        return self.result(arm, seed).with_suffix(".recall.json")
+
+    def copies(self, arm: str, seed: int) -> Path:
+        return self.result(arm, seed).with_suffix(".copies.json")
+
+    def needles(self, arm: str, seed: int) -> Path:
+        return self.result(arm, seed).with_suffix(".needles.json")
+
+    def text_tests(self, arm: str, seed: int) -> dict[str, Path]:
+        """{module that makes it: the file} of the tests of a language model."""
+        return {"copies": self.copies(arm, seed), "needles": self.needles(arm, seed)}
 
 
 def machine(device: str) -> dict:

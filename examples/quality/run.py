@@ -23,15 +23,23 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from examples.quality.after_training import measure_copies, measure_recall
+from examples.quality.after_training import measure_recall, measure_text
 from examples.quality.continuations import ALL
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, machine, timed_result, trained_rate, write_json, write_run
+from examples.quality.results import (
+    RATE_SEED,
+    LearningRates,
+    Place,
+    machine,
+    timed_result,
+    trained_rate,
+    write_json,
+    write_run,
+)
 from examples.quality.studies import BASELINE, Study
 from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
@@ -48,7 +56,6 @@ from s2_megatron.tools.commands import CommandParser
 
 DEFAULT_RUNS = ROOT / "runs" / "quality"
 DEFAULT_RESULTS = ROOT / "docs" / "quality"
-RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
 COMPLETE, FAILURE, WRONG, AGAIN = 0, 1, 2, 3
 
 
@@ -133,38 +140,6 @@ def chosen_arms(study: Study, parsed: argparse.Namespace, parser: argparse.Argum
     return list(dict.fromkeys(parsed.arms or study.arm_names))
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one study's runs and results are. tokens: of a run."""
-
-    study: Study
-    corpus: Corpus
-    tokens: int
-    runs: Path
-    results: Path
-
-    @property
-    def scale(self) -> str:
-        return f"{self.tokens / 1e6:g}M-{self.corpus.sha256[:8]}"
-
-    def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
-        folder = self.runs / self.study.name / f"rates-{tokens / 1e6:g}M-{self.corpus.sha256[:8]}" / f"{arm}_{rate:g}"
-        return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True)
-
-    def job(self, arm: str, seed: int, rate: float) -> Job:
-        folder = self.runs / self.study.name / self.scale / f"{arm}_seed{seed}_{rate:g}"
-        return Job(self.study, arm, seed, rate, self.tokens, folder)
-
-    def result(self, arm: str, seed: int) -> Path:
-        return self.results / self.study.name / self.scale / f"{arm}_seed{seed}.jsonl"
-
-    def recall(self, arm: str, seed: int) -> Path:
-        return self.result(arm, seed).with_suffix(".recall.json")
-
-    def copies(self, arm: str, seed: int) -> Path:
-        return self.result(arm, seed).with_suffix(".copies.json")
-
-
 def choose_rates(
     place: Place, parsed: argparse.Namespace, found: list, budget: Budget, tell
 ) -> tuple[dict[str, float], bool]:
@@ -234,7 +209,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
 
     def finished(job: Job, device: str | None) -> str:
         if job.study.tasks is None:
-            outcome = measure_copies(job, place.copies(job.arm, job.seed), place.corpus, device, budget, tell)
+            outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
         else:
             outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
             if outcome != FINISHED:
@@ -289,7 +264,7 @@ def has_result(place: Place, job: Job) -> bool:
 
 def is_cut_before_its_test(place: Place, job: Job) -> bool:
     """Whether the checkpoint of a finished language model is still there, for a test that the budget cut."""
-    if job.study.tasks or job.role or place.copies(job.arm, job.seed).exists():
+    if job.study.tasks or job.role or all(path.exists() for path in place.text_tests(job.arm, job.seed).values()):
         return False
     return final_evaluation(job) is not None and checkpoint_iteration(job.folder) == job.iterations
 
@@ -298,8 +273,8 @@ def remove_stale_tests(place: Place, jobs: Sequence[Job]) -> None:
     """Remove the tests of earlier models of the jobs that are still to be trained."""
     for job in jobs:
         if not job.role and final_evaluation(job) is None:
-            place.recall(job.arm, job.seed).unlink(missing_ok=True)
-            place.copies(job.arm, job.seed).unlink(missing_ok=True)
+            for path in (place.recall(job.arm, job.seed), *place.text_tests(job.arm, job.seed).values()):
+                path.unlink(missing_ok=True)
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:

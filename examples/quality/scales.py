@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,3 +83,27 @@ def read_scales(study: Study, data: Path) -> list[Scale]:
     folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
     scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
     return sorted(scales, key=lambda scale: -scale.tokens)
+
+
+def read_text_tests(
+    test: str, equal: Sequence[str], folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str]
+) -> dict[str, dict[str, dict]]:
+    """{arm: {seed: its scores}} of those seeds of which the baseline has scores, and of the arms that have all of
+    these; the baseline first. {} without it or without another arm. test: its module. Raises ValueError for scores that
+    differ from the baseline's in what `equal` names."""
+    scored = [seed for seed in seeds if (folder / f"{baseline}_seed{seed}.{test}.json").exists()]
+    found = {}
+    for arm in (baseline, *(arm for arm in arms if arm != baseline)):
+        scores = {seed: read_json(folder / f"{arm}_seed{seed}.{test}.json", None) for seed in scored}
+        if None not in scores.values():
+            found[arm] = scores
+    if not scored or len(found) < 2:
+        return {}
+    for arm, each in found.items():
+        for own, other in zip(each.values(), found[baseline].values()):
+            if any(own[name] != other[name] for name in equal):
+                raise ValueError(
+                    f"{folder}: the {test} of {arm} are not over the predictions of {baseline}'s; expected equal "
+                    "sequences; train one of them again"
+                )
+    return found

@@ -63,6 +63,11 @@ class Sequence(NamedTuple):
     ids: np.ndarray
     questions: np.ndarray
 
+    @property
+    def answers(self) -> np.ndarray:
+        """Of the questions, [n]."""
+        return self.ids[self.questions[:, 0] + 1]
+
 
 def _draw(rng: np.random.Generator, ids: tuple[int, int], count: int, distinct: bool = False) -> np.ndarray:
     first, number = ids

@@ -1,8 +1,15 @@
-"""A trained model, for the tests of it."""
+"""A trained model, for the tests of it, and the command of a test of a language model."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
+
+from examples.quality.continuations import ALL
+from examples.quality.corpus import Corpus
+from examples.quality.results import read_json, write_json
+from examples.quality.studies import Study
 
 TOKENS_AT_ONCE = 65536
 
@@ -21,3 +28,21 @@ def load_trained(checkpoints: Path):
     on_gpu = torch.cuda.is_available()  # before load_model, which makes it true on a CPU
     model = load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
     return model, next(model.parameters()).device
+
+
+def text_test(module: str, about: str, score_checkpoint: Callable[[Study, Corpus, Path], dict]) -> None:
+    """Run the command: score the checkpoints of a run on a corpus, write what was found."""
+    parser = argparse.ArgumentParser(prog=f"python -m examples.quality.{module}", description=about)
+    parser.add_argument("study", choices=[name for name, study in ALL.items() if study.tasks is None])
+    parser.add_argument("--data", type=Path, required=True, help="the folder of the corpus")
+    parser.add_argument("--load", type=Path, required=True, help="a run's folder of checkpoints")
+    parser.add_argument("--json", type=Path, required=True, help="the file to write")
+    parsed = parser.parse_args()
+    description = read_json(parsed.data / "corpus.json", None)
+    if description is None:
+        parser.error(f"--data {parsed.data}: no corpus.json; expected the folder of a prepared corpus")
+    try:
+        found = score_checkpoint(ALL[parsed.study], Corpus(parsed.data, description), parsed.load)
+    except ValueError as error:
+        parser.error(str(error))
+    write_json(parsed.json, found)

@@ -30,6 +30,8 @@ TINY = CONTINUATIONS["from-dense-tiny"]
 LONGER = CONTINUATIONS["extend32k"]
 DOCUMENTS, WIDTH = 60, 1000
 STEPS = 60
+NEEDLES = {"questions": 8, "accuracy": 0.5, "whole": 0.25, "near": 1.0, "by_depth": [0.5, None], "by_residue": [0.5],
+           "sequences": 1, "corpus": "ab"}  # fmt: skip
 
 # Stands in for pretrain_gpt_s2.py: the dense curve, and above it what the switch costs, which fades.
 TRAINER = """
@@ -91,14 +93,14 @@ def study(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr(continued, "command", trainer)
 
-    def measure(job: Job, path: Path, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-        assert (job.checkpoints / "weights").exists() or path.exists()
-        write_json(
-            path, {"sequences": 1, "near": 32, "corpus": "ab", **score(np.ones(len(GROUPS)), np.arange(len(GROUPS)))}
-        )
+    def measure(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+        assert (job.checkpoints / "weights").exists() or all(path.exists() for path in paths.values())
+        losses = score(np.ones(len(GROUPS)), np.arange(len(GROUPS)))
+        write_json(paths["copies"], {"sequences": 1, "near": 32, "corpus": "ab", **losses})
+        write_json(paths["needles"], NEEDLES)
         return FINISHED
 
-    monkeypatch.setattr(continued, "measure_copies", measure)
+    monkeypatch.setattr(continued, "measure_text", measure)
 
     def run_study(*more: str, rate: str = "4e-3"):
         said = []
@@ -116,8 +118,8 @@ def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
     kept = {path.name for path in folder.iterdir()}
     logs = {f"{label}_seed1.jsonl" for label in ("start-dense", "dense", "s2", "scratch-s2")}
-    copies = {"dense_seed1.copies.json", "s2_seed1.copies.json"}
-    assert kept == logs | copies | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
+    tests = {f"{arm}_seed1.{test}.json" for arm in ("dense", "s2") for test in ("copies", "needles")}
+    assert kept == logs | tests | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
     header = read_records(folder / "s2_seed1.jsonl")[0]["run"]["arguments"]
     assert header["pretrained_checkpoint"] == "start-dense" and "finetune" not in header
     assert "secret" not in json.dumps(header)
@@ -199,13 +201,13 @@ def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
 
 def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch):
     """The dense weights of the seed are gone by then: nothing is trained again."""
-    measure = continued.measure_copies
-    monkeypatch.setattr(continued, "measure_copies", lambda job, *rest: CUT if job.arm == "s2" else measure(job, *rest))
+    measure = continued.measure_text
+    monkeypatch.setattr(continued, "measure_text", lambda job, *rest: CUT if job.arm == "s2" else measure(job, *rest))
     status, said = study()
     assert status == AGAIN and said[-1].startswith("5 of 6 runs are finished")
     assert [path.parent.name for path in (tmp_path / "runs").rglob("checkpoints") if "s2_" in path.parent.name] == [
         "s2_seed1_0.00133333"]  # fmt: skip
-    monkeypatch.setattr(continued, "measure_copies", measure)
+    monkeypatch.setattr(continued, "measure_text", measure)
     monkeypatch.setattr("examples.quality.run.checkpoint_iteration", lambda folder: STEPS)
     status, said = study()
     assert status == COMPLETE and not [line for line in said if line.startswith("started")]

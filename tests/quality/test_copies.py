@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from examples.quality import run
-from examples.quality.after_training import measure_copies
+from examples.quality.after_training import measure_text
 from examples.quality.copies import GROUPS, ORDERS, groups_of, last_distances, score, validation_sequences
 from examples.quality.copies_page import copies_lines, gaps
 from examples.quality.corpus import Corpus
 from examples.quality.launch import Job
 from examples.quality.page import table
+from examples.quality.results import Place
 from examples.quality.studies import STUDIES
 from examples.quality.workers import CUT, FINISHED, Budget
 from examples.quickstart.dataset import write_documents
@@ -106,22 +107,29 @@ def test_a_test_that_the_budget_cuts_comes_later(tmp_path):
     said, job = [], Job(TINY, "s2", 1, 1e-3, 20 * TINY.step_tokens, tmp_path / "run")
     job.folder.mkdir()
     corpus = Corpus(tmp_path, {"sha256": "0" * 64})
-    path = tmp_path / "s2.copies.json"
-    assert measure_copies(job, path, corpus, None, Budget(1e-3), said.append) == CUT
-    assert "repeat the command to test it" in said[0] and not path.exists()
-    assert measure_copies(job, path, corpus, None, Budget(None), said.append) == FINISHED
-    assert "ended with status 2" in said[1] and said[2].endswith("its result has no s2.copies.json")
-    assert "no corpus.json; expected the folder of a prepared corpus" in job.log.read_text()
+    paths = {test: tmp_path / f"s2.{test}.json" for test in ("copies", "needles")}
+    assert measure_text(job, paths, corpus, None, Budget(1e-3), said.append) == CUT
+    assert len(said) == 1 and "its test (copies); repeat the command to test it" in said[0]
+    paths["copies"].write_text("{}")
+    assert measure_text(job, paths, corpus, None, Budget(1e-3), said.append) == CUT
+    assert len(said) == 2 and "its test (needles); repeat the command to test it" in said[1]
+    paths["copies"].unlink()
+    assert measure_text(job, paths, corpus, None, Budget(None), said.append) == FINISHED
+    assert [line.split("its ")[1] for line in said[3::2]] == [f"result has no s2.{test}.json" for test in paths]
+    assert "its test (copies) ended with status 2" in said[2] and "its test (needles) ended with status 2" in said[4]
+    assert job.log.read_text().count("no corpus.json; expected the folder of a prepared corpus") == 2
+    assert measure_text(job, dict.fromkeys(paths, job.log), corpus, None, Budget(1e-3), said.append) == FINISHED
 
 
 def test_a_run_whose_test_was_cut_is_not_done(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, {"sha256": "0" * 64})
-    place = run.Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path)
+    place = Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path)
     job = place.job("s2", 1, 1e-3)
     write_loss_log(place.result("s2", 1), [3.0, 2.0], lr=1e-3)
     assert run.has_result(place, job)  # its checkpoint is gone
     monkeypatch.setattr(run, "checkpoint_iteration", lambda folder: job.iterations)
     monkeypatch.setattr(run, "final_evaluation", lambda job: {})
-    assert not run.has_result(place, job)
-    place.copies("s2", 1).write_text("{}")
+    for path in (place.copies("s2", 1), place.needles("s2", 1)):
+        assert not run.has_result(place, job)
+        path.write_text("{}")
     assert run.has_result(place, job)

@@ -238,8 +238,11 @@ def results(tmp_path_factory):
         write_json(recalled / f"{arm}_seed1.recall.json", {"recall": {"accuracy": accuracy}})
     write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
     copies = {"corpus": "ab", "near": TINY.local_tokens, "sequences": 1, "tokens": [1] * 7, "losses": [2.0] * 7}
+    needles = {"corpus": "ab", "sequences": 1, "questions": 16, "accuracy": 0.5, "whole": 0.25, "near": 1.0}
+    needles |= {"by_depth": [0.5, None], "by_residue": [0.5, 0.25]}
     for arm in (SHARDED, "hybrid"):
         write_json(folder / f"{arm}_seed1.copies.json", copies)
+        write_json(folder / f"{arm}_seed1.needles.json", needles)
     return data
 
 
@@ -299,8 +302,9 @@ def test_both_pages_get_what_was_found(results, monkeypatch):
     shown = re.findall(r"\]\(quality/(.*)\)", quality)
     assert [path.rpartition("/")[2] for path in shown] == ["placement.png", "stride.png"]
     assert all((results / path).stat().st_size > 10_000 for path in shown)
-    *_, heading, after = re.split("^#### (.*)$", quality, flags=re.MULTILINE)
-    assert heading == "Where the loss lies" and "| hybrid | 2.000 (+0.000) |" in after
+    *_, heading, losses, second, copied = re.split("^#### (.*)$", quality, flags=re.MULTILINE)
+    assert heading == "Where the loss lies" and "| hybrid | 2.000 (+0.000) |" in losses
+    assert second == "Copying from far back" and "| hybrid | 50.0 | 25.0 | 100.0 | 50.0 | 25.0 |" in copied
     patterns = page.rules_text(results, pictures=False)
     assert "| Which layers are dense | **every fourth layer dense** won |" in patterns and "on X;" in patterns
     empty = results / "nothing"

@@ -38,7 +38,8 @@ def test_the_arms_train_on_the_same_batches(study):
     folder, _ = study
     (scale,) = [path for path in (folder / "results" / "lm-tiny").iterdir() if path.is_dir()]
     assert sorted(path.name for path in scale.iterdir()) == [
-        "corpus.json", "dense_seed1.copies.json", "dense_seed1.jsonl", "s2_seed1.copies.json", "s2_seed1.jsonl",
+        "corpus.json", "dense_seed1.copies.json", "dense_seed1.jsonl", "dense_seed1.needles.json",
+        "s2_seed1.copies.json", "s2_seed1.jsonl", "s2_seed1.needles.json",
     ]  # fmt: skip
     logs = {arm: read_records(scale / f"{arm}_seed1.jsonl") for arm in ("dense", "s2")}
     headers = {arm: records[0][HEADER] for arm, records in logs.items()}
@@ -74,6 +75,22 @@ def test_where_the_loss_lies_adds_up_to_the_loss(study):
     assert mean == pytest.approx(logged, rel=0.05)  # Megatron takes other cuts of these documents
 
 
+def test_the_needles_of_a_study(study):
+    """Of 16 tokens here, as its blocks have: eight answers each. This model is too small to look anything up."""
+    folder, _ = study
+    (log,) = (folder / "results").rglob("s2_seed1.jsonl")
+    found = json.loads(log.with_suffix(".needles.json").read_text())
+    assert found.keys() == {
+        "questions", "accuracy", "whole", "near", "by_depth", "by_residue", "sequences", "corpus",
+    }  # fmt: skip
+    assert found["questions"] == 256 * 8 and found["sequences"] == 256
+    assert found["corpus"] == json.loads(log.with_name("corpus.json").read_text())["sha256"][:12]
+    # The window is the last eighth of the context.
+    assert found["by_depth"][-1] is None and None not in found["by_depth"][:-1] and len(found["by_depth"]) == 8
+    shares = [found["accuracy"], found["near"], *found["by_depth"][:-1], *found["by_residue"]]
+    assert len(found["by_residue"]) == TINY.stride and all(0 <= share < 0.2 for share in shares) and found["whole"] == 0
+
+
 def test_the_same_command_goes_on_and_says_what_is_left(study):
     folder, _ = study
     said = []
@@ -100,8 +117,11 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
     # Then the losses by position: a gap in percent for each quarter of the context.
     assert "| arm | 0 | 64 | 128 | 192 |" in text and len(rows[2].split(" | ")) == 1 + TINY.position_buckets
     # And by what stood before the predicted token.
-    assert "Where the loss lies, over " in text and len(rows) == 5
+    assert "Where the loss lies, over " in text and len(rows) == 7
     assert re.fullmatch(r"\| s2( \| \d\.\d{3} \([+-]\d\.\d{3}\)){8} \|", rows[4])
+    # And what they copy.
+    assert "Copying 8 random tokens from far back, in 256 validation sequences (seed 1)." in text
+    assert all(re.fullmatch(rf"\| {arm}( \| \d+\.\d){{5}} \|", row) for arm, row in zip(("dense", "s2"), rows[5:]))
     assert text.count("- s2 loses to dense") + text.count("- s2 does not lose to dense") == 1
     page.draw_curves(scale.comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000

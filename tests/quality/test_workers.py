@@ -17,8 +17,8 @@ import pytest
 
 from examples.quality.corpus import Corpus
 from examples.quality.launch import ROOT, Job, command
-from examples.quality.results import LearningRates, thinned, timed_result, training_seconds, write_run
-from examples.quality.run import Place, parse_arguments, remove_stale_tests, train
+from examples.quality.results import LearningRates, Place, thinned, timed_result, training_seconds, write_run
+from examples.quality.run import parse_arguments, remove_stale_tests, train
 from examples.quality.studies import STUDIES, equal_window, pairs, sparsity
 from examples.quality.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
 from s2_megatron.config.load import SparsityConfig
@@ -245,7 +245,7 @@ def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monke
     """Also where the command that finishes it has the GPU for it alone."""
     pace = {"seconds": 0.0}
     monkeypatch.setattr("examples.quality.run.command", lambda job, *_: trainer(**pace)(job))
-    monkeypatch.setattr("examples.quality.run.measure_copies", lambda *arguments: FINISHED)
+    monkeypatch.setattr("examples.quality.run.measure_text", lambda *arguments: FINISHED)
     place = Place(TINY, CORPUS, 31 * TINY.step_tokens, tmp_path / "runs", tmp_path / "results")
 
     def study(*more, seconds=None):
@@ -322,12 +322,13 @@ def test_too_few_tokens_are_refused():
 def test_the_test_of_an_earlier_model_goes(tmp_path):
     place = Place(TINY, CORPUS, 20 * 1024, tmp_path / "runs", tmp_path / "results")
     jobs = [place.job("dense", seed, 0.1) for seed in (1, 2)]
-    for job in jobs:
-        place.recall(job.arm, job.seed).parent.mkdir(parents=True, exist_ok=True)
-        place.recall(job.arm, job.seed).write_text("{}")
+    tests = [(place.recall(*of), place.copies(*of), place.needles(*of)) for of in (("dense", 1), ("dense", 2))]
+    for path in (*tests[0], *tests[1]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
     jobs[1].folder.mkdir(parents=True)
     end = {"validation": f"iteration {jobs[1].iterations} on validation set", "lm loss": 4.0, "iteration": 1}
     jobs[1].losses.write_text(json.dumps(end) + "\n")
     assert final_evaluation(jobs[1]) is not None
     remove_stale_tests(place, jobs)
-    assert [place.recall(job.arm, job.seed).exists() for job in jobs] == [False, True]
+    assert [[path.exists() for path in each] for each in tests] == [[False] * 3, [True] * 3]
