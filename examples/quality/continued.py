@@ -121,8 +121,10 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
         if job.study.tasks is None and not job.role:
             outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
-    if job.study.arm(job.arm).chosen:  # which heads they are, differs from seed to seed
-        write_file(place.result(job.arm, job.seed).with_suffix(".yaml"), chosen_yaml(job).read_bytes())
+    if job.study.arm(job.arm).chosen:  # which heads they are, and what was measured, differs from seed to seed
+        for suffix in (".yaml", ".json"):
+            made = chosen_yaml(job).with_suffix(suffix)
+            write_file(place.result(job.arm, job.seed).with_suffix(suffix), made.read_bytes())
     if options.keep_checkpoints or outcome != FINISHED:
         return outcome
     if job.role != START:

@@ -39,14 +39,16 @@ class Scale:
         return tuple(seed_of(run) for run in self.comparison.results[0].arm.runs)
 
     def parts(self) -> list[Scale]:
-        """One of all seeds with the same arms, for what compares means over seeds; a seed of the baseline alone is in
-        none."""
+        """One of all seeds with the same arms, for what compares means over seeds; a seed of the baseline alone, or
+        without it, is in none."""
         arms: dict[str, list[str]] = {}
         for result in self.comparison.results:
             for run in result.arm.runs:
                 arms.setdefault(seed_of(run), []).append(result.arm.name)
         groups = list(dict.fromkeys(tuple(names) for names in arms.values()))
-        own = [[run for run in self.runs if tuple(arms[seed_of(run)]) == group] for group in groups if len(group) > 1]
+        baseline = self.study.baseline
+        fit = [group for group in groups if baseline in group and len(group) > 1]
+        own = [[run for run in self.runs if tuple(arms[seed_of(run)]) == group] for group in fit]
         return [replace(self, comparison=_compared(runs)) for runs in own]
 
 

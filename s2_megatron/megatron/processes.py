@@ -18,6 +18,7 @@ import multiprocessing.util
 import operator
 import os
 import signal
+import socket
 import threading
 from multiprocessing.managers import SyncManager
 
@@ -70,8 +71,9 @@ def start_without_torchrun() -> None:
         return
     if any(os.environ.get(name, "1") not in ("", "1") for name in TASKS):  # each of them would train, and save there
         return
-    # 0: whichever port is free when it is opened; no other process has to find it.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     print_once("S2: no torchrun started this process, so it trains alone")
 
 

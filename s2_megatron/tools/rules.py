@@ -14,7 +14,7 @@ import numpy as np
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.ranges import RangePattern
 
-LONG, WINDOW = 4096, 512  # tokens
+LONG, WINDOW, STRIDE = 4096, 512, 8  # tokens, tokens, blocks: of what the study of 8,192 tokens is taken to say
 
 
 @dataclass(frozen=True)
@@ -74,36 +74,42 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
 
 
 def nothing_dense(sparsity: ResolvedSparsity) -> Iterator[str]:
-    """Plans of ranges in which no head of any layer attends everything."""
-    patterns = {id(layer.pattern): layer.pattern for layer in sparsity.layers}.values()
-    if not all(isinstance(pattern, RangePattern) for pattern in patterns):  # dense layers, or block masks
-        return
-    last = sparsity.n_blocks - 1
-    if any(len(head.key_blocks(last)) == sparsity.n_blocks for pattern in patterns for head in pattern.heads):
-        return
-    yield (
-        "no layer and no KV head attends everything, so that a model that goes on from a dense one loses what single "
-        "heads looked up far back; let s2-megatron choose-dense measure on the dense checkpoint which heads stay dense"
-    )
+    """Plans of ranges in which no head of any layer attends everything, of long sequences."""
+    if _is_sparse(sparsity):
+        yield (
+            "no layer and no KV head attends everything, so that a model that goes on from a dense one loses what "
+            "single heads looked up far back; let s2-megatron choose-dense measure on the dense checkpoint which heads "
+            "stay dense, unless all packed documents are short"
+        )
 
 
 def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
-    """Specs of a window, alone or with one stride beyond it, that was too small in the study, whose sequences had 8,192
-    tokens. Nothing is known of much shorter ones."""
-    if sparsity.seq_length < LONG:
+    """Specs of such plans whose heads all have a shorter window than WINDOW, and beyond it a stride of STRIDE or more,
+    or nothing: what the study had."""
+    if not _is_sparse(sparsity):
         return
-    windows: dict[str, int] = {}  # the smallest of every spec, in tokens
+    windows: dict[str, int] = {}  # the largest of every spec, in tokens
     for layer in sparsity.layers:
-        for head in layer.pattern.heads if isinstance(layer.pattern, RangePattern) else ():
-            if not head.is_dense and len(head.ranges) <= 2:
-                tokens = head.ranges[0][0] * sparsity.block_size
-                windows[layer.spec] = min(tokens, windows.get(layer.spec, tokens))
+        for head in layer.pattern.heads:
+            (window, _), *beyond = head.canonical[0]
+            is_dearer = any(stride < STRIDE for _, stride in beyond)
+            tokens = WINDOW if is_dearer else window * sparsity.block_size
+            windows[layer.spec] = max(tokens, windows.get(layer.spec, tokens))
     for spec, tokens in windows.items():
         if tokens < WINDOW:
             yield (
                 f"spec {spec}: its window is {tokens} tokens; models that went on from dense ones with 256 or less "
                 f"lost most by their window; use local_tokens: {WINDOW} or more"
             )
+
+
+def _is_sparse(sparsity: ResolvedSparsity) -> bool:
+    """Whether all layers have ranges, and no head attends everything in a sequence of LONG tokens or more."""
+    patterns = {id(layer.pattern): layer.pattern for layer in sparsity.layers}.values()
+    if sparsity.seq_length < LONG or not all(isinstance(pattern, RangePattern) for pattern in patterns):
+        return False  # short, or dense layers, or block masks
+    last = sparsity.n_blocks - 1
+    return not any(len(head.key_blocks(last)) == sparsity.n_blocks for pattern in patterns for head in pattern.heads)
 
 
 RULES: tuple[Rule, ...] = (

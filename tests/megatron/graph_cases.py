@@ -61,7 +61,7 @@ GRAPH_CASES = {
     ),
     "cuda_graph_attention_mask": (
         dict(flags={**ENGINE, "--cuda-graph-impl": "transformer_engine", "--seq-length": "16384"}),
-        "use --cuda-graph-impl local",
+        "use --cuda-graph-impl local, full_iteration or none",
     ),
 }
 
@@ -100,7 +100,6 @@ ACCEPTED_GRAPHS = {
     "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),
     "cuda_graphs_padded_experts": dict(flags={**ENGINE_GRAPHS, **PADDED}),
     "cuda_graphs_padded_experts_by_name": dict(flags={**ENGINE_GRAPHS, **PADDED, **HELD}),
-    "cuda_graphs_padded_experts_preprocess": dict(flags={**ENGINE_GRAPHS, **PADDED, **PREPROCESS}),
     "cuda_graphs_overlapped_experts": dict(
         flags={**ENGINE_GRAPHS, **OVERLAPPED, **ROUTERS}, world_size=2, connections="8"
     ),
@@ -168,8 +167,10 @@ ALSO_REFUSED_GRAPHS = {
     "graphs_torch_fsdp2_whole_iterations": (
         "cuda_graph_fsdp",
         dict(flags={**WHOLE_ITERATIONS, **FSDP2}, connections="8"),
-        "and nothing was learned: Megatron clears .grad after a step (core/optimizer/optimizer.py:1105), and FSDP2 "
-        "sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use-distributed-",
+        "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py:"
+        "1105), "
+        "and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use-"
+        "distributed-",
     ),
     "graphs_megatron_fsdp_local": (
         "cuda_graph_fsdp",
@@ -185,6 +186,11 @@ ALSO_REFUSED_GRAPHS = {
         "--cuda-graph-impl transformer_engine with --use-megatron-fsdp: it puts hooks on every module, and Transformer "
         "Engine captures none that has hooks (its graph.py:394 in 2.20.2), unless it is told of them, which Megatron "
         "does not; use --cuda-graph-impl none, or full_iteration with --no-check-for-nan-in-loss-and-grad",
+    ),
+    "graphs_megatron_fsdp_of_mlps": (
+        "cuda_graph_fsdp",
+        dict(flags={**ENGINE_GRAPHS, **MEGATRON_FSDP, "--cuda-graph-modules": "mlp"}, connections="8"),
+        "it puts hooks on every module",
     ),
     "engine_graphs_packed": (
         "cuda_graph_packed",

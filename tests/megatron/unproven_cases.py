@@ -50,6 +50,10 @@ UNPROVEN = {
 
 # Other ways to one of them, as ALSO_REFUSED there.
 ALSO_UNPROVEN = {
+    "engine_graphs_of_padded_moe_preprocess": (
+        "cuda_graph_moe_preprocess",
+        dict(flags={**ENGINE_GRAPHS, **PADDED, **PREPROCESS}),
+    ),
     "graphs_of_local_layers_with_padded_experts": ("cuda_graph_local_experts", dict(flags={**GRAPHS, **PADDED})),
     "engine_graphs_of_rank_capacity": ("cuda_graph_rank_capacity", dict(flags={**ENGINE_GRAPHS, **RANK_CAPACITY})),
     "engine_graphs_of_moe_preprocess_with_rank_capacity": (

@@ -86,6 +86,7 @@ def study(tmp_path, corpus, monkeypatch):
         start = "" if job.start is None else str(job.start.folder)
         if job.study.arm(job.arm).chosen:
             chosen_yaml(job).write_text(f"# {job.arm}, {job.seed}")
+            chosen_yaml(job).with_suffix(".json").write_text(f'["{job.arm}"]')
         flops = token_flops(job.study, job.arm, 512)
         return [sys.executable, "-c", TRAINER, str(job.folder), job.arm, start, str(job.iterations),
                 str(job.study.step_tokens), str(int(job.evaluated)), str(flops),
@@ -219,8 +220,8 @@ def test_which_heads_were_chosen_is_kept(study, tmp_path):
     """While the folder of the runs may go; the page has the arm's pairs."""
     assert study("--arms", "dense", "s2", "chosen-few", "--from-scratch")[0] == COMPLETE
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
-    kept = {path.name: path.read_text() for path in folder.glob("*.yaml")}
-    assert kept == {"chosen-few_seed1.yaml": "# chosen-few, 1"}
+    kept = {suffix: (folder / f"chosen-few_seed1.{suffix}").read_text() for suffix in ("yaml", "json")}
+    assert kept == {"yaml": "# chosen-few, 1", "json": '["chosen-few"]'}
     (scale,) = scales.read_scales(TINY, tmp_path / "results")
     share = f"{100 * density(TINY, 'chosen-few'):.1f} %"
     assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x", pictures=False))

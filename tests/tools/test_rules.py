@@ -33,7 +33,9 @@ SPREAD = dict(dense_heads={"spread": 1})
         ("S", dict(local_tokens=512, stride=8, layer_step=0, **SPREAD), {}),
         ("S", dict(local_tokens=512, stride=8, layer_step=0, head_step=0), dict(seq_length=512)),  # all window
         ("DS", dict(local_tokens=512), {}),
-        ("DS", dict(local_tokens=256, stride=4), dict(seq_length=2048)),
+        ("S", dict(local_tokens=256, stride=8), dict(seq_length=2048)),
+        ("DS", dict(local_tokens=256, stride=8), {}),
+        ("S", dict(local_tokens=128, stride=8, **SPREAD), {}),
         ("DS", dict(ranges=[dict(end_tokens=256, stride=1), dict(end_tokens=1024, stride=2), dict(stride=4)]), {}),
         ("D", None, {}),
     ],
@@ -67,13 +69,29 @@ def test_the_configurations_of_the_repository_have_none(path, length):
         ("S", dict(local_tokens=512, stride=8), {},
          "no layer and no KV head attends everything, so that a model that goes on from a dense one loses what single"),
         ("S", dict(local_tokens=768), {}, "no layer and no KV head attends everything"),  # 12 windows reach the start
-        ("DS", dict(local_tokens=256, stride=8), {}, "spec S: its window is 256 tokens; "),
-        ("S", dict(local_tokens=128, stride=8, **SPREAD), {}, "spec S: its window is 128 tokens; "),
+        # A window of 1024 in two ranges; strides beside which no short window was measured.
+        ("S", dict(ranges=[dict(end_tokens=256, stride=1), dict(end_tokens=1024, stride=1), dict(stride=8)]), {},
+         "no layer and no KV head attends everything"),
+        ("S", dict(local_tokens=256, stride=4), {}, "no layer and no KV head attends everything"),
     ],
 )  # fmt: skip
 def test_plans_with_one_warning(layers, spec, shape, expected):
     (text,) = warnings(plan(layers, spec, **shape))
     assert expected in text and re.search(r"; docs/patterns\.md#[a-z-]+$", text)
+
+
+@pytest.mark.parametrize(
+    "spec, tokens",
+    [
+        (dict(local_tokens=256, stride=8), 256),
+        (dict(local_tokens=128, stride=16), 128),
+        (dict(ranges=[dict(end_tokens=128, stride=1), dict(end_tokens=256, stride=1), dict(stride=8)]), 256),
+    ],
+)
+def test_short_windows(spec, tokens):
+    nothing_dense, window = warnings(plan("S", spec))
+    assert nothing_dense.startswith("no layer and no KV head attends everything")
+    assert window.startswith(f"spec S: its window is {tokens} tokens; ") and "use local_tokens: 512 or more" in window
 
 
 def test_windows_that_do_not_reach_the_start():

@@ -56,7 +56,7 @@ _NO_GRAPHS_WITH_FSDP = {
     ("use_torch_fsdp2", "local"): "while the backward of a layer is captured (core/transformer/cuda_graphs.py:1432), "
     "FSDP2 gathers the weights on a stream of its own and allocates memory for them, which CUDA does not permit then",
     ("use_torch_fsdp2", "transformer_engine"): _HOOKED,
-    ("use_torch_fsdp2", "full_iteration"): "gradient norms were 0 from the second replay on, and nothing was learned: "
+    ("use_torch_fsdp2", "full_iteration"): "gradient norms were 0 from the second replay on: "
     "Megatron clears .grad after a step (core/optimizer/optimizer.py:1105), and FSDP2 sets it in Python, which a "
     "replayed graph does not run",
     ("use_megatron_fsdp", "local"): "Megatron captures the graphs when finish_grad_sync "
@@ -73,8 +73,6 @@ _FSDP_FIXES = {
 
 def _graphs_with_fsdp(args: Namespace) -> tuple[str, str] | None:
     """The key of _NO_GRAPHS_WITH_FSDP for these arguments, or None where graphs train."""
-    if not graphs_with_attention(args) and not whole_iterations(args):
-        return None
     asked = ((name, args.cuda_graph_impl) for name in _FSDP_FIXES if getattr(args, name))
     return next((key for key in asked if key in _NO_GRAPHS_WITH_FSDP), None)
 
@@ -189,7 +187,7 @@ REFUSALS = (
         ),
         "--cuda-graph-impl transformer_engine: its graphs hold a [{args.micro_batch_size}, 1, {args.seq_length}, "
         "{args.seq_length}] mask for every layer, which causal attention does not need",
-        "use --cuda-graph-impl local",
+        "use --cuda-graph-impl local, full_iteration or none",
     ),
     Refusal(
         "flash_decode",

@@ -22,10 +22,9 @@ def _graphs_of_engine(args: Namespace) -> bool:
     return args.cuda_graph_impl == "transformer_engine" and graphs_with_attention(args)
 
 
-def _counts_dropless_tokens(args: Namespace) -> bool:
-    """Whether a graph holds the counting of the tokens that each expert gets, and not a fixed number of them."""
-    counted = _graphs_of_engine(args) and "moe_preprocess" in module_names(args)
-    return bool(args.num_experts and counted and not args.moe_pad_expert_input_to_capacity)
+def _graphs_of_preprocess(args: Namespace) -> bool:
+    """Whether a graph holds the counting of the tokens that each expert gets, without the experts."""
+    return bool(args.num_experts and _graphs_of_engine(args) and "moe_preprocess" in module_names(args))
 
 
 def _graphs_of_rank_capacity(args: Namespace) -> bool:
@@ -52,9 +51,8 @@ REFUSALS = (
     ),
     Refusal(
         "cuda_graph_moe_preprocess",
-        _counts_dropless_tokens,
-        "--cuda-graph-modules moe_preprocess without --moe-pad-expert-input-to-capacity has not been run with S2 "
-        "attention",
+        _graphs_of_preprocess,
+        "--cuda-graph-modules moe_preprocess has not been run with S2 attention",
         "use --cuda-graph-modules attn moe_router",
     ),
     Refusal(
