@@ -233,8 +233,12 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     study, parts = scale.study, scale.parts()
     tests = {} if study.tasks is None else read_tests(study, scale.folder)
     lines = [*about_runs(scale), *(recall_section(study, tests, table) if tests else []), *_by_seed(scale, shown)]
-    if pictures and study.start is not None:
-        draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
+    if pictures:
+        for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
+            for old in scale.folder.glob(f"{kind}*.png"):
+                old.unlink()
+        if study.start is not None:
+            draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
     for part in parts:
         name = _curves(part, len(parts))
         if len(parts) > 1:

@@ -168,9 +168,7 @@ ALSO_REFUSED_GRAPHS = {
         "cuda_graph_fsdp",
         dict(flags={**WHOLE_ITERATIONS, **FSDP2}, connections="8"),
         "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py:"
-        "1105), "
-        "and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use-"
-        "distributed-",
+        "1105), and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use",
     ),
     "graphs_megatron_fsdp_local": (
         "cuda_graph_fsdp",
