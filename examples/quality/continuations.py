@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from examples.quality.arms import chosen_arms, chosen_question
 from examples.quality.studies import BASELINE, STUDIES, Model, Start, Study, pairs, sparsity
-from examples.quality.tasks import TaskSettings
+from examples.quality.tasks import VOCABULARY, TaskSettings
 
 # Megatron's RoPE scaling of Llama 3: what turns less than once in 8,192 tokens, turns a fourth as fast. The 8,192 are
 # fixed in Megatron.
@@ -27,7 +27,7 @@ def _continued(
     start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
     measured = chosen_arms(chosen, study.local_tokens, study.stride) if chosen else ()
-    questions = (*study.questions, chosen_question(measured)) if measured and study.questions else study.questions
+    questions = (*study.questions, chosen_question(measured)) if study.questions and arms is None else ()
     changed |= dict(arms=(*trained, *measured), questions=questions)
     return replace(study, name=name, tokens=tokens, start=start, **changed)
 
@@ -65,9 +65,34 @@ CONTINUATIONS = {
             flags=ROPE_SCALING,
             tasks=TaskSettings(sequences=2_000, pairs=512, chains=64),
         ),
+        # What looks up keys is learnt from text, and from these tasks alone it was not.
+        _continued(
+            "from-dense-recall8k",
+            RULES,
+            100_000_000,
+            30_000_000,
+            arms=(*ARMS, "dense-heads"),
+            chosen=16,
+            baseline=BASELINE,
+            recall=None,
+            eval_batches=16,
+            tasks=TaskSettings(sequences=4_000, pairs=256, kinds=("recall", "needle")),
+        ),
         # In a size for two CPU cores; the numbers say nothing about quality.
         _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, chosen=3, from_scratch=("s2",)),
         _continued("from-dense-rules-tiny", RULES_TINY, 40 * 1024, 24 * 1024, chosen=8, recall=None),
+        _continued(
+            "from-dense-recall-tiny",
+            replace(RULES_TINY, corpus=replace(RULES_TINY.corpus, vocabulary=VOCABULARY)),
+            40 * 1024,
+            24 * 1024,
+            arms=ARMS,
+            chosen=8,
+            baseline=BASELINE,
+            recall=None,
+            eval_batches=2,
+            tasks=TaskSettings(256, pairs=8, tests=16, kinds=("recall", "needle")),
+        ),
         _continued(
             "extend-retrieval-tiny",
             RETRIEVAL_TINY,

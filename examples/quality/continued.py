@@ -41,11 +41,12 @@ from examples.quality.workers import FINISHED, Budget, devices, final_evaluation
 from s2_megatron.tools.outputs import write_file
 
 START, SWITCHED, SCRATCH = "start", "switched", "scratch"  # roles of runs; those that go on have none
+CHOICE = "choice"  # no run: what dense heads are chosen on
 
 
 @dataclass(frozen=True)
 class ContinuedPlace(Place):
-    """Where the runs of such a study are. start_tokens: of the dense run. corpora: of each role."""
+    """Where the runs of such a study are. start_tokens: of the dense run. corpora: of each role, and of CHOICE."""
 
     start_tokens: int
     corpora: dict[str, Corpus]
@@ -69,21 +70,28 @@ class ContinuedPlace(Place):
         return self.result(f"{SWITCHED}-{arm}", seed).with_suffix(".json")
 
 
-def make_corpora(study: Study, start_tokens: int, tokens: int, runs: Path, tell) -> tuple[Corpus, dict[str, Corpus]]:
-    """(the corpus that the study is about, {role: what its runs read}).
+def make_corpora(
+    study: Study, start_tokens: int, tokens: int, runs: Path, tell
+) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
+    """(the corpus that the study is about, that of the dense run's study, {role, or CHOICE: what it reads}).
 
     Raises ValueError for a corpus with too little for both parts.
     """
     before = study.start.study
-    if study.tasks is None:
-        corpus = prepare_corpus(runs, study.corpus, tell=tell)
-        parts = split_corpus(corpus, start_tokens / (start_tokens + tokens))
-        return corpus, {START: parts["first"], SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
-    first = prepare_tasks(runs, before.model.seq_length, before.tasks, tell=tell)
+    if before.tasks is None:
+        text = prepare_corpus(runs, before.corpus, tell=tell)
+        parts = split_corpus(text, start_tokens / (start_tokens + tokens))
+        read = {START: parts["first"], CHOICE: parts["more"]}
+        if study.tasks is None:
+            return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
     more = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
-    require_new_sequences(before, first, start_tokens)
     require_new_sequences(study, more, tokens)
-    return more, {START: first, SWITCHED: more, "": more, SCRATCH: more}
+    if before.tasks is None:
+        more = replace(more, description=more.description | {"vocabulary": text.vocabulary})  # the model's
+        return more, text, {**read, SWITCHED: more, "": more, SCRATCH: more}
+    first = prepare_tasks(runs, before.model.seq_length, before.tasks, tell=tell)
+    require_new_sequences(before, first, start_tokens)
+    return more, first, {START: first, CHOICE: first, SWITCHED: more, "": more, SCRATCH: more}
 
 
 def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
@@ -184,7 +192,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
             tell(line)
         return COMPLETE
     found = devices()
-    corpus, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
+    corpus, corpus_before, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
     if parsed.stage == "corpus":
         return COMPLETE
@@ -195,7 +203,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     rate_arms = [BASELINE, *(arm for arm in start.from_scratch if arm in arms)]
     choosing = argparse.Namespace(**vars(parsed) | {"arms": rate_arms})
     # Of text: all of it, as in the study of the dense run, whose choices these are.
-    before = Place(start.study, corpora[START] if study.tasks else corpus, start_tokens, place.runs, results)
+    before = Place(start.study, corpus_before, start_tokens, place.runs, results)
     rates, failed = choose_rates(before, choosing, found, budget, tell)
     if failed:
         return FAILURE
@@ -218,7 +226,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     def start_run(job: Job) -> list[str]:
         if parsed.runs_per_gpu > 1:
             job.shared.touch()
-        return command(job, place.corpus_of(job), on_gpu)
+        return command(job, place.corpus_of(job), on_gpu, place.corpora[CHOICE])
 
     outcomes = run_jobs(
         jobs,

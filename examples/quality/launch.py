@@ -89,11 +89,12 @@ def write_sparsity(job: Job) -> Path:
     return path
 
 
-def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
-    """The words of the command that trains one run, or goes on with it; writes the arm's YAML into its folder."""
+def command(job: Job, corpus: Corpus, on_gpu: bool, choice: Corpus | None = None) -> list[str]:
+    """The words of the command that trains one run, or goes on with it; writes the arm's YAML into its folder. choice:
+    text on which the arm's dense heads are chosen, of an arm that has such."""
     return [
         sys.executable,
-        *_choice(job, corpus),
+        *_choice(job, choice),
         str(ROOT / "pretrain_gpt_s2.py"),
         f"--s2-config={write_sparsity(job)}",
         *model_flags(job.study.model, INIT_STD),
@@ -107,7 +108,7 @@ def command(job: Job, corpus: Corpus, on_gpu: bool) -> list[str]:
     ]
 
 
-def _choice(job: Job, corpus: Corpus) -> list[str]:
+def _choice(job: Job, corpus: Corpus | None) -> list[str]:
     """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
     if not job.study.arm(job.arm).chosen:
         return []

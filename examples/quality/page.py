@@ -52,6 +52,7 @@ TITLES = {
     "rules8k": "Rules of thumb, at 8K",
     "from-dense8k": "From a dense checkpoint, at its length",
     "from-dense-rules8k": "Rules of thumb from a dense checkpoint, at 8K",
+    "from-dense-recall8k": "From a dense checkpoint: recall at 8K",
     "extend32k": "From dense at 8K to 32K",
     "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
 }

@@ -9,9 +9,8 @@ import numpy as np
 
 from examples.quality.results import read_json
 from examples.quality.studies import Study
-from examples.quality.tasks import TASKS
 
-HYBRIDS = ("hybrid", "dense-fourth", "dense-heads")  # held to all needles, at every depth and residue
+HYBRIDS = ("hybrid", "dense-fourth", "dense-heads", "chosen-heads")  # held to all needles, at every depth and residue
 
 
 def read_tests(study: Study, folder: Path) -> dict[str, list[dict]]:
@@ -54,9 +53,9 @@ def target_lines(tests: dict[str, list[dict]]) -> list[str]:
 
 def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list[str]:
     """The lines of one scale. table: (header, rows) to lines of Markdown."""
-    seeds = sorted({len(each) for each in tests.values()})
+    seeds, tasks = sorted({len(each) for each in tests.values()}), study.tasks.kinds
     rows = [
-        [arm, *(percent(np.mean([test[task]["accuracy"] for test in own])) for task in TASKS)]
+        [arm, *(percent(np.mean([test[task]["accuracy"] for test in own])) for task in tasks)]
         for arm, own in tests.items()
     ]
     lines = [
@@ -64,7 +63,7 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
         f"{' to '.join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))}.",
         "",
         *target_lines(tests),
-        *table(["arm", *TASKS], rows),
+        *table(["arm", *tasks], rows),
         "",
         f"By the residue of the value's block modulo the stride of {study.stride} (needle, then recall):",
         "",
@@ -74,11 +73,9 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
         "",
         *_by(tests, "by_depth", ("needle", "recall"), table),
         "",
-        "Variable tracking by hops:",
-        "",
-        *_by(tests, "by_hops", ("tracking",), table),
-        "",
     ]
+    if "tracking" in tasks:
+        lines += ["Variable tracking by hops:", "", *_by(tests, "by_hops", ("tracking",), table), ""]
     return lines
 
 

@@ -48,20 +48,20 @@ def test_as_many_heads_as_without_a_choice_and_a_quarter(study):
     assert {arm for question in study.questions for arm in question.arms} <= set(study.arm_names)
 
 
-def test_language_models_that_go_on_from_a_dense_one_have_them():
-    assert {study.name for study in STUDIES} == {
-        "from-dense8k", "from-dense-rules8k", "extend32k", "from-dense-tiny", "from-dense-rules-tiny"}  # fmt: skip
+def test_studies_that_go_on_from_a_language_model_have_them():
+    assert [study for study in CONTINUATIONS.values() if study.start.study.tasks is None] == STUDIES
 
 
 def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
     study = CONTINUATIONS["from-dense-tiny"]
     corpus = Corpus(tmp_path / "corpus", {"sha256": "ab" * 32, "vocabulary": 512, "split": "40,12,0"})
+    text = Corpus(tmp_path / "unseen", corpus.description)
     place = ContinuedPlace(study, corpus, study.tokens, tmp_path, tmp_path, study.start.tokens, {})
     words = {}
     for seed in (1, 2):
         for job in make_jobs(place, [BASELINE, "chosen-heads", "chosen-few"], [seed], {BASELINE: 3e-3, "s2": 3e-3}):
             job.folder.mkdir(parents=True)
-            words[job.label, seed] = command(job, corpus, on_gpu=False)
+            words[job.label, seed] = command(job, corpus, False, text)
     yamls = set()
     for arm in ("chosen-heads", "chosen-few"):
         for seed in (1, 2):
@@ -71,6 +71,7 @@ def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
                 at = own.index("--")
                 assert own[1:3] == ["-m", "examples.quality.chosen"] and own[at + 1].endswith("pretrain_gpt_s2.py")
                 options = dict(word[2:].split("=", 1) for word in own[3:at])
+                assert options["data-path"] == str(text.data_prefix) and f"--data-path={corpus.data_prefix}" in own
                 assert options["split"] == "36,4,12" and options["heads"] == str(study.arm(arm).chosen)
                 assert f"--pretrained-checkpoint={options['load']}" in own and f"--s2-config={options['write']}" in own
                 assert yaml.safe_load(Path(options["s2-config"]).read_text()) == sparsity(study, SHARDED)

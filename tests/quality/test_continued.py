@@ -82,7 +82,7 @@ def study(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(continued, "devices", lambda: [("0", "two"), ("1", "of them")])
     monkeypatch.setattr("examples.quality.workers.checkpoint_iteration", lambda folder: 0)
 
-    def trainer(job: Job, part: Corpus, on_gpu: bool) -> list[str]:
+    def trainer(job: Job, part: Corpus, on_gpu: bool, choice: Corpus) -> list[str]:
         start = "" if job.start is None else str(job.start.folder)
         if job.study.arm(job.arm).chosen:
             chosen_yaml(job).write_text(f"# {job.arm}, {job.seed}")
@@ -349,8 +349,7 @@ def test_a_study_through_megatron(name, tmp_path):
     """About two minutes each: every run is a process of Megatron's."""
     said = []
     folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    more = ["chosen-few"] if name == "from-dense-tiny" else []
-    given = parse_arguments([name, "--arms", "dense", "s2", *more, "--rate", "4e-3", *folders])
+    given = parse_arguments([name, "--arms", "dense", "s2", "--rate", "4e-3", *folders])
     assert run_continued(CONTINUATIONS[name], given, Budget(None), said.append) == COMPLETE, "\n".join(said)
     (folder,) = [path for path in (tmp_path / "results" / name).iterdir() if path.is_dir()]
     first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("start-dense", "dense", "s2")}
@@ -361,3 +360,21 @@ def test_a_study_through_megatron(name, tmp_path):
     if scale.study.tasks is not None:
         tests = json.loads((folder / "s2_seed1.recall.json").read_text())
         assert tests["needle"]["questions"] == scale.study.tasks.tests
+
+
+@pytest.mark.long
+def test_tasks_after_text_through_megatron(tmp_path):
+    """Two minutes. The dense model reads text, its heads are chosen on text, and what goes on reads tasks."""
+    said = []
+    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
+    given = parse_arguments(["from-dense-recall-tiny", "--arms", "dense", "chosen-few", "--rate", "4e-3", *folders])
+    study = CONTINUATIONS["from-dense-recall-tiny"]
+    assert run_continued(study, given, Budget(None), said.append) == COMPLETE, "\n".join(said)
+    (folder,) = [path for path in (tmp_path / "results" / study.name).iterdir() if path.is_dir()]
+    first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("dense", "chosen-few")}
+    assert abs(first["chosen-few"] - first["dense"]) < 0.1
+    assert json.loads((folder / "chosen-few_seed1.json").read_text())["chosen"] == study.arm("chosen-few").chosen
+    assert json.loads((folder / "chosen-few_seed1.recall.json").read_text()).keys() == {"recall", "needle"}
+    (scale,) = scales.read_scales(study, tmp_path / "results")
+    text = "\n".join(page.scale_section(scale, "x", pictures=False))
+    assert "right after the switch" in text and "needle" in text
