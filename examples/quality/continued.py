@@ -125,7 +125,7 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
     if job.role == SWITCHED:
         write_json(place.switched(job.arm, job.seed), final_evaluation(job))
     else:
-        write_run(place.result(job.label, job.seed), job, place.corpus, about)
+        write_run(place.result(job.label, job.seed), job, place.corpus_of(job), about)
         if job.study.tasks is None and not job.role:
             outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)

@@ -68,7 +68,7 @@ def score(losses: np.ndarray, groups: np.ndarray) -> dict:
 
 def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
     """The score of the newest checkpoint. Raises ValueError where there is none."""
-    model, _ = load_trained(checkpoints)
+    model = load_trained(checkpoints)
     sequences = validation_sequences(study, corpus)
     at_once = max(1, TOKENS_AT_ONCE // study.model.seq_length)
     losses = token_losses(model, sequences, at_once).double().flatten().numpy()

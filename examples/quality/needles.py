@@ -76,7 +76,7 @@ def score(study: Study, far: list[Sequence], near: list[Sequence], answers: list
 
 def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
     """The score of the newest checkpoint. Raises ValueError where there is none."""
-    model, _ = load_trained(checkpoints)
+    model = load_trained(checkpoints)
     far, near = make_sequences(study, validation_sequences(study, corpus, SEQUENCES))
     answers = recall.ask(model, [*far, *near], study.model.seq_length, range(corpus.vocabulary))
     return {"corpus": corpus.sha256[:12]} | score(study, far, near, answers)

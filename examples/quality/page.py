@@ -213,10 +213,12 @@ def _tested_lines(part: Scale, lines_of: Callable) -> list[str]:
     return lines_of(part.folder, part.study.arm_names, part.study.baseline, part.seeds, table)
 
 
-def _by_seed(scale: Scale, pictures: str) -> list[str]:
+def _by_seed(scale: Scale, shown: str, pictures: bool) -> list[str]:
     if scale.study.start is None:
         return []
-    return seeds_section(scale.study, scale.folder, scale.comparison, pictures, table)
+    if pictures:
+        draw_seeds(scale.study, scale.folder, scale.comparison, scale.folder / "seeds.png")
+    return seeds_section(scale.study, scale.folder, scale.comparison, shown, table)
 
 
 def _continued_lines(scale: Scale, picture: str) -> list[str]:
@@ -233,13 +235,12 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     page. pictures: draw them too."""
     study, parts = scale.study, scale.parts()
     tests = {} if study.tasks is None else read_tests(study, scale.folder)
-    lines = [*about_runs(scale), *(recall_section(study, tests, table) if tests else []), *_by_seed(scale, shown)]
+    lines = [*about_runs(scale), *(recall_section(study, tests, table) if tests else [])]
+    lines += _by_seed(scale, shown, pictures)
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
             for old in scale.folder.glob(f"{kind}*.png"):
                 old.unlink()
-        if study.start is not None:
-            draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
     for part in parts:
         name = _curves(part, len(parts))
         if len(parts) > 1:
@@ -288,9 +289,7 @@ def results_text(data: Path, pictures: bool) -> str:
             if pictures:
                 for question in (each for each in study.questions if found.answered(each)):
                     draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-                if study.start is not None:
-                    draw_seeds(study, scale.folder, scale.comparison, scale.folder / "seeds.png")
-            lines += [*about_runs(scale), *_by_seed(scale, shown), *rules_section(found, shown, table)]
+            lines += [*about_runs(scale), *_by_seed(scale, shown, pictures), *rules_section(found, shown, table)]
             for heading, lines_of in TEXT_TESTS.items():
                 if tested := [line for part in scale.parts() for line in _tested_lines(part, lines_of)]:
                     lines += [f"#### {heading}", "", *tested]

@@ -77,7 +77,7 @@ def ask(model, sequences: list[Sequence], length: int, ids: range) -> list[np.nd
 
 def score_checkpoint(study: Study, checkpoints: Path) -> dict:
     """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
-    model, _ = load_trained(checkpoints)
+    model = load_trained(checkpoints)
     first, number = ANSWERS
     result = {}
     for task in study.tasks.kinds:

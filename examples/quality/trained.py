@@ -15,8 +15,8 @@ TOKENS_AT_ONCE = 65536
 
 
 def load_trained(checkpoints: Path):
-    """(the model, in bf16 on a GPU and in fp32 on a CPU; its device) of the newest checkpoint of a run, read by the
-    project's own reader of Megatron checkpoints. Raises ValueError where there is none."""
+    """The model of the newest checkpoint of a run, in bf16 on a GPU and in fp32 on a CPU, read by the project's own
+    reader of Megatron checkpoints. Raises ValueError where there is none."""
     import torch
 
     from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
@@ -26,8 +26,7 @@ def load_trained(checkpoints: Path):
     if found is None:
         raise ValueError(f"--load {checkpoints}: no checkpoint; expected that of a trained model; train it first")
     on_gpu = torch.cuda.is_available()  # before load_model, which makes it true on a CPU
-    model = load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
-    return model, next(model.parameters()).device
+    return load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
 
 
 def text_test(module: str, about: str, score_checkpoint: Callable[[Study, Corpus, Path], dict]) -> None:

@@ -92,8 +92,8 @@ def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
     for layer in sparsity.layers:
         for head in layer.pattern.heads:
             (window, _), *beyond = head.canonical[0]
-            is_dearer = any(stride < STRIDE for _, stride in beyond)
-            tokens = WINDOW if is_dearer else window * sparsity.block_size
+            sees_more = any(stride < STRIDE for _, stride in beyond)  # than what was measured
+            tokens = WINDOW if sees_more else window * sparsity.block_size
             windows[layer.spec] = max(tokens, windows.get(layer.spec, tokens))
     for spec, tokens in windows.items():
         if tokens < WINDOW:

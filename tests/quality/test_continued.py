@@ -374,6 +374,11 @@ def test_tasks_after_text_through_megatron(tmp_path):
     first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("dense", "chosen-few")}
     assert abs(first["chosen-few"] - first["dense"]) < 0.1
     assert json.loads((folder / "chosen-few_seed1.json").read_text())["chosen"] == study.arm("chosen-few").chosen
+    assert (
+        "sequences of 256 tokens of more," in (folder / "chosen-few_seed1.yaml").read_text()
+    )  # the text's second part
+    read = {arm: read_records(folder / f"{arm}_seed1.jsonl")[0]["run"]["arguments"] for arm in ("start-dense", "dense")}
+    assert read["start-dense"]["data_path"] != read["dense"]["data_path"]
     assert json.loads((folder / "chosen-few_seed1.recall.json").read_text()).keys() == {"recall", "needle"}
     (scale,) = scales.read_scales(study, tmp_path / "results")
     text = "\n".join(page.scale_section(scale, "x", pictures=False))

@@ -21,11 +21,10 @@ from examples.quality.results import write_json
 from examples.quality.run import COMPLETE, WRONG, main, parse_arguments, run
 from examples.quality.studies import STUDIES, density, pairs, sparsity
 from s2_megatron.config.load import SparsityConfig
-from s2_megatron.megatron.loss_log import HEADER
 from s2_megatron.tools.compare.figures import COLOURS
+from tests.quality.rules_logs import STEPS, write_rules_log
 
 FULL, TINY = STUDIES["rules8k"], STUDIES["rules-tiny"]
-STEPS = 20
 # What the made-up runs have: losses above s2's, and a recall in percent. Every fourth layer dense is best, a stride of
 # 8 and one of 4 are alike.
 LOSSES = {"dense-fourth": -0.1, "hybrid": -0.05, "stride-2": -0.001, "stride-16": 0.2, "one-offset": 0.1}
@@ -206,7 +205,7 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
     study, shares = ALL["from-dense-rules-tiny"], {"dense": (0.0, 0.0), "s2": (0.05, 0.04), "hybrid": (0.001, 0.0)}
     for arm, (switched, at_end) in shares.items():
         for seed in (1, 2) if arm != "hybrid" else (1,):
-            write_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
+            write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
             write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
     write_json(tmp_path / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
     scale = scales.read_scale(replace(study, baseline="dense"), tmp_path)
@@ -233,7 +232,7 @@ def results(tmp_path_factory):
     for arm in arms:
         for seed in (1, 2):
             final = 4 + 0.1 * seed + LOSSES.get(arm, 0.0) + NOISE * rng.standard_normal()
-            write_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+            write_rules_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
         accuracy = 0.2 if arm == "stride-16" else 0.9
         write_json(recalled / f"{arm}_seed1.recall.json", {"recall": {"accuracy": accuracy}})
     write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
@@ -244,30 +243,6 @@ def results(tmp_path_factory):
         write_json(folder / f"{arm}_seed1.copies.json", copies)
         write_json(folder / f"{arm}_seed1.needles.json", needles)
     return data
-
-
-def write_log(path, arm, seed, final):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {
-        **TINY.model.shape,
-        "seed": seed,
-        "lr": 4e-3,
-        "min_lr": 4e-4,
-        "train_iters": STEPS,
-        "global_batch_size": TINY.batch,
-        "data_path": ["corpus/abababababab"],
-        "s2_config": f"{arm}.yaml",
-        "micro_batch_size": TINY.micro_batch,
-    }
-    header = {"arguments": arguments, "flops_per_token": {"attended": 1.0, "dense": 2.0}, "machine": {"device": "X"}}
-    records = [{HEADER: header, "iteration": 1, "time": 0.0}]
-    for step in range(1, STEPS + 1):
-        record = {"iteration": step, "lm loss": final + 1 / step, "grad_norm": 1.0, "learning_rate": 4e-3}
-        records.append({**record, "samples": TINY.batch * step, "time": float(step)})
-    evaluated = {"lm loss": final, "lm loss by position/000-127": final + 0.1, "lm loss by position/128-255": final}
-    name = f"iteration {STEPS} on validation set"
-    records.append({"iteration": STEPS, "validation": name, **evaluated, "lm loss by position/trailing": final})
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def findings(data):
@@ -311,28 +286,12 @@ def test_both_pages_get_what_was_found(results, monkeypatch):
     assert page.results_text(empty, pictures=False) == page.rules_text(empty, pictures=False) == ""
 
 
-def test_means_over_seeds_are_of_seeds_with_the_same_arms(tmp_path):
-    """An arm of one seed does not stand beside the baseline's mean over two."""
-    folder = tmp_path / TINY.name / "0.020480M-abababab"
-    runs = ((SHARDED, 1, 4.0), ("hybrid", 1, 4.2), (SHARDED, 2, 3.0), ("dense", 2, 2.9), (SHARDED, 3, 1.0))
-    without_baseline = (("hybrid", 4, 4.0), ("dense", 4, 3.0))
-    for arm, seed, final in (*runs, *without_baseline):
-        write_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
-    (scale,) = scales.read_scales(TINY, tmp_path)
-    assert scale.seeds == ("1", "2", "3")
-    first, second = scale.parts()
-    assert [result.arm.name for result in first.comparison.results] == [SHARDED, "hybrid"]
-    assert first.seeds == ("1",) and first.comparison.results[0].validation == 4.0
-    assert [result.arm.name for result in second.comparison.results] == [SHARDED, "dense"]
-    assert second.seeds == ("2",) and second.comparison.results[0].validation == 3.0
-
-
 def test_more_arms_than_colours_are_drawn(tmp_path):
     arms = TINY.arm_names[: len(COLOURS) + 1]
     assert len(arms) > len(COLOURS)
     folder = tmp_path / TINY.name / "0.020480M-abababab"
     for arm in arms:
-        write_log(folder / f"{arm}_seed1.jsonl", arm, 1, 4.0)
+        write_rules_log(folder / f"{arm}_seed1.jsonl", arm, 1, 4.0)
     (scale,) = scales.read_scales(TINY, tmp_path)
     draw_curves(scale.comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 20_000

@@ -1,0 +1,59 @@
+"""Which runs are compared with each other: those of seeds that have the same arms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from examples.quality import page, scales
+from examples.quality.arms import BASELINE, SHARDED
+from examples.quality.continuations import CONTINUATIONS
+from examples.quality.results import write_json
+from tests.quality.rules_logs import TINY, write_rules_log
+
+# As from-dense8k: without questions, beside dense.
+GOING_ON = replace(CONTINUATIONS["from-dense-rules-tiny"], questions=(), baseline=BASELINE)
+
+
+def test_means_over_seeds_are_of_seeds_with_the_same_arms(tmp_path):
+    """An arm of one seed does not stand beside the baseline's mean over two."""
+    folder = tmp_path / TINY.name / "0.020480M-abababab"
+    runs = ((SHARDED, 1, 4.0), ("hybrid", 1, 4.2), (SHARDED, 2, 3.0), ("dense", 2, 2.9), (SHARDED, 3, 1.0))
+    without_baseline = (("hybrid", 4, 4.0), ("dense", 4, 3.0))
+    for arm, seed, final in (*runs, *without_baseline):
+        write_rules_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+    (scale,) = scales.read_scales(TINY, tmp_path)
+    assert scale.seeds == ("1", "2", "3")
+    first, second = scale.parts()
+    assert [result.arm.name for result in first.comparison.results] == [SHARDED, "hybrid"]
+    assert first.seeds == ("1",) and first.comparison.results[0].validation == 4.0
+    assert [result.arm.name for result in second.comparison.results] == [SHARDED, "dense"]
+    assert second.seeds == ("2",) and second.comparison.results[0].validation == 3.0
+
+
+def write_going_on(folder, runs):
+    """runs: {(arm, seed): (the validation loss right after the switch, at the end)}."""
+    for (arm, seed), (switched, final) in runs.items():
+        write_rules_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+        losses = {"lm loss": switched, "lm loss by position/trailing": switched}
+        losses |= {"lm loss by position/000-127": switched, "lm loss by position/128-255": switched}
+        write_json(folder / f"switched-{arm}_seed{seed}.json", losses)
+    write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
+
+
+def test_seeds_with_other_arms_have_tables_and_pictures_of_their_own(tmp_path):
+    """Percentages are against dense of the same seed, and no picture of fewer seeds stays."""
+    folder = tmp_path / "scale"
+    write_going_on(folder, {("dense", 1): (5.0, 4.0), ("hybrid", 1): (5.5, 4.2)})
+    alone = page.scale_section(scales.read_scale(GOING_ON, folder), "x", pictures=True)
+    assert not [line for line in alone if line.startswith("#### Seed")] and "](x/curves.png)" in "\n".join(alone)
+    assert {path.name for path in folder.glob("*.png")} == {"curves.png", "switch.png", "seeds.png"}
+    write_going_on(folder, {("dense", 2): (3.0, 2.0), ("s2", 2): (3.3, 2.2)})
+    lines = page.scale_section(scales.read_scale(GOING_ON, folder), "x", pictures=True)
+    text = "\n".join(lines)
+    _, first, second = text.split("#### Seed ")
+    assert first.startswith("1\n") and second.startswith("2\n")
+    assert "| hybrid | 5.5000 (+10.00 %) | 5.5000 (+10.00 %) |" in first and "| 4.2000 (+5.00 %) |" in first
+    assert "| s2 | 3.3000 (+10.00 %) | 3.3000 (+10.00 %) |" in second and "| 2.2000 (+10.00 %) |" in second
+    assert "| s2 |" not in first and "| hybrid |" not in second
+    shown = {f"{kind}-seed{seed}.png" for kind in ("curves", "switch") for seed in (1, 2)} | {"seeds.png"}
+    assert {path.name for path in folder.glob("*.png")} == shown and all(f"](x/{name})" in text for name in shown)
