@@ -49,12 +49,12 @@ class Question:
 
 
 _DENSE = Arm(BASELINE, dense="all")
-_WINDOW = Arm("window", window_alone=True)
+WINDOW = Arm("window", window_alone=True)
 _ONE_OFFSET = Arm("one-offset", spec=dict(head_step=0, layer_step=0))
 FOURTH = Arm("dense-fourth", dense="every fourth")
 BY_QUERY_HEAD = Arm("offsets-query", spec=dict(slide="query"))
 _HYBRID = Arm("hybrid", dense="first two")
-CONTROLLED = (_DENSE, _HYBRID, Arm(SHARDED), _ONE_OFFSET, _WINDOW)
+CONTROLLED = (_DENSE, _HYBRID, Arm(SHARDED), _ONE_OFFSET, WINDOW)
 
 
 def stride_arm(stride: int) -> Arm:
@@ -89,7 +89,7 @@ WITH_HYBRIDS = (*CONTROLLED, FOURTH, heads_arm(1))
 
 def long_arms(stride: int) -> tuple[Arm, ...]:
     """Dense, dense-fourth, s2, window, and s2 with twice and four times the stride."""
-    return (_DENSE, FOURTH, Arm(SHARDED), _WINDOW, stride_arm(2 * stride), stride_arm(4 * stride))
+    return (_DENSE, FOURTH, Arm(SHARDED), WINDOW, stride_arm(2 * stride), stride_arm(4 * stride))
 
 
 def rules_arms(window: int, stride: int, dense_heads: int) -> tuple[Arm, ...]:

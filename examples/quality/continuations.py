@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from examples.quality.arms import chosen_arms, chosen_question
-from examples.quality.studies import BASELINE, STUDIES, Model, Start, Study, pairs, sparsity
+from examples.quality.arms import WINDOW, chosen_arms, chosen_question
+from examples.quality.studies import BASELINE, STUDIES, Start, Study, pairs, sparsity
 from examples.quality.tasks import VOCABULARY, TaskSettings
 
 # Megatron's RoPE scaling of Llama 3: what turns less than once in 8,192 tokens, turns a fourth as fast. The 8,192 are
@@ -18,92 +18,90 @@ def _longer(study: Study, times: int) -> Model:
 
 
 ARMS = ("dense", "dense-fourth", "s2")
+RECALL = ("recall", "needle")
 
 
 def _continued(
-    name: str, study: Study, start_tokens: int, tokens: int, *, arms=None, chosen=0, from_scratch=(), **changed
+    name: str, start: Start, tokens: int, *, arms=None, more=(), chosen=0, from_scratch=(), **changed
 ) -> Study:
-    """Goes on from the study's dense model, as these of its arms (None: as all). chosen: as chosen_arms."""
-    start = Start(study, start_tokens, from_scratch=tuple(from_scratch))
+    """Goes on from the dense model of `start` as these arms of its study (None: as all) and `more`. chosen: as
+    chosen_arms."""
+    study = start.study
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
     measured = chosen_arms(chosen, study.local_tokens, study.stride) if chosen else ()
     questions = (*study.questions, chosen_question(measured)) if study.questions and arms is None else ()
-    changed |= dict(arms=(*trained, *measured), questions=questions)
-    return replace(study, name=name, tokens=tokens, start=start, **changed)
+    baseline = study.baseline if arms is None else BASELINE
+    changed |= dict(arms=(*trained, *more, *measured), questions=questions, baseline=baseline, recall=None)
+    return replace(study, name=name, tokens=tokens, start=replace(start, from_scratch=tuple(from_scratch)), **changed)
 
 
-LM, RETRIEVAL, RULES = (STUDIES[name] for name in ("lm8k", "retrieval8k", "rules8k"))
-LM_TINY, RETRIEVAL_TINY, RULES_TINY = (STUDIES[name] for name in ("lm-tiny", "retrieval-tiny", "rules-tiny"))
+def _longer(start: Start, batch: int) -> dict:
+    """What a study at four times the length of the dense model has beyond it. batch: sequences."""
+    model = replace(start.study.model, seq_length=4 * start.study.model.seq_length)
+    return dict(model=model, batch=batch, micro_batch=batch, flags=ROPE_SCALING)
+
+
+LM, RULES, LM_TINY, RULES_TINY = (STUDIES[name] for name in ("lm8k", "rules8k", "lm-tiny", "rules-tiny"))
+LM_START = Start(LM, 80_000_000, text_share=2 / 3)
+RULES_START = Start(RULES, 100_000_000, text_share=5 / 6)
+LM_TINY_START = Start(LM_TINY, 40 * 1024, text_share=5 / 8)
+RULES_TINY_START = Start(RULES_TINY, 40 * 1024, text_share=5 / 8)
+# Its vocabulary is that of the tasks.
+TASKS_TINY_START = replace(
+    RULES_TINY_START, study=replace(RULES_TINY, corpus=replace(RULES_TINY.corpus, vocabulary=VOCABULARY))
+)
 
 CONTINUATIONS = {
     study.name: study
     for study in (
-        _continued("from-dense8k", LM, 80_000_000, 40_000_000, chosen=12, from_scratch=("dense-fourth", "s2")),
+        _continued("from-dense8k", LM_START, 40_000_000, chosen=12, from_scratch=("dense-fourth", "s2")),
         # In from-dense8k the gap of `s2` has opened by 25M tokens; these steps are half as long.
-        _continued("from-dense-rules8k", RULES, 100_000_000, 30_000_000, chosen=16, recall=None),
+        _continued("from-dense-rules8k", RULES_START, 20_000_000, chosen=16),
+        # The heads of the chosen arms are chosen at the length of the dense model.
+        _continued("extend32k", LM_START, 40_000_000, arms=ARMS, more=(WINDOW,), chosen=12, **_longer(LM_START, 2)),
         _continued(
-            "extend32k",
-            LM,
-            80_000_000,
-            40_000_000,
-            arms=ARMS,
-            chosen=12,  # at the length of the dense model
-            model=_longer(LM, 4),
-            batch=2,
-            micro_batch=2,
-            flags=ROPE_SCALING,
-        ),
-        _continued(
-            "extend-retrieval32k",
-            RETRIEVAL,
-            150_000_000,
-            60_000_000,
-            arms=ARMS,
-            model=_longer(RETRIEVAL, 4),
-            batch=4,
-            micro_batch=2,
-            flags=ROPE_SCALING,
-            tasks=TaskSettings(sequences=2_000, pairs=512, chains=64),
+            "extend-rules32k",
+            RULES_START,
+            20_000_000,
+            arms=(*ARMS, "stride-16"),
+            more=(WINDOW,),
+            chosen=16,
+            **_longer(RULES_START, 1),
         ),
         # What looks up keys is learnt from text, and from these tasks alone it was not.
         _continued(
             "from-dense-recall8k",
-            RULES,
-            100_000_000,
+            RULES_START,
             30_000_000,
             arms=(*ARMS, "dense-heads"),
+            more=(WINDOW,),
             chosen=16,
-            baseline=BASELINE,
-            recall=None,
             eval_batches=16,
-            tasks=TaskSettings(sequences=4_000, pairs=256, kinds=("recall", "needle")),
+            tasks=TaskSettings(sequences=4_000, pairs=256, kinds=RECALL),
+        ),
+        _continued(
+            "extend-recall32k",
+            RULES_START,
+            30_000_000,
+            arms=(*ARMS, "dense-heads"),
+            more=(WINDOW,),
+            chosen=16,
+            eval_batches=16,
+            tasks=TaskSettings(sequences=1_000, pairs=512, kinds=RECALL),
+            **_longer(RULES_START, 1),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
-        _continued("from-dense-tiny", LM_TINY, 40 * 1024, 24 * 1024, chosen=3, from_scratch=("s2",)),
-        _continued("from-dense-rules-tiny", RULES_TINY, 40 * 1024, 24 * 1024, chosen=8, recall=None),
+        _continued("from-dense-tiny", LM_TINY_START, 24 * 1024, chosen=3, from_scratch=("s2",)),
+        _continued("from-dense-rules-tiny", RULES_TINY_START, 24 * 1024, chosen=8),
         _continued(
-            "from-dense-recall-tiny",
-            replace(RULES_TINY, corpus=replace(RULES_TINY.corpus, vocabulary=VOCABULARY)),
-            40 * 1024,
+            "extend-recall-tiny",
+            TASKS_TINY_START,
             24 * 1024,
             arms=ARMS,
             chosen=8,
-            baseline=BASELINE,
-            recall=None,
             eval_batches=2,
-            tasks=TaskSettings(256, pairs=8, tests=16, kinds=("recall", "needle")),
-        ),
-        _continued(
-            "extend-retrieval-tiny",
-            RETRIEVAL_TINY,
-            40 * 1024,
-            24 * 1024,
-            arms=("dense", "hybrid", "s2"),  # of three layers
-            model=_longer(RETRIEVAL_TINY, 4),
-            batch=2,
-            micro_batch=2,
-            flags=ROPE_SCALING,
-            tasks=TaskSettings(256, pairs=8, needles=2, chains=2, hops=2, tests=16),
+            tasks=TaskSettings(64, pairs=8, tests=16, kinds=RECALL),
+            **_longer(TASKS_TINY_START, 1),
         ),
     )
 }

@@ -5,7 +5,8 @@
 Of every seed: the dense model (`start-dense`); its weights under every arm's attention, evaluated before any step
 (`switched-<arm>`); every arm trained on from there (`<arm>`); and, where the study asks for it, from random weights for
 as many FLOPs as the dense model and the arm's continuation (`scratch-<arm>`). What goes on waits for the dense model,
-what does not runs beside it. Text that the dense model saw is not read again by those that go on.
+what does not runs beside it. Text that the dense model saw is not read again by those that go on. The dense model stays
+in <runs>/starts/ with its checkpoint, for further arms and for the other studies that begin with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
 from examples.quality.launch import Job, chosen_yaml, command
 from examples.quality.parts import split_corpus
-from examples.quality.results import Place, machine, write_json, write_run
+from examples.quality.results import Place, losses_hash, machine, start_of, write_json, write_run
 from examples.quality.run import (
     COMPLETE,
     FAILURE,
@@ -58,8 +59,14 @@ class ContinuedPlace(Place):
     def corpus_of(self, job: Job) -> Corpus:
         return self.corpora[job.role]
 
-    def folder(self, label: str, seed: int, rate: float) -> Path:
-        return self.runs / self.study.name / self.scale / f"{label}_seed{seed}_{rate:g}"
+    def start_folder(self, seed: int, rate: float) -> Path:
+        """Of the dense run, which all studies that begin with it find there. rate: its own."""
+        name = f"{self.study.start.study.name}-{self.start_tokens / 1e6:g}M-{self.corpora[START].sha256[:8]}"
+        return self.runs / "starts" / name / f"seed{seed}_{rate:g}"
+
+    def folder(self, dense: Job, label: str, rate: float) -> Path:
+        """Of a run that begins with the dense one, or is compared with such."""
+        return dense.folder / f"{self.study.name}-{super().scale}" / f"{label}_{rate:g}"
 
     def results_of(self, seed: int) -> list[Path]:
         """The thinned losses that are there."""
@@ -71,27 +78,21 @@ class ContinuedPlace(Place):
 
 
 def make_corpora(
-    study: Study, start_tokens: int, tokens: int, runs: Path, tell
+    study: Study, tokens: int, runs: Path, tell
 ) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
-    """(the corpus that the study is about, that of the dense run's study, {role, or CHOICE: what it reads}).
+    """(the corpus that the study is about, the text of the dense run, {role, or CHOICE: what it reads}).
 
-    Raises ValueError for a corpus with too little for both parts.
+    Raises ValueError for a text with too little for both parts.
     """
-    before = study.start.study
-    if before.tasks is None:
-        text = prepare_corpus(runs, before.corpus, tell=tell)
-        parts = split_corpus(text, start_tokens / (start_tokens + tokens))
-        read = {START: parts["first"], CHOICE: parts["more"]}
-        if study.tasks is None:
-            return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
-    more = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
-    require_new_sequences(study, more, tokens)
-    if before.tasks is None:
-        more = replace(more, description=more.description | {"vocabulary": text.vocabulary})  # the model's
-        return more, text, {**read, SWITCHED: more, "": more, SCRATCH: more}
-    first = prepare_tasks(runs, before.model.seq_length, before.tasks, tell=tell)
-    require_new_sequences(before, first, start_tokens)
-    return more, first, {START: first, CHOICE: first, SWITCHED: more, "": more, SCRATCH: more}
+    text = prepare_corpus(runs, study.start.study.corpus, tell=tell)
+    parts = split_corpus(text, study.start.text_share)
+    read = {START: parts["first"], CHOICE: parts["more"]}
+    if study.tasks is None:
+        return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
+    tasks = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
+    require_new_sequences(study, tasks, tokens)
+    tasks = replace(tasks, description=tasks.description | {"vocabulary": text.vocabulary})  # the model's
+    return tasks, text, {**read, SWITCHED: tasks, "": tasks, SCRATCH: tasks}
 
 
 def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
@@ -100,22 +101,23 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
     jobs, later = [], []
     for seed in seeds:
         rate = rates[BASELINE]
-        folder = place.folder(f"{START}-{BASELINE}", seed, rate)
-        dense = Job(start.study, BASELINE, seed, rate, place.start_tokens, folder, role=START)
+        dense = Job(
+            start.study, BASELINE, seed, rate, place.start_tokens, place.start_folder(seed, rate), role=START
+        )
         jobs.append(dense)
         for arm in (arm for arm in start.from_scratch if arm in arms):
             tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)
-            folder = place.folder(f"{SCRATCH}-{arm}", seed, rates[arm])
+            folder = place.folder(dense, f"{SCRATCH}-{arm}", rates[arm])
             later.append(Job(study, arm, seed, rates[arm], tokens, folder, role=SCRATCH))
         own = float(f"{rate * start.rate_share:g}")  # as the command line has it
         for arm in arms:
-            going_on = Job(study, arm, seed, own, place.tokens, place.folder(arm, seed, own), start=dense)
-            folder = place.folder(f"{SWITCHED}-{arm}", seed, own)
+            going_on = Job(study, arm, seed, own, place.tokens, place.folder(dense, arm, own), start=dense)
+            folder = place.folder(dense, f"{SWITCHED}-{arm}", own)
             jobs += [replace(going_on, folder=folder, evaluated=True, role=SWITCHED), going_on]
     return jobs + later
 
 
-def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, tell, options, job: Job, device) -> str:
+def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job: Job, device) -> str:
     """Write what stays of a finished run; the outcome."""
     if job.study.tasks is not None and not job.role:
         outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
@@ -133,40 +135,34 @@ def keep(place: ContinuedPlace, jobs: list[Job], about: dict, budget: Budget, te
         for suffix in (".yaml", ".json"):
             made = chosen_yaml(job).with_suffix(suffix)
             write_file(place.result(job.arm, job.seed).with_suffix(suffix), made.read_bytes())
-    if options.keep_checkpoints or outcome != FINISHED:
-        return outcome
-    if job.role != START:
+    # The dense weights stay: other studies begin with them.
+    if outcome == FINISHED and job.role != START and not options.keep_checkpoints:
         remove_checkpoints(job)
-    # The dense weights, when nothing begins with them any more.
-    start = job if job.role == START else job.start
-    if start is not None and all(final_evaluation(each) is not None for each in jobs if each.start == start):
-        remove_checkpoints(start)
-    return FINISHED
+    return outcome
 
 
 def begin_again(jobs: Sequence[Job]) -> None:
-    """Remove the runs that begin with dense weights which are gone, and the dense run: all of it is trained again. That
-    is so when an earlier command had fewer arms, and its results were moved away."""
-    for dense in [job for job in jobs if job.role == START]:
-        going_on = [job for job in jobs if job.start == dense]
-        unfinished = any(final_evaluation(job) is None for job in going_on)
+    """Remove the dense runs whose weights are gone though some are still to begin with them, and all that began with
+    them."""
+    for dense in (job for job in jobs if job.role == START):
+        unfinished = any(final_evaluation(job) is None for job in jobs if job.start == dense)
         if unfinished and final_evaluation(dense) is not None and not dense.checkpoints.exists():
-            for job in (dense, *going_on):
-                shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.rmtree(dense.folder)
 
 
 def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
-    """Raises ValueError where a dense run is to be trained whose seed has results already: those went on from weights
-    that are gone, and dense runs of equal settings end too far apart for their arms to be compared."""
-    for dense in (job for job in jobs if job.role == START and not job.checkpoints.exists()):
+    """Raises ValueError where a seed has results that went on from other weights than those that are there, or are to
+    be trained: dense runs of equal settings end too far apart for their arms to be compared."""
+    for dense in (job for job in jobs if job.role == START):
         if all(final_evaluation(job) is not None for job in jobs if job.start == dense):
             continue
-        names = (path.stem.rpartition("_seed")[0] for path in place.results_of(dense.seed))
-        if there := sorted(name for name in names if not name.startswith((f"{START}-", f"{SCRATCH}-"))):
+        own = losses_hash(dense) if dense.checkpoints.exists() else None
+        begun = {path.stem.rpartition("_seed")[0]: start_of(path) for path in place.results_of(dense.seed)}
+        if there := sorted(name for name, start in begun.items() if start is not None and start != own):
             raise ValueError(
-                f"seed {dense.seed} has results of {', '.join(there)} that went on from weights which are gone; "
-                "expected all arms of a seed from one dense run; use another seed, or move its files out of "
-                f"{place.result(BASELINE, dense.seed).parent} to train all of it again"
+                f"seed {dense.seed} has results of {', '.join(there)} that went on from other weights than those of "
+                f"{dense.folder}; expected all arms of a seed from one dense run; use another seed, or move its files "
+                f"out of {place.result(BASELINE, dense.seed).parent} to train all of it again"
             )
 
 
@@ -192,7 +188,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
             tell(line)
         return COMPLETE
     found = devices()
-    corpus, corpus_before, corpora = make_corpora(study, start_tokens, tokens, parsed.runs, tell)
+    corpus, corpus_before, corpora = make_corpora(study, tokens, parsed.runs, tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
     if parsed.stage == "corpus":
         return COMPLETE
@@ -218,8 +214,8 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     jobs = [job for job in asked if job.seed in seeds]
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
-    require_one_start(place, jobs)
     begin_again(jobs)
+    require_one_start(place, jobs)
     remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None
 
@@ -233,7 +229,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         [device for device, _ in found] * parsed.runs_per_gpu,
         start_run,
         budget,
-        partial(keep, place, jobs, machine(found[0][1]), budget, tell, parsed),
+        partial(keep, place, machine(found[0][1]), budget, tell, parsed),
         tell,
     )
     compare_runs(place, arms, tell)

@@ -75,8 +75,8 @@ class Job:
 
 
 def chosen_yaml(job: Job) -> Path:
-    """Of an arm whose heads are chosen: with its dense run, for all runs of the arm that begin with that."""
-    return job.start.folder / f"{job.arm}.yaml"
+    """Of an arm whose heads are chosen, for all runs of the arm that begin with one dense run."""
+    return job.folder.parent / f"{job.arm}.yaml"
 
 
 def write_sparsity(job: Job) -> Path:

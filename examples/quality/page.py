@@ -54,7 +54,8 @@ TITLES = {
     "from-dense-rules8k": "Rules of thumb from a dense checkpoint, at 8K",
     "from-dense-recall8k": "From a dense checkpoint: recall at 8K",
     "extend32k": "From dense at 8K to 32K",
-    "extend-retrieval32k": "From dense at 8K to 32K: retrieval",
+    "extend-rules32k": "Rules of thumb from a dense checkpoint, from 8K to 32K",
+    "extend-recall32k": "From a dense checkpoint: recall from 8K to 32K",
 }
 
 

@@ -127,7 +127,7 @@ def thinned(job: Job, corpus: Corpus, machine: dict, timed: Path | None = None) 
     arguments["s2_config"] = f"{job.arm}.yaml"
     if job.start is not None:
         arguments["pretrained_checkpoint"] = job.start.label
-        arguments[START_LOSSES] = hashlib.sha256(job.start.losses.read_bytes()).hexdigest()[:12]
+        arguments[START_LOSSES] = losses_hash(job.start)
         arguments.pop("finetune", None)  # Megatron sets it in the process that loads them
     steps = sorted(iterations)
     times = {}
@@ -179,6 +179,18 @@ def _rounded(value):
 def header(path: Path) -> dict:
     """What a thinned log says of its run: arguments, flops_per_token, machine."""
     return read_records(path)[0][HEADER]
+
+
+def losses_hash(job: Job) -> str:
+    """What tells one run's weights from those of another run of the same settings."""
+    return hashlib.sha256(job.losses.read_bytes()).hexdigest()[:12]
+
+
+def start_of(path: Path) -> str | None:
+    """`losses_hash` of the run whose weights a thinned log's run began with (of old logs, its name); None for random
+    weights."""
+    arguments = header(path)["arguments"]
+    return arguments.get(START_LOSSES, arguments.get("pretrained_checkpoint"))
 
 
 def trained_rate(path: Path) -> float:

@@ -94,14 +94,17 @@ class Study:
 
 @dataclass(frozen=True)
 class Start:
-    """A dense model that the arms of a study go on from: `study`'s, trained for `tokens`.
+    """A dense model that the arms of a study go on from: `study`'s, trained for `tokens`. Studies with the same one
+    share its runs.
 
-    rate_share: the learning rate of all that go on, as a share of that of the dense run. from_scratch: arms that are
-    trained from random weights, too, for the FLOPs of the dense run and of the arm's continuation together.
+    text_share: the share of the training text that it reads; what goes on reads the rest. rate_share: the learning rate
+    of all that go on, as a share of that of the dense run. from_scratch: arms that are trained from random weights, too,
+    for the FLOPs of the dense run and of the arm's continuation together.
     """
 
     study: Study
     tokens: int
+    text_share: float
     rate_share: float = 1 / 3
     from_scratch: tuple[str, ...] = ()
 
