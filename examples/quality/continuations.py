@@ -13,10 +13,6 @@ from examples.quality.tasks import VOCABULARY, TaskSettings
 ROPE_SCALING = ("--use-rope-scaling", "--rope-scaling-factor=4")
 
 
-def _longer(study: Study, times: int) -> Model:
-    return replace(study.model, seq_length=times * study.model.seq_length)
-
-
 ARMS = ("dense", "dense-fourth", "s2")
 RECALL = ("recall", "needle")
 

@@ -77,9 +77,7 @@ class ContinuedPlace(Place):
         return self.result(f"{SWITCHED}-{arm}", seed).with_suffix(".json")
 
 
-def make_corpora(
-    study: Study, tokens: int, runs: Path, tell
-) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
+def make_corpora(study: Study, tokens: int, runs: Path, tell) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
     """(the corpus that the study is about, the text of the dense run, {role, or CHOICE: what it reads}).
 
     Raises ValueError for a text with too little for both parts.
@@ -101,9 +99,7 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
     jobs, later = [], []
     for seed in seeds:
         rate = rates[BASELINE]
-        dense = Job(
-            start.study, BASELINE, seed, rate, place.start_tokens, place.start_folder(seed, rate), role=START
-        )
+        dense = Job(start.study, BASELINE, seed, rate, place.start_tokens, place.start_folder(seed, rate), role=START)
         jobs.append(dense)
         for arm in (arm for arm in start.from_scratch if arm in arms):
             tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -75,8 +77,10 @@ class Job:
 
 
 def chosen_yaml(job: Job) -> Path:
-    """Of an arm whose heads are chosen, for all runs of the arm that begin with one dense run."""
-    return job.folder.parent / f"{job.arm}.yaml"
+    """Of an arm whose heads are chosen: with its dense run, for all runs, of all studies, that choose as many heads
+    beside the same sparsity on it."""
+    asked = json.dumps([job.study.arm(job.arm).chosen, plan_before_choice(job.study, job.arm)])
+    return job.start.folder / f"chosen-{hashlib.sha256(asked.encode()).hexdigest()[:12]}" / f"{job.arm}.yaml"
 
 
 def write_sparsity(job: Job) -> Path:

@@ -98,8 +98,8 @@ class Start:
     share its runs.
 
     text_share: the share of the training text that it reads; what goes on reads the rest. rate_share: the learning rate
-    of all that go on, as a share of that of the dense run. from_scratch: arms that are trained from random weights, too,
-    for the FLOPs of the dense run and of the arm's continuation together.
+    of all that go on, as a share of that of the dense run. from_scratch: arms that are trained from random weights,
+    too, for the FLOPs of the dense run and of the arm's continuation together.
     """
 
     study: Study

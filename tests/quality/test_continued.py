@@ -97,6 +97,7 @@ def study(tmp_path, corpus, monkeypatch):
     def trainer(job: Job, part: Corpus, on_gpu: bool, choice: Corpus) -> list[str]:
         start = "" if job.start is None else str(job.start.folder)
         if job.study.arm(job.arm).chosen:
+            chosen_yaml(job).parent.mkdir(exist_ok=True)
             chosen_yaml(job).write_text(f"# {job.arm}, {job.seed}")
             chosen_yaml(job).with_suffix(".json").write_text(f'["{job.arm}"]')
         flops = token_flops(job.study, job.arm, 512)
@@ -251,6 +252,24 @@ def test_which_heads_were_chosen_is_kept(study, tmp_path):
     (scale,) = scales.read_scales(TINY, tmp_path / "results")
     share = f"{100 * density(TINY, 'chosen-few'):.1f} %"
     assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x", pictures=False))
+
+
+def test_heads_are_chosen_once_for_all_studies_that_ask_the_same(tmp_path):
+    """The same number of heads beside the same sparsity on the same dense run; windows of as many pairs as `s2` are
+    wider in a longer context."""
+    made = {}
+    for name in ("from-dense-rules8k", "extend-rules32k"):
+        study = CONTINUATIONS[name]
+        arms = [arm.name for arm in study.arms if arm.chosen]
+        corpora = {continued.START: Corpus(tmp_path, {"sha256": "ab" * 32})}
+        place = continued.ContinuedPlace(
+            study, corpora[continued.START], study.tokens, tmp_path, tmp_path, study.start.tokens, corpora
+        )
+        jobs = make_jobs(place, ["dense", *arms], [1], {"dense": 3e-3})
+        made[name] = {job.arm: chosen_yaml(job) for job in jobs if job.study.arm(job.arm).chosen}
+    here, longer = made.values()
+    same = {arm for arm in here if here[arm] == longer[arm]}
+    assert same == {"chosen-heads", "chosen-few", "chosen-wide"} and len(set(here.values())) == 4
 
 
 def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
