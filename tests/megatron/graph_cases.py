@@ -100,6 +100,8 @@ ACCEPTED_GRAPHS = {
     "cuda_graphs_experts": dict(flags={**ENGINE_GRAPHS, **ROUTERS}),
     "cuda_graphs_padded_experts": dict(flags={**ENGINE_GRAPHS, **PADDED}),
     "cuda_graphs_padded_experts_by_name": dict(flags={**ENGINE_GRAPHS, **PADDED, **HELD}),
+    "cuda_graphs_preprocess": dict(flags={**ENGINE_GRAPHS, "--num-experts": "4", **PREPROCESS}),
+    "cuda_graphs_preprocess_padded": dict(flags={**ENGINE_GRAPHS, **PADDED, **PREPROCESS}),
     "cuda_graphs_overlapped_experts": dict(
         flags={**ENGINE_GRAPHS, **OVERLAPPED, **ROUTERS}, world_size=2, connections="8"
     ),

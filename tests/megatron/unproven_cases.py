@@ -35,7 +35,7 @@ UNPROVEN = {
         "remove --overlap-dispatch-backward-with-experts-wgrad",
     ),
     "cuda_graph_moe_preprocess": (
-        dict(flags={**ENGINE_GRAPHS, "--num-experts": "4", **PREPROCESS}),
+        dict(flags={**ENGINE_GRAPHS, **OVERLAPPED, **PREPROCESS}, world_size=2, connections="8"),
         "has not been run with S2 attention; use --cuda-graph-modules attn moe_router",
     ),
     "cuda_graph_rank_capacity": (
@@ -52,12 +52,12 @@ UNPROVEN = {
 ALSO_UNPROVEN = {
     "engine_graphs_of_padded_moe_preprocess": (
         "cuda_graph_moe_preprocess",
-        dict(flags={**ENGINE_GRAPHS, **PADDED, **PREPROCESS}),
+        dict(flags={**ENGINE_GRAPHS, **OVERLAPPED, **PADDED, **PREPROCESS}, world_size=2, connections="8"),
     ),
     "graphs_of_local_layers_with_padded_experts": ("cuda_graph_local_experts", dict(flags={**GRAPHS, **PADDED})),
     "engine_graphs_of_rank_capacity": ("cuda_graph_rank_capacity", dict(flags={**ENGINE_GRAPHS, **RANK_CAPACITY})),
     "engine_graphs_of_moe_preprocess_with_rank_capacity": (
-        "cuda_graph_moe_preprocess",
+        "cuda_graph_rank_capacity",
         dict(flags={**ENGINE_GRAPHS, **RANK_CAPACITY, **PREPROCESS}),
     ),
 }

@@ -29,7 +29,7 @@ def _graphs_of_preprocess(args: Namespace) -> bool:
 
 def _graphs_of_rank_capacity(args: Namespace) -> bool:
     given = args.num_experts and args.moe_expert_rank_capacity_factor
-    return bool(given and (whole_iterations(args) or graphs_hold_experts(args)))
+    return bool(given and (whole_iterations(args) or graphs_hold_experts(args) or _graphs_of_preprocess(args)))
 
 
 REFUSALS = (
@@ -51,8 +51,9 @@ REFUSALS = (
     ),
     Refusal(
         "cuda_graph_moe_preprocess",
-        _graphs_of_preprocess,
-        "--cuda-graph-modules moe_preprocess has not been run with S2 attention",
+        lambda args: _graphs_of_preprocess(args) and bool(args.overlap_moe_expert_parallel_comm),
+        "--cuda-graph-modules moe_preprocess with --overlap-moe-expert-parallel-comm has not been run with S2 "
+        "attention",
         "use --cuda-graph-modules attn moe_router",
     ),
     Refusal(
