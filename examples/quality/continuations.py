@@ -14,20 +14,20 @@ ROPE_SCALING = ("--use-rope-scaling", "--rope-scaling-factor=4")
 
 
 ARMS = ("dense", "dense-fourth", "s2")
-RECALL = ("recall", "needle")
 
 
 def _continued(
-    name: str, start: Start, tokens: int, *, arms=None, more=(), chosen=0, from_scratch=(), **changed
+    name: str, start: Start, tokens: int, *, arms=None, more=(), chosen=0, tasks=None, from_scratch=(), **changed
 ) -> Study:
     """Goes on from the dense model of `start` as these arms of its study (None: as all) and `more`. chosen: as
-    chosen_arms."""
+    chosen_arms. The questions of that study are asked where all of its arms go on over text."""
     study = start.study
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
     measured = chosen_arms(chosen, study.local_tokens, study.stride) if chosen else ()
-    questions = (*study.questions, chosen_question(measured)) if study.questions and arms is None else ()
-    baseline = study.baseline if arms is None else BASELINE
-    changed |= dict(arms=(*trained, *more, *measured), questions=questions, baseline=baseline, recall=None)
+    asks = arms is None and tasks is None
+    questions = (*study.questions, chosen_question(measured)) if study.questions and asks else ()
+    baseline = study.baseline if asks else BASELINE
+    changed |= dict(arms=(*trained, *more, *measured), questions=questions, baseline=baseline, tasks=tasks)
     return replace(study, name=name, tokens=tokens, start=replace(start, from_scratch=tuple(from_scratch)), **changed)
 
 
@@ -52,7 +52,7 @@ CONTINUATIONS = {
     for study in (
         _continued("from-dense8k", LM_START, 40_000_000, chosen=12, from_scratch=("dense-fourth", "s2")),
         # In from-dense8k the gap of `s2` has opened by 25M tokens; these steps are half as long.
-        _continued("from-dense-rules8k", RULES_START, 20_000_000, chosen=16),
+        _continued("from-dense-rules8k", RULES_START, 20_000_000, chosen=16, recall="from-dense-recall8k"),
         # The heads of the chosen arms are chosen at the length of the dense model.
         _continued("extend32k", LM_START, 40_000_000, arms=ARMS, more=(WINDOW,), chosen=12, **_longer(LM_START, 2)),
         _continued(
@@ -68,22 +68,21 @@ CONTINUATIONS = {
         _continued(
             "from-dense-recall8k",
             RULES_START,
-            30_000_000,
-            arms=(*ARMS, "dense-heads"),
+            40_000_000,
             more=(WINDOW,),
             chosen=16,
             eval_batches=16,
-            tasks=TaskSettings(sequences=4_000, pairs=256, kinds=RECALL),
+            tasks=TaskSettings(sequences=5_500, pairs=256, chains=32),
         ),
         _continued(
             "extend-recall32k",
             RULES_START,
-            30_000_000,
+            40_000_000,
             arms=(*ARMS, "dense-heads"),
             more=(WINDOW,),
             chosen=16,
             eval_batches=16,
-            tasks=TaskSettings(sequences=1_000, pairs=512, kinds=RECALL),
+            tasks=TaskSettings(sequences=1_400, pairs=512, chains=64),
             **_longer(RULES_START, 1),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
@@ -96,7 +95,7 @@ CONTINUATIONS = {
             arms=ARMS,
             chosen=8,
             eval_batches=2,
-            tasks=TaskSettings(64, pairs=8, tests=16, kinds=RECALL),
+            tasks=TaskSettings(64, pairs=8, chains=2, hops=2, tests=16),
             **_longer(TASKS_TINY_START, 1),
         ),
     )

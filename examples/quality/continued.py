@@ -32,12 +32,11 @@ from examples.quality.run import (
     compare_runs,
     has_result,
     remove_stale_tests,
-    require_new_sequences,
     tell_end,
     tell_missing_rates,
 )
 from examples.quality.studies import BASELINE, Study
-from examples.quality.tasks import prepare_tasks
+from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import FINISHED, Budget, devices, final_evaluation, remove_checkpoints, run_jobs
 from s2_megatron.tools.outputs import write_file
 
@@ -80,7 +79,7 @@ class ContinuedPlace(Place):
 def make_corpora(study: Study, tokens: int, runs: Path, tell) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
     """(the corpus that the study is about, the text of the dense run, {role, or CHOICE: what it reads}).
 
-    Raises ValueError for a text with too little for both parts.
+    Raises ValueError for a text with too little for both parts, and for too few synthetic sequences.
     """
     text = prepare_corpus(runs, study.start.study.corpus, tell=tell)
     parts = split_corpus(text, study.start.text_share)
@@ -88,9 +87,20 @@ def make_corpora(study: Study, tokens: int, runs: Path, tell) -> tuple[Corpus, C
     if study.tasks is None:
         return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
     tasks = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
-    require_new_sequences(study, tasks, tokens)
+    require_new_sequences(tasks, tokens)
     tasks = replace(tasks, description=tasks.description | {"vocabulary": text.vocabulary})  # the model's
     return tasks, text, {**read, SWITCHED: tasks, "": tasks, SCRATCH: tasks}
+
+
+def require_new_sequences(tasks: Corpus, tokens: int) -> None:
+    """Raises ValueError when a run would see a synthetic sequence twice: it learns them by heart then, and nothing
+    that helps with others."""
+    new = int(tasks.description["tokens"] * TRAINING_SHARE)
+    if tokens > new:
+        raise ValueError(
+            f"--tokens {tokens:g}: the study has {new} tokens of training sequences; expected no sequence twice; use "
+            f"{new} or fewer"
+        )
 
 
 def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:

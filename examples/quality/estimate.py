@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.studies import BASELINE, Study, density, sparsity
-from examples.quality.tasks import VOCABULARY
 from examples.quickstart.launch import Model, model_flags
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.tools.forecast.flags import read_flags
@@ -23,7 +22,7 @@ from s2_megatron.tools.forecast.tables import Tables, load_tables
 GPU = "NVIDIA H200"
 START_SECONDS = 45.0  # of a run: imports, the model, the kernels' first call, a checkpoint
 FORWARD_SHARE = 1 / 3  # an evaluated batch takes the forward of a step
-TEST_SECONDS = 40.0  # of a model on the tasks
+TASKS_TEST_SECONDS = 40.0  # of a model on the tasks
 LOSS_TEST_SECONDS = 15.0  # of where a language model's loss lies
 
 
@@ -43,12 +42,10 @@ def step_seconds(model: Model, content: dict, micro_batch: int, batch: int, voca
 
 
 def run_seconds(study: Study, arm: str, tokens: int) -> tuple[float, float]:
-    """(a training step, a whole run with its evaluations and tests), in seconds on one GPU."""
-    vocabulary = study.corpus.vocabulary if study.tasks is None else VOCABULARY
-    step = step_seconds(study.model, sparsity(study, arm), study.micro_batch, study.batch, vocabulary)
+    """(a training step, a whole run with its evaluations), in seconds on one GPU."""
+    step = step_seconds(study.model, sparsity(study, arm), study.micro_batch, study.batch, study.corpus.vocabulary)
     evaluated = study.evaluations * study.eval_batches * FORWARD_SHARE
-    test = 0.0 if study.tasks is None else TEST_SECONDS
-    return step, START_SECONDS + test + step * (study.iterations(tokens) + evaluated)
+    return step, START_SECONDS + step * (study.iterations(tokens) + evaluated)
 
 
 def estimate(study: Study, arms: Sequence[str], seeds: Sequence[int], tokens: int) -> list[str]:
@@ -56,7 +53,7 @@ def estimate(study: Study, arms: Sequence[str], seeds: Sequence[int], tokens: in
     lines, total = [f"{study.name}, {tokens / 1e6:g}M tokens a run, on one {GPU} (forecast):"], 0.0
     for arm in arms:
         step, seconds = run_seconds(study, arm, tokens)
-        seconds += LOSS_TEST_SECONDS if study.tasks is None else 0.0
+        seconds += LOSS_TEST_SECONDS
         total += seconds * len(seeds)
         lines.append(
             f"  {arm:<14} {100 * density(study, arm):5.1f} % of the pairs  {1000 * step:5.0f} ms a step  "
@@ -72,15 +69,14 @@ def estimate_continued(
 ) -> list[str]:
     """The lines of `--stage estimate` of a study that goes on from a dense model."""
     start = study.start
-    vocabulary = study.corpus.vocabulary if study.tasks is None else VOCABULARY
     runs = [("start-dense", start_tokens, *run_seconds(start.study, BASELINE, start_tokens))]
     for arm in arms:
         step, seconds = run_seconds(study, arm, tokens)
         evaluated = START_SECONDS + step * study.eval_batches * FORWARD_SHARE
-        seconds += LOSS_TEST_SECONDS if study.tasks is None else 0.0
+        seconds += LOSS_TEST_SECONDS if study.tasks is None else TASKS_TEST_SECONDS
         runs += [(f"switched-{arm}", 0, step, evaluated), (arm, tokens, step, seconds)]
     for arm in (arm for arm in start.from_scratch if arm in arms):
-        own = tokens_from_scratch(study, arm, start_tokens, tokens, vocabulary)
+        own = tokens_from_scratch(study, arm, start_tokens, tokens, study.corpus.vocabulary)
         runs.append((f"scratch-{arm}", own, *run_seconds(study, arm, own)))
     lines = [f"{study.name}, on one {GPU} (forecast):"]
     for label, own, step, seconds in runs:

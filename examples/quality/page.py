@@ -35,7 +35,7 @@ from examples.quality.rules_page import summary as rules_summary
 from examples.quality.scales import VARIED, Scale, read_scales, seeds_text
 from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
-from examples.quality.studies import STUDIES, Study, density
+from examples.quality.studies import Study, density
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import Run, number
@@ -47,8 +47,6 @@ TEXT_TESTS = {"Where the loss lies": copies_lines, "Copying from far back": need
 TITLES = {
     "lm8k": "Language modelling at 8K",
     "lm32k": "Language modelling at 32K",
-    "retrieval8k": "Retrieval at 8K",
-    "retrieval32k": "Retrieval at 32K",
     "rules8k": "Rules of thumb, at 8K",
     "from-dense8k": "From a dense checkpoint, at its length",
     "from-dense-rules8k": "Rules of thumb from a dense checkpoint, at 8K",
@@ -77,7 +75,7 @@ def _gap(value: float, baseline: float) -> str:
 
 def targets(scale: Scale) -> list[str]:
     """Lines for a language model from random weights; models that go on from others have no target."""
-    if scale.study.tasks is not None or scale.study.start is not None:
+    if scale.study.start is not None:
         return []
     planned = read_planned(scale.folder, scale.study.baseline)
     return target_lines(scale.comparison, planned, scale.study.step_tokens)
@@ -186,16 +184,9 @@ def _borrowed_times(folder: Path) -> str:
 def part_section(scale: Scale, picture: str) -> list[str]:
     """What compares means over seeds, which all arms have, as lines of Markdown. picture: of the curves, from the
     page."""
-    study, comparison = scale.study, scale.comparison
-    held = targets(scale)
+    comparison = scale.comparison
     return [
-        *([] if study.start is None else _continued_lines(scale, picture)),
-        *(f"- {line}" for line in held),
-        *([""] if held else []),
-        *table(LOSS_COLUMNS, _loss_rows(scale)),
-        "",
-        *([] if study.tasks is not None else position_lines(comparison, table)),
-        *(line for lines_of in TEXT_TESTS.values() for line in _tested_lines(scale, lines_of)),
+        *([] if scale.study.tasks is not None else _loss_lines(scale, picture)),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -209,13 +200,28 @@ def part_section(scale: Scale, picture: str) -> list[str]:
     ]
 
 
+def _loss_lines(scale: Scale, picture: str) -> list[str]:
+    """Of a study of text; the loss of tasks that are learnt is near zero, where a share of it says nothing."""
+    held = targets(scale)
+    return [
+        *([] if scale.study.start is None else _continued_lines(scale, picture)),
+        *(f"- {line}" for line in held),
+        *([""] if held else []),
+        *table(LOSS_COLUMNS, _loss_rows(scale)),
+        "",
+        *position_lines(scale.comparison, table),
+        *(line for lines_of in TEXT_TESTS.values() for line in _tested_lines(scale, lines_of)),
+    ]
+
+
 def _tested_lines(part: Scale, lines_of: Callable) -> list[str]:
     """lines_of: of TEXT_TESTS."""
     return lines_of(part.folder, part.study.arm_names, part.study.baseline, part.seeds, table)
 
 
 def _by_seed(scale: Scale, shown: str, pictures: bool) -> list[str]:
-    if scale.study.start is None:
+    """Shares of dense's loss, hence not of tasks."""
+    if scale.study.start is None or scale.study.tasks is not None:
         return []
     if pictures:
         draw_seeds(scale.study, scale.folder, scale.comparison, scale.folder / "seeds.png")
@@ -250,7 +256,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
         if pictures:
             picture = scale.folder / name
             draw_curves(part.comparison, picture)
-            if study.start is not None:
+            if study.start is not None and study.tasks is None:
                 draw_continued(scale.folder, part.comparison, Path(switch_picture(str(picture))))
     return lines
 
@@ -279,8 +285,7 @@ def results_text(data: Path, pictures: bool) -> str:
         scales = read_scales(study, data)
         if not scales:
             continue
-        twin = [] if study.recall is None else rates_table(STUDIES[study.recall], data)
-        lines += [f"## {title}", "", *rates_table(study, data), *twin]
+        lines += [f"## {title}", "", *rates_table(study, data)]
         for scale in scales:
             shown = _shown_folder(scale, data)
             if not study.questions:

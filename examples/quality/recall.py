@@ -1,6 +1,6 @@
 """Test a trained model on the synthetic tasks: how often its answer is right, by depth, by residue, by hops.
 
-    python -m examples.quality.recall retrieval8k --load runs/quality/retrieval8k/.../checkpoints --json recall.json
+    python -m examples.quality.recall from-dense-recall8k --load runs/quality/starts/.../checkpoints --json recall.json
 
 The residue is that of the key block with the value, modulo the stride: a head attends blocks of one residue beyond its
 window, so a model that cannot pass on what the others hold fails at some residues and not at others.
@@ -17,7 +17,7 @@ import numpy as np
 from examples.quality.continuations import ALL
 from examples.quality.results import write_json
 from examples.quality.studies import Study
-from examples.quality.tasks import ANSWERS, Sequence, held_out_sequence
+from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
 from examples.quality.trained import TOKENS_AT_ONCE, load_trained
 
 DEPTHS = 8  # equal parts of the context
@@ -80,7 +80,7 @@ def score_checkpoint(study: Study, checkpoints: Path) -> dict:
     model = load_trained(checkpoints)
     first, number = ANSWERS
     result = {}
-    for task in study.tasks.kinds:
+    for task in TASKS:
         sequences = held_out_sequences(study, task)
         answers = ask(model, sequences, study.model.seq_length, range(first, first + number))
         result[task] = score(study, sequences, answers)

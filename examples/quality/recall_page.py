@@ -9,8 +9,10 @@ import numpy as np
 
 from examples.quality.results import read_json
 from examples.quality.studies import Study
+from examples.quality.tasks import TASKS
 
-HYBRIDS = ("hybrid", "dense-fourth", "dense-heads", "chosen-heads")  # held to all needles, at every depth and residue
+# Held to all needles, at every depth and residue.
+HYBRIDS = ("hybrid", "dense-fourth", "dense-heads", "chosen-heads", "chosen-few")
 
 
 def read_tests(study: Study, folder: Path) -> dict[str, list[dict]]:
@@ -52,8 +54,9 @@ def target_lines(tests: dict[str, list[dict]]) -> list[str]:
 
 
 def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list[str]:
-    """The lines of one scale. table: (header, rows) to lines of Markdown."""
-    seeds, tasks = sorted({len(each) for each in tests.values()}), study.tasks.kinds
+    """The lines of one scale, of the tasks that all of its tests have. table: (header, rows) to lines of Markdown."""
+    seeds = sorted({len(each) for each in tests.values()})
+    tasks = [task for task in TASKS if all(task in test for own in tests.values() for test in own)]
     rows = [
         [arm, *(percent(np.mean([test[task]["accuracy"] for test in own])) for task in tasks)]
         for arm, own in tests.items()

@@ -6,6 +6,7 @@ docs/quality.md gets the tables (`section`), docs/patterns.md what follows from 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from examples.quality.arms import Question
 from examples.quality.effects import Effects, Verdict, fit, judge
 from examples.quality.estimate import GPU, step_seconds
 from examples.quality.results import read_json
+from examples.quality.scales import seeds_text
 from examples.quality.studies import Study, density, sparsity
 from examples.quality.tasks import TASKS
 from examples.quickstart.launch import Model
@@ -32,7 +34,7 @@ LOSS, TRAILING_LOSS, RECALL = "validation loss", "loss in the last 1/8 of the co
 @dataclass(frozen=True)
 class Findings:
     """Of one study with one number of tokens. values: {LOSS, TRAILING_LOSS or RECALL: {(arm, seed): value}}, recall
-    in percent."""
+    in percent, and its seeds need not be those of the losses."""
 
     study: Study
     values: dict[str, dict[tuple[str, str], float]]
@@ -44,30 +46,44 @@ class Findings:
         arms = self.study.arm_names if self.study.start is None else question.arms
         return fit({(arm, seed): value for (arm, seed), value in self.values[name].items() if arm in arms})
 
-    def answered(self, question: Question, name: str = LOSS) -> list[str]:
-        """The question's arms that have a value, in its order; [] without the first one, and where fewer than two of
+    def answered(self, question: Question) -> list[str]:
+        """The question's arms that have losses, in its order; [] without the first one, and where fewer than two of
         them compete."""
-        trained = {arm for arm, _ in self.values.get(name, ())}
+        trained = {arm for arm, _ in self.values[LOSS]}
         there = [arm for arm in question.arms if arm in trained]
         first = next(iter(question.arms))
         rivals = [arm for arm in there if arm != question.reference]
         return there if first in there and len(rivals) > 1 else []
 
-    def competing(self, question: Question, name: str = LOSS) -> list[str]:
+    def competing(self, question: Question) -> list[str]:
         """Of `answered` those that can win."""
-        return [arm for arm in self.answered(question, name) if arm != question.reference]
+        return [arm for arm in self.answered(question) if arm != question.reference]
+
+    def measures(self, question: Question) -> list[str]:
+        """What says who won, of a question that is answered: the losses, and recall where all its arms have it of the
+        same seeds, two or more."""
+        recalled = self.values.get(RECALL, {})
+        seeds = [{seed for own, seed in recalled if own == arm} for arm in self.answered(question)]
+        is_told = len(seeds[0]) > 1 and all(each == seeds[0] for each in seeds)
+        return [LOSS, TRAILING_LOSS, *([RECALL] if is_told else [])]
 
     def verdict(self, question: Question, name: str) -> Verdict:
-        """By one measure, of a question that is answered."""
-        return judge(self.effects(name, question), self.competing(question, name), larger_is_better=name == RECALL)
+        """By one of `measures`."""
+        return judge(self.effects(name, question), self.competing(question), larger_is_better=name == RECALL)
 
 
 def recall_folder(study: Study, data: Path) -> Path | None:
-    """Where the accuracies of a study's arms are: of its twin with tasks, the runs with the most tokens."""
+    """Where the accuracies of a study's arms are: of its twin with tasks, the runs with the most tokens; of equal ones
+    those with the most tests."""
     if study.recall is None:
         return None
-    folders = {path.parent for path in (data / study.recall).glob("*/*.recall.json")}
-    return max(folders, key=lambda folder: (float(folder.name.partition("M-")[0]), folder.name), default=None)
+    tests = Counter(path.parent for path in (data / study.recall).glob("*/*.recall.json"))
+
+    def rank(folder: Path) -> tuple[float, int, str]:
+        tokens = folder.name.partition("M-")[0].rpartition("+")[2]  # those after the switch
+        return float(tokens), tests[folder], folder.name
+
+    return max(tests, key=rank, default=None)
 
 
 def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -> Findings:
@@ -84,8 +100,6 @@ def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -
         for arm in study.arm_names
         for path in (sorted(recalled.glob(f"{arm}_seed*.recall.json")) if recalled is not None else ())
     }
-    with_baseline = {seed for arm, seed in accuracies if arm == study.baseline}
-    accuracies = {key: value for key, value in accuracies.items() if key[1] in with_baseline}
     return Findings(study, values | ({RECALL: accuracies} if accuracies else {}))
 
 
@@ -96,10 +110,10 @@ def forecast(study: Study, arm: str, length: int) -> float:
     return 1000 * step_seconds(model, sparsity(study, arm), 1, 1, VOCABULARY)
 
 
-def _value(effects: Effects, arm: str, digits: int) -> str:
-    if arm not in effects.arms:
-        return "-"
-    return f"{effects.mean(arm):.{digits}f}"
+def _recalled(found: Findings, arm: str) -> str:
+    """The mean over the arm's own seeds."""
+    own = [value for (name, _), value in found.values.get(RECALL, {}).items() if name == arm]
+    return f"{np.mean(own):.1f}" if own else "-"
 
 
 def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
@@ -117,23 +131,24 @@ def question_table(found: Findings, question: Question, table: Callable) -> list
     study, arms = found.study, found.answered(question)
     base, comparisons = arms[0], max(math.comb(len(found.competing(question)), 2), len(arms) - 1)
     loss, trailing = (found.effects(name, question) for name in (LOSS, TRAILING_LOSS))
-    recalled = found.effects(RECALL, question) if RECALL in found.values else None
+    recalled = {arm: _recalled(found, arm) for arm in arms}
+    is_recalled = set(recalled.values()) != {"-"}
     rows = [
         [
             f"{question.arms[arm]} (`{arm}`)",
             f"{100 * density(study, arm):.1f} %",
-            _value(loss, arm, 4),
+            f"{loss.mean(arm):.4f}",
             _difference(loss, arm, base, comparisons),
-            _value(trailing, arm, 4),
+            f"{trailing.mean(arm):.4f}",
             _difference(trailing, arm, base, comparisons),
-            *([] if recalled is None else [_value(recalled, arm, 1)]),
+            *([recalled[arm]] if is_recalled else []),
             *(f"{forecast(study, arm, length):.0f}" for length in LENGTHS),
         ]
         for arm in arms
     ]
     at = [f"ms at {length // 1024}K" for length in LENGTHS]
     against = f"against {question.arms[base]}"
-    recall = [] if recalled is None else ["recall, %"]
+    recall = ["recall, %"] if is_recalled else []
     return table(["", "pairs", LOSS, against, TRAILING_LOSS, against, *recall, *at], rows)
 
 
@@ -146,7 +161,7 @@ def verdict_text(found: Findings, question: Question, name: str) -> str:
         return f"**{arms[verdict.best]}** won"
     others = ", ".join(arms[arm] for arm in verdict.level[1:])
     text = f"**{arms[verdict.best]}** is best, not told apart from {others}"
-    if set(found.competing(question, name)) == set(verdict.level):
+    if set(found.competing(question)) == set(verdict.level):
         text = "not told apart"
     if found.study.start is not None or not differs(
         found, verdict
@@ -175,11 +190,7 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         if alone
         else _spread(found, found.study.questions[0]),
         "Intervals are at 95 % for all comparisons of a column together.",
-        *(
-            [f"Recall is the share of right answers of the same arms trained on `{found.study.recall}`."]
-            if RECALL in found.values
-            else []
-        ),
+        *_about_recall(found),
         f"Milliseconds are the forecast (`s2-megatron inspect`) of one {GPU} for a step of one sequence through "
         f"{found.study.model.num_layers} layers of a 7B model.",
         "",
@@ -189,15 +200,22 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
         if not found.answered(question):
             continue
         lines += [f"#### {question.text}", "", *question_table(found, question, table), ""]
-        lines += [
-            f"- By {name}: {verdict_text(found, question, name)}."
-            for name in (LOSS, TRAILING_LOSS, RECALL)
-            if found.answered(question, name)
-        ]
+        lines += [f"- By {name}: {verdict_text(found, question, name)}." for name in found.measures(question)]
         lines += [f"- {_spread(found, question)}"] if alone else []
         caption = f"{question.text}: loss against {base} over tokens and by position"
         lines += ["", f"![{caption}]({pictures}/{question.name}.png)", ""]
     return lines
+
+
+def _about_recall(found: Findings) -> list[str]:
+    """A sentence where there are accuracies."""
+    if RECALL not in found.values:
+        return []
+    seeds = tuple(sorted({seed for _, seed in found.values[RECALL]}, key=int))
+    return [
+        f"Recall is the share of right answers of the same arms in `{found.study.recall}` ({seeds_text(seeds)}), a "
+        "mean over the seeds that an arm has there."
+    ]
 
 
 def _spread(found: Findings, question: Question) -> str:
@@ -222,15 +240,15 @@ def seeds_needed(loss: Effects) -> str:
 
 def summary(found: Findings, tokens: float, device: str, title: str, table: Callable) -> list[str]:
     """What docs/patterns.md says: one row a question. title: of the study's section in quality.md."""
-    rows, measures = [], [name for name in (LOSS, TRAILING_LOSS, RECALL) if name in found.values]
-    for question in found.study.questions:
-        if not found.answered(question):
-            continue
-        measured = [verdict_text(found, question, name) if found.answered(question, name) else "-" for name in measures]
+    questions = [question for question in found.study.questions if found.answered(question)]
+    if not questions:
+        return []
+    rows, measures = [], max((found.measures(question) for question in questions), key=len)
+    for question in questions:
+        told = found.measures(question)
+        measured = [verdict_text(found, question, name) if name in told else "-" for name in measures]
         values = [found.effects(LOSS, question).mean(arm) for arm in found.competing(question)]
         rows.append([question.text, *measured, f"{np.ptp(values):.4f}"])
-    if not rows:
-        return []
     model, study = found.study.model, found.study
     place = title.lower().replace(",", "").replace(" ", "-")
     going_on = "" if study.start is None else "Going on from a dense model. "

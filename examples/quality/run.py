@@ -25,9 +25,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from examples.quality.after_training import measure_recall, measure_text
+from examples.quality.after_training import measure_text
 from examples.quality.continuations import ALL
-from examples.quality.corpus import Corpus, prepare_corpus
+from examples.quality.corpus import prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import (
@@ -41,7 +41,6 @@ from examples.quality.results import (
     write_run,
 )
 from examples.quality.studies import BASELINE, Study
-from examples.quality.tasks import TRAINING_SHARE, prepare_tasks
 from examples.quality.workers import (
     FAILED,
     FINISHED,
@@ -208,13 +207,8 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
         return command(job, place.corpus, on_gpu)
 
     def finished(job: Job, device: str | None) -> str:
-        if job.study.tasks is None:
-            outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
-        else:
-            outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
-            if outcome != FINISHED:
-                return outcome
-        # A language model's losses are kept at once; a test that the budget cut adds to them later.
+        outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
+        # The losses are kept at once; a test that the budget cut adds to them later.
         times = timed[job.arm] if job.shared.exists() else None
         write_run(place.result(job.arm, job.seed), job, place.corpus, about, times)
         write_json(place.result(job.arm, job.seed).with_name("corpus.json"), place.corpus.description)
@@ -294,17 +288,6 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
 
 
-def require_new_sequences(study: Study, corpus: Corpus, tokens: int) -> None:
-    """Raises ValueError when a run would see a synthetic sequence twice: it learns them by heart then, and nothing
-    that helps with others."""
-    new = int(corpus.description["tokens"] * TRAINING_SHARE)
-    if study.tasks is not None and tokens > new:
-        raise ValueError(
-            f"--tokens {tokens:g}: the study has {new} tokens of training sequences; expected no sequence twice; use "
-            f"{new} or fewer"
-        )
-
-
 def tell_end(place: Place, outcomes: dict, tell) -> int:
     """Say how much of the study is there; returns the command's status. outcomes: {name of a job: outcome or None}."""
     if FAILED in outcomes.values():
@@ -335,12 +318,8 @@ def run(parsed: argparse.Namespace, tell=say) -> int:
             tell(line)
         return COMPLETE
     found = devices()
-    if study.tasks is None:
-        corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
-    else:
-        corpus = prepare_tasks(parsed.runs, study.model.seq_length, study.tasks, tell=tell)
+    corpus = prepare_corpus(parsed.runs, study.corpus, tell=tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
-    require_new_sequences(study, corpus, max(tokens, int(parsed.rate_tokens or study.rate_tokens)))
     if parsed.stage == "corpus":
         return COMPLETE
     place = Place(study, corpus, tokens, parsed.runs.resolve(), parsed.results.resolve())

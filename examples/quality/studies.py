@@ -36,8 +36,9 @@ class Study:
 
     rates: the learning rates of which every arm takes its best, by the validation loss of a run of rate_tokens.
     batch, micro_batch: sequences. evaluations: during the training and at its end; eval_batches: batches of each.
-    corpus: the text. tasks: synthetic sequences in its place, and tests of the trained model. flags: Megatron's, beyond
-    those of every study. start: where the runs go on from, None where they begin with random weights.
+    corpus: the text. tasks: of a study that goes on from a dense model of text, synthetic sequences to go on over, and
+    tests of the trained model. flags: Megatron's, beyond those of every study. start: where the runs go on from, None
+    where they begin with random weights.
 
     arms: what is trained; baseline: what the others are compared with. own_rates: each arm takes its own best rate;
     otherwise all take the baseline's. questions: of --question. recall: the study of tasks with the same arms whose
@@ -109,7 +110,7 @@ class Start:
     from_scratch: tuple[str, ...] = ()
 
 
-# The shape of both rules studies: as many KV heads as the stride of `s2`, so that the heads of one layer cover the
+# The shape of the rules studies: as many KV heads as the stride of `s2`, so that the heads of one layer cover the
 # context, and a quarter of the heads dense in every layer is as many pairs as a quarter of the layers dense.
 _RULES = dict(window=512, stride=8, dense_heads=2)
 _RULES_TINY = dict(window=64, stride=4, dense_heads=2)
@@ -149,34 +150,6 @@ STUDIES = {
             arms=(*WITH_HYBRIDS, stride_arm(4), BY_QUERY_HEAD),
         ),
         Study(
-            "retrieval8k",
-            Model(6, 512, 1408, 8, 4, 8192),
-            block_size=64,
-            local_tokens=512,
-            stride=8,
-            batch=8,
-            micro_batch=8,
-            tokens=150_000_000,
-            rate_tokens=50_000_000,
-            eval_batches=16,
-            tasks=TaskSettings(sequences=20_000, pairs=256, chains=32),
-            arms=WITH_HYBRIDS,
-        ),
-        Study(
-            "retrieval32k",
-            Model(6, 512, 1408, 8, 4, 32768),
-            block_size=64,
-            local_tokens=512,
-            stride=8,
-            batch=4,
-            micro_batch=2,
-            tokens=300_000_000,
-            rate_tokens=100_000_000,
-            eval_batches=16,
-            tasks=TaskSettings(sequences=10_000, pairs=512, chains=64),
-            arms=WITH_HYBRIDS,
-        ),
-        Study(
             "lm32k",
             Model(12, 768, 2048, 12, 4, 32768),
             block_size=64,
@@ -199,20 +172,6 @@ STUDIES = {
             tokens=100_000_000,
             rate_tokens=20_000_000,
             evaluations=2,
-            recall="rules-recall8k",
-            **_rules(_RULES),
-        ),
-        Study(
-            "rules-recall8k",
-            Model(8, 512, 1408, 8, 8, 8192),
-            block_size=64,
-            batch=4,  # this task wants many steps more than many tokens
-            micro_batch=4,
-            tokens=100_000_000,
-            rate_tokens=50_000_000,
-            evaluations=2,
-            eval_batches=16,
-            tasks=TaskSettings(sequences=14_000, pairs=256, kinds=("recall",)),
             **_rules(_RULES),
         ),
         # The same in a size for two CPU cores; the numbers say nothing about quality.
@@ -224,31 +183,7 @@ STUDIES = {
             evaluations=1,
             eval_batches=4,
             corpus=CorpusSettings(512, 1, 3, split="80,20,0", only=("stdlib",)),
-            recall="rules-recall-tiny",
             **_rules(_RULES_TINY),
-            **_TINY,
-        ),
-        Study(
-            "rules-recall-tiny",
-            Model(4, 48, 96, 4, 4, 256),
-            batch=4,
-            micro_batch=4,
-            evaluations=1,
-            eval_batches=2,
-            tasks=TaskSettings(512, pairs=8, tests=16, kinds=("recall",)),
-            **_rules(_RULES_TINY),
-            **_TINY,
-        ),
-        Study(
-            "retrieval-tiny",
-            Model(3, 48, 96, 4, 2, 128),
-            local_tokens=32,
-            stride=4,
-            batch=8,
-            micro_batch=8,
-            evaluations=1,
-            eval_batches=2,
-            tasks=TaskSettings(1024, pairs=4, needles=2, chains=2, hops=2, tests=16),
             **_TINY,
         ),
         Study(

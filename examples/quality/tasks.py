@@ -45,7 +45,7 @@ TRAINING_SEED, EVALUATION_SEED = 1, 2
 class TaskSettings:
     """sequences: of the data set. pairs: in a sequence to recall, and questions as many. needles: in a training
     sequence of the needle task; its test has one. chains, hops: of the variables; a chain has hops + 1 of them and one
-    question. tests: sequences of each task that a trained model is tested with. kinds: the tasks that there are."""
+    question. tests: sequences of each task that a trained model is tested with."""
 
     sequences: int
     pairs: int = 64
@@ -53,7 +53,6 @@ class TaskSettings:
     chains: int = 16
     hops: int = 3
     tests: int = 256
-    kinds: tuple[str, ...] = TASKS
 
 
 class Sequence(NamedTuple):
@@ -140,9 +139,7 @@ def training_sequence(index: int, length: int, settings: TaskSettings) -> np.nda
     """uint16 [length]; the tasks and short problems alternate, and recall comes in both its forms. Behind the share for
     training, in what Megatron validates with, there are no short problems."""
     rng = np.random.default_rng([TRAINING_SEED, index])
-    forms = [form for form in FORMS if form.partition(", ")[0] in settings.kinds]
-    if index < TRAINING_SHARE * settings.sequences:
-        forms.append("short")
+    forms = (*FORMS, "short") if index < TRAINING_SHARE * settings.sequences else FORMS
     form = forms[index % len(forms)]
     if form == "short":
         return short(rng, length, settings.pairs)

@@ -15,7 +15,7 @@ import yaml
 from examples.quality import chosen
 from examples.quality.arms import BASELINE, SHARDED
 from examples.quality.continuations import CONTINUATIONS
-from examples.quality.continued import ContinuedPlace, make_jobs
+from examples.quality.continued import START, ContinuedPlace, make_jobs
 from examples.quality.corpus import Corpus
 from examples.quality.launch import choice_split, command
 from examples.quality.run import parse_arguments
@@ -49,14 +49,14 @@ def test_as_many_heads_as_without_a_choice_and_a_quarter(study):
 
 
 def test_studies_that_go_on_from_a_language_model_have_them():
-    assert [study for study in CONTINUATIONS.values() if study.start.study.tasks is None] == STUDIES
+    assert list(CONTINUATIONS.values()) == STUDIES
 
 
 def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
     study = CONTINUATIONS["from-dense-tiny"]
     corpus = Corpus(tmp_path / "corpus", {"sha256": "ab" * 32, "vocabulary": 512, "split": "40,12,0"})
     text = Corpus(tmp_path / "unseen", corpus.description)
-    place = ContinuedPlace(study, corpus, study.tokens, tmp_path, tmp_path, study.start.tokens, {})
+    place = ContinuedPlace(study, corpus, study.tokens, tmp_path, tmp_path, study.start.tokens, {START: corpus})
     words = {}
     for seed in (1, 2):
         for job in make_jobs(place, [BASELINE, "chosen-heads", "chosen-few"], [seed], {BASELINE: 3e-3, "s2": 3e-3}):

@@ -14,7 +14,7 @@ import pytest
 
 from examples.quality import continued, page, scales
 from examples.quality.continuations import CONTINUATIONS, token_flops, tokens_from_scratch
-from examples.quality.continued import make_jobs, run_continued
+from examples.quality.continued import make_jobs
 from examples.quality.continued_page import read_switched, tokens_to_return
 from examples.quality.copies import GROUPS, score
 from examples.quality.corpus import Corpus, write_documents
@@ -387,43 +387,3 @@ def test_a_model_is_back_where_it_stays():
     assert tokens_to_return(paired, tokens, 2, 0.01) == 600.0
     assert tokens_to_return(paired, tokens, 1, 0.2) == 0.0
     assert tokens_to_return(Paired(paired.steps, baseline + 0.2, baseline), tokens, 1, 0.01) is None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["from-dense-tiny"])
-def test_a_study_through_megatron(name, tmp_path):
-    """About two minutes: every run is a process of Megatron's."""
-    said = []
-    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    given = parse_arguments([name, "--arms", "dense", "s2", "--rate", "4e-3", *folders])
-    assert run_continued(CONTINUATIONS[name], given, Budget(None), said.append) == COMPLETE, "\n".join(said)
-    (folder,) = [path for path in (tmp_path / "results" / name).iterdir() if path.is_dir()]
-    first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("start-dense", "dense", "s2")}
-    assert first["dense"] < first["start-dense"] - 0.5, "the weights did not come along"
-    assert abs(first["s2"] - first["dense"]) < 0.1
-    (scale,) = scales.read_scales(CONTINUATIONS[name], tmp_path / "results")
-    assert "right after the switch" in "\n".join(page.scale_section(scale, "x", pictures=False))
-
-
-@pytest.mark.long
-def test_tasks_after_text_through_megatron(tmp_path):
-    """Two minutes. The dense model reads text, its heads are chosen on text, and what goes on reads tasks four times as
-    long."""
-    said = []
-    folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    given = parse_arguments(["extend-recall-tiny", "--arms", "dense", "chosen-few", "--rate", "4e-3", *folders])
-    study = CONTINUATIONS["extend-recall-tiny"]
-    assert run_continued(study, given, Budget(None), said.append) == COMPLETE, "\n".join(said)
-    (folder,) = [path for path in (tmp_path / "results" / study.name).iterdir() if path.is_dir()]
-    first = {arm: read_records(folder / f"{arm}_seed1.jsonl")[1]["lm loss"] for arm in ("dense", "chosen-few")}
-    assert abs(first["chosen-few"] - first["dense"]) < 0.1
-    assert json.loads((folder / "chosen-few_seed1.json").read_text())["chosen"] == study.arm("chosen-few").chosen
-    assert (
-        "sequences of 256 tokens of more," in (folder / "chosen-few_seed1.yaml").read_text()
-    )  # the text's second part
-    read = {arm: read_records(folder / f"{arm}_seed1.jsonl")[0]["run"]["arguments"] for arm in ("start-dense", "dense")}
-    assert read["start-dense"]["data_path"] != read["dense"]["data_path"]
-    assert json.loads((folder / "chosen-few_seed1.recall.json").read_text()).keys() == {"recall", "needle"}
-    (scale,) = scales.read_scales(study, tmp_path / "results")
-    text = "\n".join(page.scale_section(scale, "x", pictures=False))
-    assert "right after the switch" in text and "needle" in text

@@ -8,6 +8,7 @@ from examples.quality import page, scales
 from examples.quality.arms import BASELINE, SHARDED
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.results import write_json
+from examples.quality.tasks import TASKS
 from tests.quality.rules_logs import TINY, write_rules_log
 
 # As from-dense8k: without questions, beside dense.
@@ -57,3 +58,18 @@ def test_seeds_with_other_arms_have_tables_and_pictures_of_their_own(tmp_path):
     assert "| s2 |" not in first and "| hybrid |" not in second
     shown = {f"{kind}-seed{seed}.png" for kind in ("curves", "switch") for seed in (1, 2)} | {"seeds.png"}
     assert {path.name for path in folder.glob("*.png")} == shown and all(f"](x/{name})" in text for name in shown)
+
+
+def test_studies_of_tasks_have_no_shares_of_a_loss(tmp_path):
+    """That of a task which is learnt is near zero."""
+    tasks = CONTINUATIONS["extend-recall-tiny"]
+    folder = tmp_path / "scale"
+    write_going_on(folder, {("dense", 1): (5.0, 4.0), ("s2", 1): (5.5, 0.01)})
+    group = {"accuracy": 0.25, "by_depth": [0.25] * 8, "by_residue": [0.25] * 4, "by_hops": [0.25] * 3}
+    for arm in ("dense", "s2"):
+        write_json(folder / f"{arm}_seed1.recall.json", dict.fromkeys(TASKS, group))
+    (folder / "switch.png").touch()  # of an earlier page
+    text = "\n".join(page.scale_section(scales.read_scale(tasks, folder), "x", pictures=True))
+    assert "| s2 | 25.0 | 25.0 | 25.0 |" in text and "](x/curves.png)" in text and "s2-megatron compare dense=" in text
+    assert "validation loss" not in text and "training loss" not in text and "Every dense model" not in text
+    assert {path.name for path in folder.glob("*.png")} == {"curves.png"}

@@ -1,20 +1,19 @@
-"""The synthetic tasks: each question has one answer and it can be found; scores by depth, residue and hops; a study."""
+"""The synthetic tasks: each question has one answer and it can be found; scores by depth, residue and hops."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from examples.quality import recall_page
+from examples.quality.continuations import CONTINUATIONS
+from examples.quality.continued import require_new_sequences
 from examples.quality.corpus import Corpus
 from examples.quality.page import table
 from examples.quality.recall import DEPTHS, held_out_sequences, score
-from examples.quality.run import COMPLETE, parse_arguments, require_new_sequences, run
-from examples.quality.studies import STUDIES
 from examples.quality.tasks import (
     ANSWERS,
     KEYS,
@@ -28,9 +27,9 @@ from examples.quality.tasks import (
     prepare_tasks,
     training_sequence,
 )
-from s2_megatron.megatron.loss_log import read_loss_log
 
-TINY, FULL = STUDIES["retrieval-tiny"], STUDIES["retrieval8k"]
+STUDIES = [study for study in CONTINUATIONS.values() if study.tasks is not None]
+TINY, FULL, LONG = (CONTINUATIONS[name] for name in ("extend-recall-tiny", "from-dense-recall8k", "extend-recall32k"))
 
 
 def within(ids, group):
@@ -72,7 +71,7 @@ def test_groups_of_ids_are_apart():
 
 
 def test_needles_lie_at_every_depth_and_residue():
-    for study in (FULL, STUDIES["retrieval32k"]):
+    for study in (FULL, LONG):
         places = np.concatenate([each.questions[:, 1] for each in held_out_sequences(study, "needle")])
         depths = np.bincount(places * DEPTHS // study.model.seq_length, minlength=DEPTHS)
         residues = np.bincount(places // study.block_size % study.stride, minlength=study.stride)
@@ -88,7 +87,7 @@ def of_training(study, count: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def test_short_problems_hold_their_answers():
     """Every answer stands beside its value, or behind a key that stands earlier in the same 64 tokens."""
-    for study in (TINY, FULL, STUDIES["retrieval32k"]):
+    for study in STUDIES:
         for ids in of_training(study, 10)[1]:
             ids, asked = ids.astype(int), 0
             for place in np.flatnonzero(within(ids, ANSWERS)):
@@ -106,10 +105,12 @@ def test_short_problems_hold_their_answers():
 
 def test_no_short_problem_validates():
     """Megatron's split of 98,2 begins at the same sequence."""
-    last = TINY.tasks.sequences - 1
-    for index in range(round(TINY.tasks.sequences * 0.98), last + 1):
-        ids = training_sequence(index, TINY.model.seq_length, TINY.tasks).astype(int)
-        assert not within(ids, ANSWERS)[: TINY.model.seq_length // 2].any()
+    first = round(FULL.tasks.sequences * 0.98)
+    early = [
+        within(training_sequence(index, FULL.model.seq_length, FULL.tasks).astype(int), ANSWERS)[: 8192 // 2].any()
+        for index in range(first - 20, FULL.tasks.sequences)
+    ]
+    assert sum(early[:20]) == 4 and not any(early[20:])
 
 
 def test_training_asks_in_the_second_half_alone():
@@ -135,15 +136,31 @@ def test_scores_by_depth_residue_and_hops():
 def test_equal_settings_give_equal_data(tmp_path):
     first, again = (prepare_tasks(tmp_path / name, 128, TINY.tasks, tell=lambda text: None) for name in ("one", "two"))
     other = prepare_tasks(tmp_path / "one", 128, replace(TINY.tasks, pairs=3), tell=lambda text: None)
-    assert first.sha256 == again.sha256 != other.sha256 and first.description["tokens"] == 1024 * 128
+    assert first.sha256 == again.sha256 != other.sha256 and first.description["tokens"] == 64 * 128
 
 
 def test_a_missed_needle_is_said_first():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0, None, 0.5, 1.0]}
-    tests = {"hybrid": [{task: {**group, "by_hops": [1.0, 0.25]} for task in TASKS}]}
+    found = {**group, "by_residue": [1.0] * 4}
+    tests = {
+        arm: [{task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}]
+        for arm, own in (("dense-fourth", group), ("chosen-few", found), ("s2", group))
+    }
     text = recall_page.section(TINY, tests, table)
-    assert text[2] == "- hybrid finds every needle, at every depth and residue: **missed** (worst group 50.0 %)."
-    assert "| hybrid, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| hybrid, tracking | 100.0 | 25.0 |" in text
+    assert text[2:5] == [
+        "- dense-fourth finds every needle, at every depth and residue: **missed** (worst group 50.0 %).",
+        "- chosen-few finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
+        "",
+    ]
+    assert "| s2, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| s2, tracking | 100.0 | 25.0 |" in text
+
+
+def test_tests_without_tracking_are_shown_without_it():
+    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
+    tests = {"dense": [{"recall": group, "needle": group}] * 2}
+    text = recall_page.section(TINY, tests, table)
+    assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
+    assert not [line for line in text if "racking" in line]
 
 
 def test_the_flag_takes_an_id(capsys):
@@ -157,29 +174,8 @@ def test_the_flag_takes_an_id(capsys):
 
 
 def test_no_sequence_is_trained_on_twice():
-    for study in (each for each in STUDIES.values() if each.tasks is not None):
+    for study in STUDIES:
         corpus = Corpus(None, {"tokens": study.tasks.sequences * study.model.seq_length})
-        require_new_sequences(study, corpus, max(study.tokens, study.rate_tokens))  # the sizes that a study has
+        require_new_sequences(corpus, study.tokens)  # the sizes that a study has
         with pytest.raises(ValueError, match=r"tokens of training sequences; expected no sequence twice; use \d+"):
-            require_new_sequences(study, corpus, corpus.description["tokens"])
-
-
-@pytest.mark.long
-def test_a_study_trains_on_the_answers_and_tests_the_model(tmp_path):
-    said = []
-    arguments = ["retrieval-tiny", "--arms", "s2", "--rate", "4e-3", "--tokens", str(20 * TINY.step_tokens)]
-    places = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    assert run(parse_arguments([*arguments, *places]), said.append) == COMPLETE, "\n".join(said)
-    (tested,) = (tmp_path / "results").rglob("s2_seed1.recall.json")
-    result = json.loads(tested.read_text())
-    assert list(result) == sorted(TASKS) and result["recall"]["questions"] == 16 * TINY.tasks.pairs
-    (log,) = (tmp_path / "results").rglob("s2_seed1.jsonl")
-    counted = {
-        name.rpartition("/")[2]: value
-        for name, value in read_loss_log(log)[1]["iteration 20 on validation set"].items()
-        if name.startswith("tokens by position/")
-    }
-    # Megatron's samples are the sequences, and none of those to validate with is of short problems: no question stands
-    # in the first half of one.
-    assert set(counted) == {"064-095", "096-127", "trailing"}
-    assert sum(counted.values()) - counted["trailing"] < TINY.tasks.pairs * TINY.batch * TINY.eval_batches
+            require_new_sequences(corpus, corpus.description["tokens"])
