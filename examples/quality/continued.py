@@ -12,8 +12,10 @@ in <runs>/starts/ with its checkpoint, for further arms and for the other studie
 from __future__ import annotations
 
 import argparse
-import shutil
-from collections.abc import Sequence
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,19 +55,25 @@ class ContinuedPlace(Place):
 
     @property
     def scale(self) -> str:
-        return f"{self.start_tokens / 1e6:g}M+{super().scale}"
+        """Of tasks with the hash of the text before them, too: theirs is the same on every machine."""
+        own = f"{self.start_tokens / 1e6:g}M+{super().scale}"
+        return own if self.study.tasks is None else f"{own}-{self.corpora[START].sha256[:8]}"
 
     def corpus_of(self, job: Job) -> Corpus:
         return self.corpora[job.role]
 
     def start_folder(self, seed: int, rate: float) -> Path:
         """Of the dense run, which all studies that begin with it find there. rate: its own."""
-        name = f"{self.study.start.study.name}-{self.start_tokens / 1e6:g}M-{self.corpora[START].sha256[:8]}"
+        start, text = self.study.start, self.corpora[START].sha256[:8]
+        name = f"{start.study.name}-{self.start_tokens / 1e6:g}M-of-{start.text_share:.3f}-{text}"
         return self.runs / "starts" / name / f"seed{seed}_{rate:g}"
 
     def folder(self, dense: Job, label: str, rate: float) -> Path:
-        """Of a run that begins with the dense one, or is compared with such."""
+        """Of a run that begins with the dense one."""
         return dense.folder / f"{self.study.name}-{super().scale}" / f"{label}_{rate:g}"
+
+    def scratch_folder(self, arm: str, seed: int, rate: float) -> Path:
+        return self.runs / self.study.name / self.scale / f"{SCRATCH}-{arm}_seed{seed}_{rate:g}"
 
     def results_of(self, seed: int) -> list[Path]:
         """The thinned losses that are there."""
@@ -113,7 +121,7 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
         jobs.append(dense)
         for arm in (arm for arm in start.from_scratch if arm in arms):
             tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)
-            folder = place.folder(dense, f"{SCRATCH}-{arm}", rates[arm])
+            folder = place.scratch_folder(arm, seed, rates[arm])
             later.append(Job(study, arm, seed, rates[arm], tokens, folder, role=SCRATCH))
         own = float(f"{rate * start.rate_share:g}")  # as the command line has it
         for arm in arms:
@@ -147,13 +155,32 @@ def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job:
     return outcome
 
 
-def begin_again(jobs: Sequence[Job]) -> None:
-    """Remove the dense runs whose weights are gone though some are still to begin with them, and all that began with
+def begin_again(jobs: Sequence[Job], tell) -> None:
+    """Put the dense runs aside whose weights are gone though some are still to begin with them, and all that began with
     them."""
     for dense in (job for job in jobs if job.role == START):
         unfinished = any(final_evaluation(job) is None for job in jobs if job.start == dense)
         if unfinished and final_evaluation(dense) is not None and not dense.checkpoints.exists():
-            shutil.rmtree(dense.folder)
+            aside = dense.folder.rename(dense.folder.with_name(f"{dense.folder.name}.gone-{time.time_ns()}"))
+            tell(f"the weights of {dense.name} are gone: it is trained again; what began with them is in {aside}")
+
+
+@contextlib.contextmanager
+def alone(jobs: Sequence[Job]) -> Iterator[None]:
+    """Hold the dense runs that are still to be trained: commands of other studies have the same folder for them. Raises
+    ValueError where another command holds one."""
+    with contextlib.ExitStack() as held:
+        for dense in (job for job in jobs if job.role == START and final_evaluation(job) is None):
+            dense.folder.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((dense.folder / "lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released with the file, however this ends
+            except BlockingIOError:
+                raise ValueError(
+                    f"{dense.folder}: another command trains this dense model; expected one at a time until it has "
+                    "ended; repeat the command then, or use another seed"
+                ) from None
+        yield
 
 
 def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
@@ -170,6 +197,12 @@ def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
                 f"{dense.folder}; expected all arms of a seed from one dense run; use another seed, or move its files "
                 f"out of {place.result(BASELINE, dense.seed).parent} to train all of it again"
             )
+
+
+def tell_epochs(study: Study, text: Corpus, tokens: int, tell) -> None:
+    """One line where what goes on reads its text more than once."""
+    if study.tasks is None and (epochs := tokens / text.description["tokens"]) > 1:
+        tell(f"note: {tokens / 1e6:g}M tokens are {epochs:.1f} times the text that the dense model does not read")
 
 
 def is_kept(place: ContinuedPlace, job: Job) -> bool:
@@ -196,6 +229,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     found = devices()
     corpus, corpus_before, corpora = make_corpora(study, tokens, parsed.runs, tell)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
+    tell_epochs(study, corpora[""], tokens, tell)
     if parsed.stage == "corpus":
         return COMPLETE
     results = parsed.results.resolve()
@@ -215,13 +249,12 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         return COMPLETE
 
     asked = make_jobs(place, arms, parsed.seeds, rates)
-    # A seed is trained as a whole: its dense weights are not kept.
-    seeds = [seed for seed in parsed.seeds if not all(is_kept(place, job) for job in asked if job.seed == seed)]
-    jobs = [job for job in asked if job.seed in seeds]
+    left = [job for job in asked if not is_kept(place, job)]
+    jobs = [job for job in asked if job in left or any(each.start == job for each in left)]
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
-    begin_again(jobs)
     require_one_start(place, jobs)
+    begin_again(jobs, tell)
     remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None
 
@@ -230,14 +263,15 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
             job.shared.touch()
         return command(job, place.corpus_of(job), on_gpu, place.corpora[CHOICE])
 
-    outcomes = run_jobs(
-        jobs,
-        [device for device, _ in found] * parsed.runs_per_gpu,
-        start_run,
-        budget,
-        partial(keep, place, machine(found[0][1]), budget, tell, parsed),
-        tell,
-    )
+    with alone(jobs):
+        outcomes = run_jobs(
+            jobs,
+            [device for device, _ in found] * parsed.runs_per_gpu,
+            start_run,
+            budget,
+            partial(keep, place, machine(found[0][1]), budget, tell, parsed),
+            tell,
+        )
     compare_runs(place, arms, tell)
     there = dict.fromkeys((job.name for job in asked if job not in jobs), FINISHED)
     return tell_end(place, there | {job.name: outcomes.get(job.name) for job in jobs}, tell)

@@ -52,7 +52,7 @@ def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
         if not documents:
             raise ValueError(
                 f"corpus of {ends[0]} training documents: none is left for the part {name!r}; expected one or more; "
-                "use a larger corpus, or fewer tokens before the switch"
+                "use a larger corpus"
             )
     folder = corpus.folder / f"parts-{middle}"
     if not folder.exists():

@@ -97,7 +97,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="this many at once on each GPU (default: 1). Small models then wait less for the host; a run takes the "
         "time of a step from one of its arm that had such a GPU alone; in studies from a dense model it has no times",
     )
-    parser.add_argument("--keep-checkpoints", action="store_true", help="of finished runs")
+    parser.add_argument(
+        "--keep-checkpoints", action="store_true", help="of finished runs; those that others begin with stay anyway"
+    )
     parsed = parser.parse_args(arguments)
     if parsed.start_tokens is not None and ALL[parsed.study].start is None:
         parser.error(f"--start-tokens: {parsed.study} goes on from no other run; expected it with a study that does")

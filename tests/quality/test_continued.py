@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples.quality import continued, page, scales
-from examples.quality.continuations import CONTINUATIONS, token_flops, tokens_from_scratch
+from examples.quality.continuations import ALL, CONTINUATIONS, token_flops
 from examples.quality.continued import make_jobs
 from examples.quality.continued_page import read_switched, tokens_to_return
 from examples.quality.copies import GROUPS, score
@@ -116,11 +117,11 @@ def study(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr(continued, "measure_text", measure)
 
-    def run_study(*more: str, rate: str = "4e-3"):
+    def run_study(*more: str, rate: str = "4e-3", name: str = TINY.name):
         said = []
         size = ["--tokens", str(STEPS * TINY.step_tokens), "--start-tokens", str(STEPS * TINY.step_tokens)]
         folders = ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-        given = ["from-dense-tiny", "--arms", "dense", "s2", "--rate", rate, *size, *folders, *more]
+        given = [name, "--arms", "dense", "s2", "--rate", rate, *size, *folders, *more]
         return run(parse_arguments(given), said.append), said
 
     return run_study
@@ -189,42 +190,59 @@ def test_what_is_there_already_is_not_trained_again(study, tmp_path):
     assert status == COMPLETE and sorted(started(said)) == ["s2", "scratch-s2", "switched-s2"]
 
 
-def test_studies_share_a_dense_model(study, tmp_path):
-    """One of other tokens, as one of tasks or of another length, begins with the weights that are there."""
+def test_studies_share_a_dense_model(study, tmp_path, monkeypatch):
+    """Another study of the same dense model, and one of other tokens, begin with the weights that are there."""
     assert study("--from-scratch")[0] == COMPLETE
-    more = ["--from-scratch", "--tokens", str((STEPS + 10) * TINY.step_tokens)]
-    status, said = study(*more)
-    assert status == COMPLETE and sorted(started(said)) == ["dense", "s2", "switched-dense", "switched-s2"]
-    begun = {start_of(path) for path in (tmp_path / "results").rglob("*_seed1.jsonl")}
-    assert len(begun) == 2 and None in begun
-    (logs,) = {path.read_text() for path in (tmp_path / "results").rglob("start-dense_seed1.jsonl")}
-    assert logs
+    monkeypatch.setitem(ALL, "other-tiny", replace(TINY, name="other-tiny"))
+    for more, name in (([], "other-tiny"), (["--tokens", str((STEPS + 10) * TINY.step_tokens)], TINY.name)):
+        status, said = study("--from-scratch", *more, name=name)
+        assert status == COMPLETE and sorted(started(said)) == ["dense", "s2", "switched-dense", "switched-s2"]
+    logs = [*(tmp_path / "results").rglob("*_seed1.jsonl")]
+    assert len(logs) == 9 and len({start_of(path) for path in logs} - {None}) == 1
+
+
+def test_a_dense_model_is_trained_by_one_command(study, tmp_path):
+    assert study("--from-scratch")[0] == COMPLETE
+    (folder,) = (tmp_path / "runs" / "starts").glob("*/*")
+    with (folder / "lock").open("w") as file:  # as another command, which trains seed 2 there
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert study("--from-scratch", "--arms", "dense", "s2", "window")[0] == COMPLETE, "it is trained already"
+        shutil.rmtree(folder / "checkpoints")
+        (folder / "losses.jsonl").unlink()
+        for path in (tmp_path / "results").rglob("*_seed1.jsonl"):
+            path.unlink()
+        with pytest.raises(ValueError, match=r"seed1_0\.004: another command trains this dense model"):
+            study("--from-scratch")
 
 
 def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
     """An arm more begins with the weights that are there; once these are gone it takes another seed, or all of it is
-    trained again."""
-    assert study("--from-scratch")[0] == COMPLETE
-    status, said = study("--from-scratch", "--arms", "dense", "s2", "window")
+    trained again, but for what began with random weights."""
+    assert study()[0] == COMPLETE
+    status, said = study("--arms", "dense", "s2", "window")
     assert status == COMPLETE and sorted(started(said)) == ["switched-window", "window"]
     (weights,) = (tmp_path / "runs" / "starts").glob("*/*/checkpoints")
     shutil.rmtree(weights)
     with pytest.raises(
         ValueError, match=r"seed 1 has results of dense, s2, window that went on from other weights than those of "
     ):
-        study("--from-scratch", "--arms", "dense", "s2", "window", "hybrid")
+        study("--arms", "dense", "s2", "window", "hybrid")
+    assert (weights.parent / "losses.jsonl").exists(), "nothing is lost"
     (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
     assert not list(tmp_path.rglob("hybrid_*")) and (folder / "s2_seed1.jsonl").exists()
     for arm in ("dense", "s2", "window"):
         (folder / f"{arm}_seed1.jsonl").rename(tmp_path / f"{arm}.jsonl")
-    status, said = study("--from-scratch", "--arms", "dense", "s2")
-    assert status == COMPLETE and {"start-dense", "dense", "s2"} <= set(started(said))
+    status, said = study("--arms", "dense", "s2", "hybrid")
+    assert status == COMPLETE and {"start-dense", "dense", "s2", "hybrid"} <= set(started(said))
+    assert "scratch-s2" not in started(said)
+    (aside,) = (line.rpartition(" ")[2] for line in said if "are gone: it is trained again" in line)
+    assert (Path(aside) / "losses.jsonl").exists()
     assert len({start_of(folder / f"{arm}_seed1.jsonl") for arm in ("dense", "s2")}) == 1
     # Of other weights than the others.
     lines = (tmp_path / "window.jsonl").read_text().replace('"start_losses": "', '"start_losses": "0')
     (folder / "window_seed1.jsonl").write_text(lines)
     with pytest.raises(ValueError, match=r"seed 1 has results of window that went on from other weights"):
-        study("--from-scratch", "--arms", "dense", "s2", "hybrid")
+        study("--arms", "dense", "s2", "one-offset")
 
 
 def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch):
@@ -254,24 +272,6 @@ def test_which_heads_were_chosen_is_kept(study, tmp_path):
     assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x", pictures=False))
 
 
-def test_heads_are_chosen_once_for_all_studies_that_ask_the_same(tmp_path):
-    """The same number of heads beside the same sparsity on the same dense run; windows of as many pairs as `s2` are
-    wider in a longer context."""
-    made = {}
-    for name in ("from-dense-rules8k", "extend-rules32k"):
-        study = CONTINUATIONS[name]
-        arms = [arm.name for arm in study.arms if arm.chosen]
-        corpora = {continued.START: Corpus(tmp_path, {"sha256": "ab" * 32})}
-        place = continued.ContinuedPlace(
-            study, corpora[continued.START], study.tokens, tmp_path, tmp_path, study.start.tokens, corpora
-        )
-        jobs = make_jobs(place, ["dense", *arms], [1], {"dense": 3e-3})
-        made[name] = {job.arm: chosen_yaml(job) for job in jobs if job.study.arm(job.arm).chosen}
-    here, longer = made.values()
-    same = {arm for arm in here if here[arm] == longer[arm]}
-    assert same == {"chosen-heads", "chosen-few", "chosen-wide"} and len(set(here.values())) == 4
-
-
 def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
     assert study("--from-scratch")[0] == COMPLETE
     assert not list(tmp_path.rglob("scratch-*"))
@@ -286,11 +286,6 @@ def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_a_question_brings_the_arms_it_is_compared_with():
-    assert parse_arguments(["from-dense-rules-tiny", "--question", "stride"]).arms == [
-        "s2", "dense", "stride-2", "stride-8", "stride-16"]  # fmt: skip
-
-
 def test_an_arm_alone_has_nothing_to_be_laid_by(study):
     with pytest.raises(ValueError, match="--arms s2: expected dense among them, the arm to compare with"):
         study("--arms", "s2")
@@ -302,12 +297,6 @@ def test_an_estimate_has_every_run(study):
     labels = [line.split()[0] for line in said[1:-1]]
     assert labels == ["start-dense", "switched-dense", "dense", "switched-s2", "s2", "scratch-s2"]
     assert said[-1].startswith("12 runs: ")
-
-
-def test_start_tokens_belong_to_a_study_that_goes_on(capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(["lm8k", "--start-tokens", "1e6"])
-    assert "--start-tokens: lm8k goes on from no other run" in capsys.readouterr().err
 
 
 def test_parts_share_the_validation_documents_alone(corpus):
@@ -326,16 +315,6 @@ def test_parts_share_the_validation_documents_alone(corpus):
     assert all(validation == [*range(54, 60)] for _, validation in read.values())
     with pytest.raises(ValueError, match="54 training documents: none is left for the part 'more'"):
         split_corpus(corpus, 1.0)
-
-
-def test_runs_from_random_weights_take_the_same_flops():
-    start, vocabulary = TINY.start, 512
-    tokens = tokens_from_scratch(TINY, "s2", 60_000, 30_000, vocabulary)
-    spent = 60_000 * token_flops(start.study, "dense", vocabulary) + 30_000 * token_flops(TINY, "s2", vocabulary)
-    assert tokens * token_flops(TINY, "s2", vocabulary) == pytest.approx(spent, rel=1e-4)
-    assert tokens > 90_000
-    # What Megatron logs for this model, vocabulary as padded, but for the diagonal.
-    assert token_flops(start.study, "dense", vocabulary) == pytest.approx(741888, rel=2e-3)
 
 
 @pytest.fixture
@@ -369,14 +348,6 @@ def test_arms_that_go_on_differ_in_their_sparsity_alone(flags):
         return [flag.replace(f"/{label}_", "/") for flag in flags[label] if "--s2-config" not in flag]
 
     assert without_paths("s2") == without_paths("dense")
-
-
-def test_every_study_goes_on_in_whole_steps():
-    for study in CONTINUATIONS.values():
-        start = study.start
-        assert study.iterations(study.tokens) >= 20 and start.study.iterations(start.tokens) >= 20
-        assert replace(study.model, seq_length=0) == replace(start.study.model, seq_length=0)
-        assert study.model.seq_length % start.study.model.seq_length == 0
 
 
 def test_a_model_is_back_where_it_stays():

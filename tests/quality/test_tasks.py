@@ -144,12 +144,13 @@ def test_a_missed_needle_is_said_first():
     found = {**group, "by_residue": [1.0] * 4}
     tests = {
         arm: [{task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}]
-        for arm, own in (("dense-fourth", group), ("chosen-few", found), ("s2", group))
+        for arm, own in (("dense-fourth", group), ("chosen-few", found), ("chosen-window", found), ("s2", group))
     }
     text = recall_page.section(TINY, tests, table)
-    assert text[2:5] == [
+    assert text[2:6] == [
         "- dense-fourth finds every needle, at every depth and residue: **missed** (worst group 50.0 %).",
         "- chosen-few finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
+        "- chosen-window finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
         "",
     ]
     assert "| s2, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| s2, tracking | 100.0 | 25.0 |" in text
