@@ -12,7 +12,6 @@ from examples.quality.tasks import VOCABULARY, TaskSettings
 # fixed in Megatron.
 ROPE_SCALING = ("--use-rope-scaling", "--rope-scaling-factor=4")
 
-
 ARMS = ("dense", "dense-fourth", "s2")
 
 

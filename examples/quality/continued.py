@@ -201,7 +201,7 @@ def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
 
 def tell_epochs(study: Study, text: Corpus, tokens: int, tell) -> None:
     """One line where what goes on reads its text more than once."""
-    if study.tasks is None and (epochs := tokens / text.description["tokens"]) > 1:
+    if study.tasks is None and (epochs := tokens / text.description["training_tokens"]) > 1:
         tell(f"note: {tokens / 1e6:g}M tokens are {epochs:.1f} times the text that the dense model does not read")
 
 

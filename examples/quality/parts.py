@@ -35,7 +35,7 @@ class Part(Corpus):
 def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
     """{name: part}, made once. share: of the training tokens, for the first part; whole documents.
 
-    `sha256` stays that of the whole corpus; `tokens` and `split` are those of the part.
+    `sha256` stays that of the whole corpus; `tokens`, `training_tokens` and `split` are those of the part.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -67,8 +67,10 @@ def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
             shutil.rmtree(unfinished, ignore_errors=True)
     parts = {}
     for name, documents in training.items():
+        training_tokens = int(lengths[list(documents)].sum())
         own = {
-            "tokens": int(lengths[list(documents)].sum() + lengths[list(validation)].sum()),
+            "tokens": training_tokens + int(lengths[list(validation)].sum()),
+            "training_tokens": training_tokens,
             "split": f"{len(documents)},{len(validation)},0",
         }
         parts[name] = Part(folder, corpus.description | own, name)
