@@ -81,7 +81,7 @@ CONTINUATIONS = {
             more=(WINDOW,),
             chosen=16,
             eval_batches=16,
-            tasks=TaskSettings(sequences=1_400, pairs=512, chains=64),
+            tasks=TaskSettings(sequences=1_400, pairs=1024, chains=128),
             **_longer(RULES_START, 1),
         ),
         # In a size for two CPU cores; the numbers say nothing about quality.
