@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.copies import GROUPS
-from examples.quality.scales import read_text_tests, seeds_text
+from examples.quality.scales import read_text_tests, seeds_text, untested
 
 
 def losses(scores: Sequence[dict]) -> np.ndarray:
@@ -49,7 +49,8 @@ def copies_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequen
         f"Where the loss lies, over {base[0]['sequences']} validation sequences ({seeds_text(has_scores)}): "
         "predictions by the longest n-gram in front of them that had stood in the sequence before, and whether it "
         f"stood last within {near} tokens (near) or further back (far). Mean losses of each group, in nats; in "
-        f"brackets what the group adds to the arm's gap to {baseline} over all tokens, its share taken into account.",
+        f"brackets what the group adds to the arm's gap to {baseline} over all tokens, its share taken into account."
+        f"{untested(arms, found)}",
         "",
         *table(["", *titles, "all"], rows),
         "",

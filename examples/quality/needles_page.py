@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.recall_page import percent
-from examples.quality.scales import read_text_tests, seeds_text
+from examples.quality.scales import read_text_tests, seeds_text, untested
 
 
 def mean(scores: Sequence[dict], name: str) -> float | np.ndarray:
@@ -32,7 +32,7 @@ def needles_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Seque
         f"Copying {first['questions'] // first['sequences']} random tokens from far back, in {first['sequences']} "
         f"validation sequences ({seeds_text(has_scores)}). Right tokens in percent: of needles beyond the window of "
         "`s2`, of those that are right as a whole, of needles within the window, and beyond it at the worst depth and "
-        "the worst residue of the block.",
+        f"the worst residue of the block.{untested(arms, found)}",
         "",
         *table(["arm", "far", "whole needles", "near", "worst depth", "worst residue"], rows),
         "",

@@ -216,7 +216,8 @@ def _loss_lines(scale: Scale, picture: str) -> list[str]:
 
 def _tested_lines(part: Scale, lines_of: Callable) -> list[str]:
     """lines_of: of TEXT_TESTS."""
-    return lines_of(part.folder, part.study.arm_names, part.study.baseline, part.seeds, table)
+    arms = [result.arm.name for result in part.comparison.results]
+    return lines_of(part.folder, arms, part.study.baseline, part.seeds, table)
 
 
 def _by_seed(scale: Scale, shown: str, pictures: bool) -> list[str]:

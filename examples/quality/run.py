@@ -40,6 +40,7 @@ from examples.quality.results import (
     write_json,
     write_run,
 )
+from examples.quality.scales import logs_by_seed
 from examples.quality.studies import BASELINE, Study
 from examples.quality.workers import (
     FAILED,
@@ -279,7 +280,7 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     found = [
         f"{arm}={path}"
         for arm in sorted({baseline, *arms}, key=lambda arm: (arm != baseline, order.index(arm)))
-        for path in sorted(place.result(arm, 0).parent.glob(f"{arm}_seed*.jsonl"))
+        for path in logs_by_seed(place.result(arm, 0).parent, arm)
     ]
     if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{baseline}="):
         tell(f"no comparison yet: it takes a finished {baseline} run and another arm's of the same seed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,11 +67,16 @@ def _compared(runs: list[Run]) -> Comparison:
     return compare(make_arms(runs, VARIED, [True] * len(runs)), VARIED)
 
 
+def logs_by_seed(folder: Path, arm: str) -> list[Path]:
+    """The losses of an arm's runs in a folder of results."""
+    return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=lambda path: int(path.stem.rpartition("_seed")[2]))
+
+
 def read_scale(study: Study, folder: Path) -> Scale | None:
     """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
     seeds."""
     baseline = study.baseline
-    logs = {arm: sorted(folder.glob(f"{arm}_seed*.jsonl")) for arm in study.arm_names}
+    logs = {arm: logs_by_seed(folder, arm) for arm in study.arm_names}
     seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
     arms = [baseline, *(arm for arm in study.arm_names if arm != baseline and seeds[arm] & seeds[baseline])]
     if len(arms) < 2:
@@ -85,6 +90,12 @@ def read_scales(study: Study, data: Path) -> list[Scale]:
     folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
     scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
     return sorted(scales, key=lambda scale: -scale.tokens)
+
+
+def untested(arms: Sequence[str], found: Mapping) -> str:
+    """A sentence that names the arms that are missing in `found`; "" without any."""
+    missing = ", ".join(f"`{arm}`" for arm in arms if arm not in found)
+    return f" Missing, without scores of every seed: {missing}." if missing else ""
 
 
 def read_text_tests(

@@ -45,24 +45,23 @@ def section(study: Study, folder: Path, comparison: Comparison, pictures: str, t
     found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
     if not found:
         return []
-    seeds = sorted({seed for _, seed in found})
+    seeds = sorted({seed for _, seed in found}, key=int)
     rows = [
         [
             f"`{arm}`",
             f"{100 * density(study, arm):.1f} %",
-            *(cell for seed in seeds for cell in _cells(found.get((arm, seed)))),
+            *(_cell(found.get((arm, seed))) for seed in seeds),
         ]
         for arm in study.arm_names
         if any((arm, seed) in found for seed in seeds)
     ]
-    columns = [f"seed {seed}: {when}" for seed in seeds for when in ("right after the switch", "at the end")]
     lines = [
         "#### Every dense model by itself",
         "",
-        "Validation loss against dense's of the same seed: with the dense model's weights, before any step, and at the "
-        "end.",
+        "Validation loss against dense's of the same seed in percent, right after the switch, with the dense model's "
+        "weights, and at the end.",
         "",
-        *table(["arm", "pairs", *columns], rows),
+        *table(["arm", "pairs", *(f"seed {seed}" for seed in seeds)], rows),
         "",
     ]
     if len(found) >= FEWEST:
@@ -83,12 +82,12 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
 
     found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
     arms = [arm for arm in study.arm_names if any(arm == each for each, _ in found)]
-    seeds = sorted({seed for _, seed in found})
-    figure, panel = pyplot.subplots(figsize=(8, 1 + 0.28 * len(arms)), layout="constrained")
+    seeds = sorted({seed for _, seed in found}, key=int)
+    figure, panel = pyplot.subplots(figsize=(8, 1 + (0.2 + 0.04 * len(seeds)) * len(arms)), layout="constrained")
     for index, (seed, colour) in enumerate(zip(seeds, itertools.cycle(COLOURS[1:]))):
         rows = [row for row, arm in enumerate(arms) if (arm, seed) in found]
         before, after = 100 * np.array([found[arms[row], seed] for row in rows]).T
-        height = np.array(rows) + 0.24 * (index - (len(seeds) - 1) / 2)
+        height = np.array(rows) + 0.8 * ((index + 0.5) / len(seeds) - 0.5)
         panel.hlines(height, before, after, color=colour, linewidth=0.8)
         panel.scatter(before, height, s=28, facecolor="white", edgecolor=colour, linewidth=1.2, zorder=3)
         panel.scatter(after, height, s=28, color=colour, zorder=3, label=f"dense model {seed}")
@@ -102,5 +101,5 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
     pyplot.close(figure)
 
 
-def _cells(both: tuple[float, float] | None) -> list[str]:
-    return ["-", "-"] if both is None else [f"{100 * share:+.2f} %" for share in both]
+def _cell(both: tuple[float, float] | None) -> str:
+    return "-" if both is None else ", ".join(f"{100 * share:+.2f}" for share in both)
