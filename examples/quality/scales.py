@@ -68,7 +68,7 @@ def _compared(runs: list[Run]) -> Comparison:
 
 
 def logs_by_seed(folder: Path, arm: str) -> list[Path]:
-    """The losses of an arm's runs in a folder of results."""
+    """The losses of an arm's runs in a folder of results, in the order of the seeds as numbers."""
     return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=lambda path: int(path.stem.rpartition("_seed")[2]))
 
 
@@ -95,7 +95,7 @@ def read_scales(study: Study, data: Path) -> list[Scale]:
 def untested(arms: Sequence[str], found: Mapping) -> str:
     """A sentence that names the arms that are missing in `found`; "" without any."""
     missing = ", ".join(f"`{arm}`" for arm in arms if arm not in found)
-    return f" Missing, without scores of every seed: {missing}." if missing else ""
+    return f" Left out, for not every seed has scores: {missing}." if missing else ""
 
 
 def read_text_tests(

@@ -58,8 +58,8 @@ def section(study: Study, folder: Path, comparison: Comparison, pictures: str, t
     lines = [
         "#### Every dense model by itself",
         "",
-        "Validation loss against dense's of the same seed in percent, right after the switch, with the dense model's "
-        "weights, and at the end.",
+        "Validation loss against dense's of the same seed, in percent: first right after the switch (the dense model's "
+        "weights, before any step), then at the end.",
         "",
         *table(["arm", "pairs", *(f"seed {seed}" for seed in seeds)], rows),
         "",
@@ -84,10 +84,12 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
     arms = [arm for arm in study.arm_names if any(arm == each for each, _ in found)]
     seeds = sorted({seed for _, seed in found}, key=int)
     figure, panel = pyplot.subplots(figsize=(8, 1 + (0.2 + 0.04 * len(seeds)) * len(arms)), layout="constrained")
-    for index, (seed, colour) in enumerate(zip(seeds, itertools.cycle(COLOURS[1:]))):
+    for seed, colour in zip(seeds, itertools.cycle(COLOURS[1:])):
         rows = [row for row, arm in enumerate(arms) if (arm, seed) in found]
         before, after = 100 * np.array([found[arms[row], seed] for row in rows]).T
-        height = np.array(rows) + 0.8 * ((index + 0.5) / len(seeds) - 0.5)
+        own = [[each for each in seeds if (arms[row], each) in found] for row in rows]
+        middle = np.array([(len(each) - 1) / 2 - each.index(seed) for each in own])
+        height = np.array(rows) - 0.8 / len(seeds) * middle
         panel.hlines(height, before, after, color=colour, linewidth=0.8)
         panel.scatter(before, height, s=28, facecolor="white", edgecolor=colour, linewidth=1.2, zorder=3)
         panel.scatter(after, height, s=28, color=colour, zorder=3, label=f"dense model {seed}")

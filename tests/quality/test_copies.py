@@ -97,9 +97,9 @@ def test_the_page(tmp_path):
     assert any(line.startswith("| dense | 2.000 |") and line.endswith("| 4.000 | 2.500 |") for line in found)
     assert any(line.startswith("| s2 | 2.000 (+0.000) |") and line.endswith("| 6.000 (+0.500) | 3.000 (+0.500) |")
                for line in found)  # fmt: skip
-    assert found[0].endswith("Missing, without scores of every seed: `hybrid`.")
+    assert found[0].endswith("Left out, for not every seed has scores: `hybrid`.")
     write("hybrid", 1, scores(5.0))
-    assert "Missing" not in lines()[0]
+    assert "Left out" not in lines()[0]
     write("s2", 1, scores(6.0) | {"near": 256})
     with pytest.raises(ValueError, match="the copies of s2 are not over the predictions of dense's"):
         lines()

@@ -165,7 +165,7 @@ def test_the_page(tmp_path):
     write("hybrid", 1, 0.3)
     head, _, names, _, *rows, _ = lines()
     assert head.startswith("Copying 16 random tokens from far back, in 256 validation sequences (seeds 1, 2).")
-    assert head.endswith("Missing, without scores of every seed: `hybrid`.")
+    assert head.endswith("Left out, for not every seed has scores: `hybrid`.")
     assert names == "| arm | far | whole needles | near | worst depth | worst residue |"
     # The worst group of the means over the seeds: depths 0.15, residues 0.75 and 0.375.
     assert rows == ["| dense | 85.0 | 42.5 | 100.0 | 15.0 | 37.5 |", "| s2 | 40.0 | 20.0 | 100.0 | 15.0 | 37.5 |"]

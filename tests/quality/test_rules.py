@@ -217,6 +217,7 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
     lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
+    assert scale.seeds == ("2", "10")
     assert "| seed 2 | seed 10 |" in "\n".join(lines)
     assert rows[0][2:] == ["+10.00, +4.00", "+50.00, +4.00"]
     assert rows[1][2:] == ["+0.20, +0.00", "-"]
@@ -281,6 +282,7 @@ def test_both_pages_get_what_was_found(results, monkeypatch):
     assert all((results / path).stat().st_size > 10_000 for path in shown)
     *_, heading, losses, second, copied = re.split("^#### (.*)$", quality, flags=re.MULTILINE)
     assert heading == "Where the loss lies" and "| hybrid | 2.000 (+0.000) |" in losses
+    assert "scores: `" in losses and "`stride-2`" in losses and "one-offset" not in losses  # the latter has no run
     assert second == "Copying from far back" and "| hybrid | 50.0 | 25.0 | 100.0 | 50.0 | 25.0 |" in copied
     patterns = page.rules_text(results, pictures=False)
     assert "| Which layers are dense | **every fourth layer dense** won |" in patterns and "on X;" in patterns
