@@ -4,7 +4,7 @@ step, and what it has lost at the end."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,13 +83,12 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
     found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
     arms = [arm for arm in study.arm_names if any(arm == each for each, _ in found)]
     seeds = sorted({seed for _, seed in found}, key=int)
+    heights = _heights(arms, seeds, found)
     figure, panel = pyplot.subplots(figsize=(8, 1 + (0.2 + 0.04 * len(seeds)) * len(arms)), layout="constrained")
     for seed, colour in zip(seeds, itertools.cycle(COLOURS[1:])):
         rows = [row for row, arm in enumerate(arms) if (arm, seed) in found]
         before, after = 100 * np.array([found[arms[row], seed] for row in rows]).T
-        own = [[each for each in seeds if (arms[row], each) in found] for row in rows]
-        middle = np.array([(len(each) - 1) / 2 - each.index(seed) for each in own])
-        height = np.array(rows) - 0.8 / len(seeds) * middle
+        height = [heights[arms[row], seed] for row in rows]
         panel.hlines(height, before, after, color=colour, linewidth=0.8)
         panel.scatter(before, height, s=28, facecolor="white", edgecolor=colour, linewidth=1.2, zorder=3)
         panel.scatter(after, height, s=28, color=colour, zorder=3, label=f"dense model {seed}")
@@ -101,6 +100,16 @@ def draw(study: Study, folder: Path, comparison: Comparison, file: Path) -> None
     panel.legend(fontsize=8, frameon=False)
     figure.savefig(file, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
+
+
+def _heights(arms: Sequence[str], seeds: Sequence[str], found: Container) -> dict[tuple[str, str], float]:
+    """{(arm, seed): where it is drawn}, the seeds of an arm around its row, within 0.8 rows."""
+    own = {arm: [seed for seed in seeds if (arm, seed) in found] for arm in arms}
+    return {
+        (arm, seed): row + 0.8 / len(seeds) * (index - (len(own[arm]) - 1) / 2)
+        for row, arm in enumerate(arms)
+        for index, seed in enumerate(own[arm])
+    }
 
 
 def _cell(both: tuple[float, float] | None) -> str:

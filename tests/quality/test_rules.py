@@ -225,6 +225,8 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(seeds_page, "FEWEST", 3)
     lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
     assert "Over these 3 runs the correlation of the two is" in lines[-4]
+    heights = seeds_page._heights(("s2", "hybrid"), ("2", "10"), {("s2", "2"), ("s2", "10"), ("hybrid", "10")})
+    assert heights == {("s2", "2"): -0.2, ("s2", "10"): 0.2, ("hybrid", "10"): 1.0}  # beside its own label
     seeds_page.draw(study, tmp_path, scale.comparison, tmp_path / "seeds.png")
     assert (tmp_path / "seeds.png").stat().st_size > 5000
 

@@ -49,7 +49,7 @@ def solve(ids: np.ndarray, question: int) -> tuple[int, int, int]:
         key, hops = held, hops + 1
 
 
-@pytest.mark.parametrize("study", [TINY, FULL], ids=lambda study: study.name)
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_question_has_its_answer_in_the_sequence(study, task):
     settings = replace(study.tasks, tests=4)
@@ -63,6 +63,11 @@ def test_every_question_has_its_answer_in_the_sequence(study, task):
         assert len(set(ids[asked])) == len(asked)
         # What counts for the loss are the answers, and nothing else has their ids.
         assert np.flatnonzero(within(ids, ANSWERS)).tolist() == sorted(asked + 1)
+
+
+def test_answers_are_as_dense_at_every_length():
+    short, long = (np.array([study.tasks.pairs, study.tasks.chains]) / study.model.seq_length for study in (FULL, LONG))
+    assert short.tolist() == long.tolist()
 
 
 def test_groups_of_ids_are_apart():
