@@ -28,13 +28,14 @@ class Arm:
     """name: of files and of `--arms`. dense: which layers are, a key of PLACEMENTS. spec: keys of the sparse layers'
     spec beside the study's window and stride, or in their place. window_alone: no stride, and a window of as many
     pairs as `s2`. chosen: so many KV heads over all layers are dense beside that, other ones in every seed: chosen.py
-    measures on the seed's dense model which."""
+    measures on the seed's dense model which, beside the sparse heads of `s2`, or, with own_choice, of this arm."""
 
     name: str
     dense: str = "none"
     spec: Mapping = field(default_factory=dict)
     window_alone: bool = False
     chosen: int = 0
+    own_choice: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,15 @@ def heads_arm(count: int) -> Arm:
 
 
 def chosen_arms(count: int, window: int, stride: int) -> tuple[Arm, ...]:
-    """count: KV heads over all layers, as many as `dense-heads` has. The other arms have a quarter of it: beside the
-    heads of `s2`, beside windows alone, which says whether the strides are needed, and beside heads of twice the window
-    and the stride."""
+    """count: KV heads over all layers, as many as `dense-heads` has. The other arms have a quarter of it: the same ones
+    beside the heads of `s2`, beside windows alone, which says whether the strides are needed, and beside heads of twice
+    the window and the stride. `own-window` has those that matter most beside windows."""
     few = max(1, count // 4)
     return (
         Arm("chosen-heads", chosen=count),
         Arm("chosen-few", chosen=few),
         Arm("chosen-window", window_alone=True, chosen=few),
+        Arm("own-window", window_alone=True, chosen=few, own_choice=True),
         Arm("chosen-wide", spec=dict(local_tokens=2 * window, stride=2 * stride), chosen=few),
     )
 
@@ -134,6 +136,8 @@ def chosen_question(arms: tuple[Arm, ...]) -> Question:
 
 
 def _beside(arm: Arm) -> str:
+    if arm.own_choice:
+        return ", windows of as many pairs beside them, under which they were measured"
     if arm.window_alone:
         return ", windows of as many pairs beside them"
     return (

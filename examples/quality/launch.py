@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from examples.quality.arms import SHARDED
 from examples.quality.corpus import Corpus
 from examples.quality.studies import Study, plan_before_choice, sparsity
 from examples.quality.tasks import ANSWERS
@@ -79,8 +80,14 @@ class Job:
 def chosen_yaml(job: Job) -> Path:
     """Of an arm whose heads are chosen: with its dense run, for all runs, of all studies, that choose as many heads
     beside the same sparsity on it."""
-    asked = json.dumps([job.study.arm(job.arm).chosen, plan_before_choice(job.study, job.arm)])
+    arm = job.study.arm(job.arm)
+    asked = json.dumps([arm.chosen, plan_before_choice(job.study, job.arm), measured_plan(job)])
     return job.start.folder / f"chosen-{hashlib.sha256(asked.encode()).hexdigest()[:12]}" / f"{job.arm}.yaml"
+
+
+def measured_plan(job: Job) -> dict:
+    """The content of the YAML beside whose sparse heads the arm's dense ones are measured."""
+    return plan_before_choice(job.study, job.arm if job.study.arm(job.arm).own_choice else SHARDED)
 
 
 def write_sparsity(job: Job) -> Path:
@@ -116,13 +123,15 @@ def _choice(job: Job, corpus: Corpus | None) -> list[str]:
     """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
     if not job.study.arm(job.arm).chosen:
         return []
-    plan = job.folder / "plan.yaml"
-    plan.write_text(yaml.safe_dump(plan_before_choice(job.study, job.arm), sort_keys=False))
+    plan, measured = job.folder / "plan.yaml", job.folder / "measured.yaml"
+    for file, content in ((plan, plan_before_choice(job.study, job.arm)), (measured, measured_plan(job))):
+        file.write_text(yaml.safe_dump(content, sort_keys=False))
     options = {
         "write": chosen_yaml(job),
         "heads": job.study.arm(job.arm).chosen,
         "load": job.start.checkpoints,
         "s2-config": plan,
+        "beside": measured,
         "data-path": corpus.data_prefix,
         "split": choice_split(corpus.split),
     }

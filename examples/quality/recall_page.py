@@ -12,7 +12,10 @@ from examples.quality.studies import Study
 from examples.quality.tasks import TASKS
 
 # Held to all needles, at every depth and residue.
-HYBRIDS = ("hybrid", "dense-fourth", "dense-heads", "chosen-heads", "chosen-few", "chosen-window", "chosen-wide")
+HYBRIDS = (
+    *("hybrid", "dense-fourth", "dense-heads"),
+    *("chosen-heads", "chosen-few", "chosen-window", "own-window", "chosen-wide"),
+)
 
 
 def read_tests(study: Study, folder: Path) -> dict[str, list[dict]]:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from examples.quality import chosen
-from examples.quality.arms import BASELINE, SHARDED
+from examples.quality.arms import BASELINE, SHARDED, WINDOW
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued import START, ContinuedPlace, make_jobs
 from examples.quality.corpus import Corpus
@@ -35,13 +35,11 @@ def test_as_many_heads_as_without_a_choice_and_a_quarter(study):
     assert dense("chosen-heads") == count and dense("chosen-few") == study.arm("chosen-few").chosen == max(
         1, count // 4
     )
-    assert dense("chosen-window") == dense("chosen-wide") == dense("chosen-few")
-    plans = {
-        arm: plan_before_choice(study, f"chosen-{arm}")["specs"]["S"] for arm in ("heads", "few", "window", "wide")
-    }
-    assert plans["heads"] == plans["few"] == dict(local_tokens=study.local_tokens, stride=study.stride)
-    assert plans["window"] == dict(local_tokens=equal_window(study))
-    assert plans["wide"] == dict(local_tokens=2 * study.local_tokens, stride=2 * study.stride)
+    assert dense("chosen-window") == dense("own-window") == dense("chosen-wide") == dense("chosen-few")
+    plans = {arm.name: plan_before_choice(study, arm.name)["specs"]["S"] for arm in study.arms if arm.chosen}
+    assert plans["chosen-heads"] == plans["chosen-few"] == dict(local_tokens=study.local_tokens, stride=study.stride)
+    assert plans["chosen-window"] == plans["own-window"] == dict(local_tokens=equal_window(study))
+    assert plans["chosen-wide"] == dict(local_tokens=2 * study.local_tokens, stride=2 * study.stride)
     if "dense-heads" in study.arm_names:
         assert count == dense("dense-heads")
         assert density(study, "chosen-heads") == pytest.approx(density(study, "dense-heads"), rel=0.01)
@@ -58,12 +56,13 @@ def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
     text = Corpus(tmp_path / "unseen", corpus.description)
     place = ContinuedPlace(study, corpus, study.tokens, tmp_path, tmp_path, study.start.tokens, {START: corpus})
     words = {}
+    arms = ("chosen-heads", "chosen-few", "chosen-window", "own-window")
     for seed in (1, 2):
-        for job in make_jobs(place, [BASELINE, "chosen-heads", "chosen-few"], [seed], {BASELINE: 3e-3, "s2": 3e-3}):
+        for job in make_jobs(place, [BASELINE, *arms], [seed], {BASELINE: 3e-3, "s2": 3e-3}):
             job.folder.mkdir(parents=True)
             words[job.label, seed] = command(job, corpus, False, text)
     yamls = set()
-    for arm in ("chosen-heads", "chosen-few"):
+    for arm in arms:
         for seed in (1, 2):
             made = set()
             for label in (f"switched-{arm}", arm):
@@ -74,11 +73,13 @@ def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
                 assert options["data-path"] == str(text.data_prefix) and f"--data-path={corpus.data_prefix}" in own
                 assert options["split"] == "36,4,12" and options["heads"] == str(study.arm(arm).chosen)
                 assert f"--pretrained-checkpoint={options['load']}" in own and f"--s2-config={options['write']}" in own
-                assert yaml.safe_load(Path(options["s2-config"]).read_text()) == sparsity(study, SHARDED)
+                trains, measured = (yaml.safe_load(Path(options[name]).read_text()) for name in ("s2-config", "beside"))
+                assert trains == sparsity(study, WINDOW.name if "window" in arm else SHARDED)
+                assert measured == sparsity(study, WINDOW.name if arm == "own-window" else SHARDED)
                 made.add(options["write"])
             assert len(made) == 1 and Path(*made).stem == arm
             yamls |= made
-    assert len(yamls) == 4 and not any(Path(file).exists() for file in yamls)
+    assert len(yamls) == 8 and not any(Path(file).exists() for file in yamls)
     assert words[BASELINE, 1][1].endswith("pretrain_gpt_s2.py")
 
 

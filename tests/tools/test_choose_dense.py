@@ -209,7 +209,8 @@ def command(tmp_path, monkeypatch):
         monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
         arguments = Namespace(**trained | changes)
         monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: arguments)
-        (tmp_path / "plan.yaml").write_text(config)
+        for name, text in (("plan", config), ("f", FUNCTION), ("d", "layers: D\n")):
+            (tmp_path / f"{name}.yaml").write_text(text)
         given = {"--load": "dense", "--s2-config": "plan.yaml", "--data-path": "text", "--write": "new.yaml"}
         given |= {"--split": "80,20,0", "--sequences": "4"} | dict(zip(options[::2], options[1::2]))
         monkeypatch.chdir(tmp_path)
@@ -224,6 +225,7 @@ def command(tmp_path, monkeypatch):
 STORED = SparsityConfig.from_data({"layers": "S", "specs": {"S": {"local_tokens": 128, "stride": 4}}}).resolve(
     num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256
 )
+FUNCTION = "layers: S\nspecs:\n  S: {function: 'a:b'}\n"
 REFUSED = {
     "sequences": (["--sequences", "0"], {}, "--sequences 0: expected a number of 1 or more"),
     "heads": (["--heads", "0"], {}, "--heads 0: expected a number of 1 or more"),
@@ -236,17 +238,16 @@ REFUSED = {
     "config": (["--s2-config", "none.yaml"], {}, "none.yaml"),
     "trained with S2": ([], {"s2_sparsity": STORED.canonical_json()}, "trained with S2-Attention already; expected a"),
     "longer": (["--seq-length", "512"], {}, "--seq-length 512: the checkpoint was trained with 256; expected at most"),
-    "function": (
-        [],
-        {"config": "layers: S\nspecs:\n  S: {function: 'a:b'}\n"},
-        "specs.S is a function; expected windows and strides",
-    ),
+    "function": ([], {"config": FUNCTION}, "--s2-config plan.yaml: specs.S is a function; expected windows and"),
     "mask": ([], {"config": "layers: S\nspecs:\n  S: {mask: m.npz}\n"}, "specs.S is a mask; expected windows and"),
     "mtp": ([], {"config": f"mtp_layers: S\n{CONFIGS['plain']}"}, "mtp_layers: expected a plan without them"),
     "scale": ([], {"config": f"softmax_scale: 0.5\n{CONFIGS['plain']}"}, "softmax_scale 0.5; expected that of the"),
     "layers": ([], {"config": CONFIGS["hybrid"], "num_layers": 6}, "for --num-layers 6"),
     "dense": ([], {"config": "layers: D\n"}, "nothing is sparse at 256 tokens; expected a plan with sparse heads"),
     "window": (["--seq-length", "64"], {"config": CONFIGS["window"]}, "nothing is sparse at 64 tokens"),
+    "beside": (["--beside", "none.yaml"], {}, "none.yaml"),
+    "beside a function": (["--beside", "f.yaml"], {}, "--beside f.yaml: specs.S is a function; expected windows and"),
+    "beside dense": (["--beside", "d.yaml"], {}, "--beside d.yaml: nothing is sparse at 256 tokens"),
     "too many": (["--heads", "6"], {}, "--heads 6: the plan has 6 sparse KV heads; expected fewer"),
     "data": (["--data-path", "none"], {}, "--data-path none: .idx is missing; expected an indexed dataset"),
     "split": (["--split", "a,b"], {}, "--split=a,b: expected up to three numbers"),
@@ -276,19 +277,22 @@ def made_up(monkeypatch):
 
     class Measured:
         device = "cpu"
+        scale = 1.0
 
         def __init__(self, folder, sequences):
             assert sequences.shape[1] == 257
 
-        def loss(self, sparsity) -> float:
+        @classmethod
+        def loss(cls, sparsity) -> float:
             print("what the kernels say")
             lost = 0.0
             for at, layer in enumerate(sparsity.layers):
                 dense = range(2) if layer.pattern is None else dense_kv_heads(layer.pattern)
                 lost += sum((0.1 if (at, kv) == (2, 1) else 0.01) for kv in range(2) if kv not in dense)
-            return DENSE_LOSS + lost
+            return DENSE_LOSS + lost * cls.scale
 
     monkeypatch.setattr("s2_megatron.tools.choose_dense.measure.Measured", Measured)
+    return Measured
 
 
 def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
@@ -308,6 +312,32 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
     assert facts["candidates"][0] == {"layer": 2, "kv_heads": [1], "loss": pytest.approx(2.05)}
     assert facts["chosen"] == 2 and [each["size"] for each in facts["sets"]] == [0, 1, 2]
     assert command("--within", "2.1") == 2 and "new.yaml: is there already" in capsys.readouterr().err
+
+
+def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, capsys):
+    """--beside loses 3 % and is measured under; the heads are dense in --s2-config, whose offsets and windows stay."""
+    (tmp_path / "narrow.yaml").write_text("layers: S\nspecs:\n  S: {local_tokens: 64, stride: 2}\n")
+    assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["hybrid"]) == 0
+    out, error = capsys.readouterr()
+    assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "warning" not in error
+    text = (tmp_path / "new.yaml").read_text()
+    assert "They were measured beside the sparse heads of narrow.yaml." in text
+    shape = dict(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)
+    wanted = with_dense(load_config(tmp_path / "plan.yaml").resolve(**shape), [Unit(2, (1,))])
+    assert load_config(tmp_path / "new.yaml").resolve(**shape).canonical_json() == wanted.canonical_json()
+    lost = made_up.loss(wanted) / DENSE_LOSS - 1
+    assert f"with this one ({lost:+.2%})" in text and f"{lost:+.2%} of the dense loss" in out.splitlines()[-1]
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["config"] == "plan.yaml" and facts["beside"] == "narrow.yaml" and len(facts["candidates"]) == 8
+
+
+@pytest.mark.parametrize("share, warned", [(0.0, True), (0.0009, True), (0.0011, False)])
+def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command, made_up, capsys):
+    made_up.scale = share * DENSE_LOSS / 0.15  # the plan's loss above dense is 0.15 nats otherwise
+    assert command("--heads", "1") == 0
+    error = capsys.readouterr().err
+    said = f"warning: --s2-config plan.yaml: the plan is {share:+.4%} above the dense loss at 256 tokens; expected 0.1%"
+    assert (said in error) == warned and ("warning" in error) == warned
 
 
 def test_layers_instead_of_heads(command, made_up, tmp_path):

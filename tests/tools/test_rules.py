@@ -38,6 +38,10 @@ SPREAD = dict(dense_heads={"spread": 1})
         ("S", dict(local_tokens=128, stride=8, **SPREAD), {}),
         ("DS", dict(ranges=[dict(end_tokens=256, stride=1), dict(end_tokens=1024, stride=2), dict(stride=4)]), {}),
         ("D", None, {}),
+        ([*"DDDDSSSS"], dict(local_tokens=512, stride=8), dict(num_layers=8)),
+        ([*"DDSSSSSS"], dict(local_tokens=512, stride=8), dict(num_layers=8, seq_length=2048)),
+        ([*"DSSS"], dict(local_tokens=512, stride=8), dict(num_layers=4)),
+        ([*"DDSSSSSS"], dict(local_tokens=512, stride=8, **SPREAD), dict(num_layers=8)),
     ],
 )
 def test_plans_without_a_warning(layers, spec, shape):
@@ -73,6 +77,9 @@ def test_the_configurations_of_the_repository_have_none(path, length):
         # A window of 1024 in two ranges; strides beside which no short window was measured.
         ("S", dict(ranges=[dict(end_tokens=256, stride=1), dict(end_tokens=1024, stride=1), dict(stride=8)]), {},
          "no layer and no KV head attends everything"),
+        ([*"DDSSSSSS"], dict(local_tokens=512, stride=8), dict(num_layers=8),
+         "of 8 layers the last one that attends everything, or has a KV head that does, is layer 2, and models that"),
+        ([*"DDDSSSSSSSSS"], dict(local_tokens=512, stride=8), {}, "of 12 layers the last one that attends everything"),
         ("S", dict(local_tokens=256, stride=4), {}, "no layer and no KV head attends everything"),
     ],
 )  # fmt: skip
