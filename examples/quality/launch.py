@@ -123,15 +123,17 @@ def _choice(job: Job, corpus: Corpus | None) -> list[str]:
     """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
     if not job.study.arm(job.arm).chosen:
         return []
-    plan, measured = job.folder / "plan.yaml", job.folder / "measured.yaml"
-    for file, content in ((plan, plan_before_choice(job.study, job.arm)), (measured, measured_plan(job))):
-        file.write_text(yaml.safe_dump(content, sort_keys=False))
+    contents = {"s2-config": plan_before_choice(job.study, job.arm), "beside": measured_plan(job)}
+    if contents["beside"] == contents["s2-config"]:
+        del contents["beside"]
+    plans = {option: job.folder / f"plan-{option}.yaml" for option in contents}
+    for option, file in plans.items():
+        file.write_text(yaml.safe_dump(contents[option], sort_keys=False))
     options = {
         "write": chosen_yaml(job),
         "heads": job.study.arm(job.arm).chosen,
         "load": job.start.checkpoints,
-        "s2-config": plan,
-        "beside": measured,
+        **plans,
         "data-path": corpus.data_prefix,
         "split": choice_split(corpus.split),
     }

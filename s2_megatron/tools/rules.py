@@ -93,8 +93,8 @@ def dense_at_the_start(sparsity: ResolvedSparsity) -> Iterator[str]:
     if dense and dense[-1] < len(layers) // 4:
         yield (
             f"of {len(layers)} layers the last one that attends everything, or has a KV head that does, is layer "
-            f"{dense[-1] + 1}, and models that went on from dense ones looked things up in later ones; let s2-megatron "
-            "choose-dense measure which heads stay dense, or use layers: SSSD"
+            f"{dense[-1]} (from 0), and models that went on from dense ones looked things up in later ones; let "
+            "s2-megatron choose-dense measure which heads stay dense, unless it chose these, or use layers: SSSD"
         )
 
 
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         dense_at_the_start,
         "patterns.md#dense-layers",
-        "the first two layers dense ended within 0.1 % of no dense layer",
+        "with the first two layers dense the loss ended within 0.1 % of that without a dense layer",
     ),
     Rule(short_window, "patterns.md#where-to-begin", "windows of 256 and 128 cost 7 and 12 % of the loss"),
 )

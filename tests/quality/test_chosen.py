@@ -73,7 +73,9 @@ def test_the_evaluation_and_the_training_of_an_arm_have_one_yaml(tmp_path):
                 assert options["data-path"] == str(text.data_prefix) and f"--data-path={corpus.data_prefix}" in own
                 assert options["split"] == "36,4,12" and options["heads"] == str(study.arm(arm).chosen)
                 assert f"--pretrained-checkpoint={options['load']}" in own and f"--s2-config={options['write']}" in own
-                trains, measured = (yaml.safe_load(Path(options[name]).read_text()) for name in ("s2-config", "beside"))
+                trains = yaml.safe_load(Path(options["s2-config"]).read_text())
+                measured = yaml.safe_load(Path(options.get("beside", options["s2-config"])).read_text())
+                assert ("beside" in options) == (arm == "chosen-window")
                 assert trains == sparsity(study, WINDOW.name if "window" in arm else SHARDED)
                 assert measured == sparsity(study, WINDOW.name if arm == "own-window" else SHARDED)
                 made.add(options["write"])

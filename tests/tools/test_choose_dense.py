@@ -209,7 +209,7 @@ def command(tmp_path, monkeypatch):
         monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
         arguments = Namespace(**trained | changes)
         monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: arguments)
-        for name, text in (("plan", config), ("f", FUNCTION), ("d", "layers: D\n")):
+        for name, text in (("plan", config), ("f", FUNCTION), ("d", "layers: D\n"), ("w", WINDOWS)):
             (tmp_path / f"{name}.yaml").write_text(text)
         given = {"--load": "dense", "--s2-config": "plan.yaml", "--data-path": "text", "--write": "new.yaml"}
         given |= {"--split": "80,20,0", "--sequences": "4"} | dict(zip(options[::2], options[1::2]))
@@ -225,6 +225,7 @@ def command(tmp_path, monkeypatch):
 STORED = SparsityConfig.from_data({"layers": "S", "specs": {"S": {"local_tokens": 128, "stride": 4}}}).resolve(
     num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256
 )
+WINDOWS = "layers: S\nspecs:\n  S: {local_tokens: 64}\n"
 FUNCTION = "layers: S\nspecs:\n  S: {function: 'a:b'}\n"
 REFUSED = {
     "sequences": (["--sequences", "0"], {}, "--sequences 0: expected a number of 1 or more"),
@@ -247,7 +248,11 @@ REFUSED = {
     "window": (["--seq-length", "64"], {"config": CONFIGS["window"]}, "nothing is sparse at 64 tokens"),
     "beside": (["--beside", "none.yaml"], {}, "none.yaml"),
     "beside a function": (["--beside", "f.yaml"], {}, "--beside f.yaml: specs.S is a function; expected windows and"),
-    "beside dense": (["--beside", "d.yaml"], {}, "--beside d.yaml: nothing is sparse at 256 tokens"),
+    "beside dense": (["--beside", "d.yaml"], {}, "--beside d.yaml: KV head 0 of layer 0 (from 0) is dense; expected a "
+        "sparse one, as in --s2-config plan.yaml, for"),
+    "beside a window": (["--beside", "w.yaml", "--seq-length", "32"], {"config": WINDOWS},
+        "--beside w.yaml: nothing is sparse at 32 tokens that is sparse in --s2-config plan.yaml, too"),
+    "all dense": (["--beside", "w.yaml"], {"config": "layers: D\n"}, "--beside w.yaml: nothing is sparse at 256"),
     "too many": (["--heads", "6"], {}, "--heads 6: the plan has 6 sparse KV heads; expected fewer"),
     "data": (["--data-path", "none"], {}, "--data-path none: .idx is missing; expected an indexed dataset"),
     "split": (["--split", "a,b"], {}, "--split=a,b: expected up to three numbers"),
@@ -305,7 +310,7 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
     assert out.splitlines()[-1].startswith("wrote new.yaml: 4 of 8 KV heads are dense, ")
     text = (tmp_path / "new.yaml").read_text()
     assert text.startswith("# Made by s2-megatron choose-dense from dense/iter_0000001\n")
-    assert "2.0000 dense, 2.1500 with that YAML, 2.0400 with this one (+2.00%)" in text and str(tmp_path) not in text
+    assert "2.0000 dense, 2.1500 with plan.yaml, 2.0400 with this one (+2.00%)" in text and str(tmp_path) not in text
     plan = load_config(tmp_path / "new.yaml").resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)
     assert count_dense(plan) == 4 and dense_kv_heads(plan.layers[2].pattern) == [1]
     facts = json.loads((tmp_path / "facts.json").read_text())
@@ -317,6 +322,8 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
 def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, capsys):
     """--beside loses 3 % and is measured under; the heads are dense in --s2-config, whose offsets and windows stay."""
     (tmp_path / "narrow.yaml").write_text("layers: S\nspecs:\n  S: {local_tokens: 64, stride: 2}\n")
+    assert command("--heads", "6", "--beside", "narrow.yaml", config=CONFIGS["hybrid"]) == 2  # those of D are no choice
+    assert "--heads 6: the plan has 6 sparse KV heads" in capsys.readouterr().err
     assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["hybrid"]) == 0
     out, error = capsys.readouterr()
     assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "warning" not in error
@@ -328,7 +335,9 @@ def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, 
     lost = made_up.loss(wanted) / DENSE_LOSS - 1
     assert f"with this one ({lost:+.2%})" in text and f"{lost:+.2%} of the dense loss" in out.splitlines()[-1]
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["config"] == "plan.yaml" and facts["beside"] == "narrow.yaml" and len(facts["candidates"]) == 8
+    assert facts["config"] == "plan.yaml" and facts["beside"] == "narrow.yaml" and len(facts["candidates"]) == 6
+    assert facts["written"]["loss"] == pytest.approx(made_up.loss(wanted)) and facts["written"]["dense_kv_heads"] == 3
+    assert facts["written"]["density"] == wanted.density() < facts["sets"][1]["density"]
 
 
 @pytest.mark.parametrize("share, warned", [(0.0, True), (0.0009, True), (0.0011, False)])
@@ -336,7 +345,7 @@ def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command,
     made_up.scale = share * DENSE_LOSS / 0.15  # the plan's loss above dense is 0.15 nats otherwise
     assert command("--heads", "1") == 0
     error = capsys.readouterr().err
-    said = f"warning: --s2-config plan.yaml: the plan is {share:+.4%} above the dense loss at 256 tokens; expected 0.1%"
+    said = f"warning: --s2-config plan.yaml: its loss before any step is {share:+.4%} of the dense one at 256 tokens; "
     assert (said in error) == warned and ("warning" in error) == warned
 
 

@@ -78,7 +78,7 @@ def test_the_configurations_of_the_repository_have_none(path, length):
         ("S", dict(ranges=[dict(end_tokens=256, stride=1), dict(end_tokens=1024, stride=1), dict(stride=8)]), {},
          "no layer and no KV head attends everything"),
         ([*"DDSSSSSS"], dict(local_tokens=512, stride=8), dict(num_layers=8),
-         "of 8 layers the last one that attends everything, or has a KV head that does, is layer 2, and models that"),
+         "of 8 layers the last one that attends everything, or has a KV head that does, is layer 1 (from 0), and"),
         ([*"DDDSSSSSSSSS"], dict(local_tokens=512, stride=8), {}, "of 12 layers the last one that attends everything"),
         ("S", dict(local_tokens=256, stride=4), {}, "no layer and no KV head attends everything"),
     ],

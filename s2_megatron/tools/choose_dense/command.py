@@ -40,6 +40,8 @@ from s2_megatron.tools.choose_dense.plan import (
     all_dense,
     candidates,
     count_dense,
+    dense_in_one,
+    sparse_in,
     with_dense,
     yaml_content,
     yaml_text,
@@ -69,7 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=(HEAD, LAYER), default=HEAD, help="what becomes dense (default: head)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--within", type=float, default=0.1, metavar="PERCENT", help="of the dense loss, at most above (default: 0.1)"
+        "--within",
+        type=float,
+        default=0.1,
+        metavar="PERCENT",
+        help="above the dense loss, at most, under the plan of --beside if given (default: 0.1)",
     )
     size.add_argument("--heads", type=int, metavar="N", help="exactly so many more dense KV heads, over all layers")
     parser.add_argument("--write", type=Path, required=True, metavar="YAML", help="a new file")
@@ -79,8 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Returns the status. Raises ValueError for bad input, before the model is built."""
     _check_options(args)
-    # _resolved refuses Python patterns before any is called.
-    given = [("--s2-config", args.s2_config), ("--beside", args.beside or args.s2_config)]
+    # The plan to train, and the one to measure under. _resolved refuses Python patterns before any is called.
+    given = [("--s2-config", args.s2_config)] + ([("--beside", args.beside)] if args.beside else [])
     plans = [(f"{option} {file}", load_config(file, allow_python_patterns=True)) for option, file in given]
     output = sys.stdout
     with redirect_stdout(sys.stderr):  # what Megatron and the kernels say
@@ -153,21 +159,27 @@ def _resolved(args: Namespace, source: str, config: SparsityConfig, trained: Nam
 
 
 def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: TextIO) -> int:
-    """The status. plans: that of --s2-config and the one to measure under, each behind its option and file. output:
-    gets the tables."""
+    """The status. plans: the one to train first, the one to measure under last, each behind its option and file.
+    output: gets the tables."""
     from s2_megatron.tools.choose_dense.measure import Measured, validation_sequences
     from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, quiet
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
     folder = iteration_folder(args.load)
     trained = checkpoint_arguments(folder)
-    sparsity, beside = (_resolved(args, source, config, trained) for source, config in plans)
-    units = candidates(beside, args.by)
-    source = plans[1][0] if args.beside else plans[0][0]
-    if not units:
+    resolved = [_resolved(args, source, config, trained) for source, config in plans]
+    sparsity, beside, source = resolved[0], resolved[-1], plans[-1][0]
+    for layer, head in dense_in_one(beside, sparsity):
         raise ValueError(
-            f"{source}: nothing is sparse at {beside.seq_length} tokens; expected a plan with sparse heads, of which "
-            "some can become dense; give another YAML, or a longer --seq-length"
+            f"{source}: KV head {head} of layer {layer} (from 0) is dense; expected a sparse one, as in {plans[0][0]}, "
+            "for a head that is dense there is not measured; make it sparse, or dense in both"
+        )
+    units = sparse_in(sparsity, candidates(beside, args.by))
+    if not units:
+        too = f" that is sparse in {plans[0][0]}, too" if args.beside else ""
+        raise ValueError(
+            f"{source}: nothing is sparse at {beside.seq_length} tokens{too}; expected a plan with sparse heads, of "
+            "which some can become dense; give another YAML, or a longer --seq-length"
         )
     if args.heads is not None and args.heads >= len(units):
         raise ValueError(
@@ -195,13 +207,21 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         console().print(_table(beside, sets, chosen, about, name))
     if sets.of(0).gap < LEAST_GAP:
         print(
-            f"warning: {source}: the plan is {sets.of(0).gap:+.4%} above the dense loss at {beside.seq_length} tokens; "
-            f"expected {LEAST_GAP:.1%} or more, for by less heads are ranked by chance; give --beside a YAML with "
-            "narrower windows",
+            f"warning: {source}: its loss before any step is {sets.of(0).gap:+.4%} of the dense one at "
+            f"{beside.seq_length} tokens; expected {LEAST_GAP:+.1%} or more: below that, chance ranks the heads; give "
+            "--beside a YAML with narrower windows, or a longer --seq-length",
             file=sys.stderr,
         )
+    written = None
+    if chosen is not None:
+        plan = with_dense(sparsity, sets.units[: chosen.size])
+        before, after = sets.of(0).loss, chosen.loss
+        if args.beside:
+            before, after = measured.loss(sparsity), measured.loss(plan)
+        gap = after / dense_loss - 1
+        written = {"dense_kv_heads": count_dense(plan), "density": plan.density(), "loss": after, "gap": gap}
     if args.json is not None:  # before the YAML: who finds that has the measurements, too
-        content = _facts(args, folder.absolute(), beside, sets, ranked, chosen, len(sequences))
+        content = _facts(args, folder.absolute(), beside, sets, ranked, chosen, len(sequences)) | {"written": written}
         write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     if chosen is None:
         best = min(sets.measured.values(), key=lambda each: each.gap)
@@ -212,19 +232,14 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
             file=sys.stderr,
         )
         return 1
-    plan = with_dense(sparsity, sets.units[: chosen.size])
-    before, after = sets.of(0).loss, chosen.loss
-    if args.beside:
-        before, after = measured.loss(sparsity), measured.loss(plan)
-    gap = after / dense_loss - 1
     of = f"{count_dense(plan)} of {len(plan.layers) * plan.num_kv_heads} KV heads are dense"
     checkpoint = folder.absolute()
     comment = [
         "Made by s2-megatron choose-dense from " + printable(f"{checkpoint.parent.name}/{checkpoint.name}", 100),
         f"and {printable(args.s2_config.name)}: {of}.",
         *([f"They were measured beside the sparse heads of {printable(args.beside.name)}."] if args.beside else []),
-        f"Loss before any step: {dense_loss:.4f} dense, {before:.4f} with that YAML, {after:.4f} with this one "
-        f"({gap:+.2%}), on",
+        f"Loss before any step: {dense_loss:.4f} dense, {before:.4f} with {printable(args.s2_config.name)}, "
+        f"{after:.4f} with this one ({gap:+.2%}), on",
         f"{about}.",
     ]
     text = yaml_text(yaml_content(plans[0][1].settings, sparsity, sets.units[: chosen.size]), comment)
@@ -287,8 +302,8 @@ def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, abou
 def _facts(
     args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None, count: int
 ) -> dict:
-    """The content of --json. beside: the plan that was measured under. Gaps are shares of the dense
-    loss; "chosen" is the size of the set, None without one."""
+    """The content of --json but what was written. beside: the plan that was measured under. Gaps are shares of the
+    dense loss; "chosen" is the size of the set, None without one."""
     return {
         "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
         "config": args.s2_config.name,

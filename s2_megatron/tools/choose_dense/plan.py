@@ -38,6 +38,28 @@ def candidates(sparsity: ResolvedSparsity, by: str) -> list[Unit]:
     return units
 
 
+def _all_dense_heads(layer: LayerSparsity, num_kv_heads: int) -> set[int]:
+    """KV heads that attend everything at any length."""
+    return set(range(num_kv_heads)) if layer.pattern is None else set(dense_kv_heads(layer.pattern))
+
+
+def sparse_in(sparsity: ResolvedSparsity, units: Sequence[Unit]) -> list[Unit]:
+    """The units without the heads that are dense in a plan already."""
+    left = []
+    for unit in units:
+        dense = _all_dense_heads(sparsity.layers[unit.layer], sparsity.num_kv_heads)
+        heads = tuple(head for head in unit.heads if head not in dense)
+        left += [Unit(unit.layer, heads)] if heads else []
+    return left
+
+
+def dense_in_one(one: ResolvedSparsity, other: ResolvedSparsity) -> list[tuple[int, int]]:
+    """(layer, KV head) of those that are dense in the first plan and sparse in the second."""
+    pairs = enumerate(zip(one.layers, other.layers, strict=True))
+    dense = ((at, [_all_dense_heads(layer, one.num_kv_heads) for layer in both]) for at, both in pairs)
+    return [(at, head) for at, (first, second) in dense for head in sorted(first - second)]
+
+
 def with_dense(sparsity: ResolvedSparsity, units: Sequence[Unit]) -> ResolvedSparsity:
     """The plan with these units dense. A layer whose KV heads are all dense is D."""
     added: dict[int, set[int]] = {}
