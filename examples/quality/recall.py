@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,20 @@ from examples.quality.studies import Study
 from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
 from examples.quality.trained import TOKENS_AT_ONCE, load_trained
 
+BEYOND = "needle, longer"  # beside TASKS
 DEPTHS = 8  # equal parts of the context
+LONGER, FEWER = 2, 4  # needles beyond the length of the training: in so many times as long, and so many times fewer
 
 
 def held_out_sequences(study: Study, task: str) -> list[Sequence]:
     return [held_out_sequence(task, index, study.model.seq_length, study.tasks) for index in range(study.tasks.tests)]
+
+
+def longer_sequences(study: Study) -> list[Sequence]:
+    """Needles in sequences of LONGER times the model's length."""
+    settings = replace(study.tasks, tests=max(1, study.tasks.tests // FEWER))
+    length = LONGER * study.model.seq_length
+    return [held_out_sequence("needle", index, length, settings) for index in range(settings.tests)]
 
 
 def shares(groups: np.ndarray, right: np.ndarray, count: int) -> list[float | None]:
@@ -34,8 +44,8 @@ def shares(groups: np.ndarray, right: np.ndarray, count: int) -> list[float | No
     return [round(float(found[group] / total[group]), 4) if total[group] else None for group in range(count)]
 
 
-def score(study: Study, sequences: list[Sequence], answers: list[np.ndarray]) -> dict:
-    """answers: of every sequence the ids that the model gave to its questions."""
+def score(study: Study, sequences: list[Sequence], answers: list[np.ndarray], longer: int = 1) -> dict:
+    """answers: of every sequence the ids that the model gave to its questions. longer: times the model's length."""
     questions = np.concatenate([sequence.questions for sequence in sequences])
     wanted = np.concatenate([sequence.answers for sequence in sequences])
     right = (np.concatenate(answers) == wanted).astype(float)
@@ -43,7 +53,7 @@ def score(study: Study, sequences: list[Sequence], answers: list[np.ndarray]) ->
     result = {
         "questions": len(right),
         "accuracy": round(float(right.mean()), 4),
-        "by_depth": shares(value * DEPTHS // study.model.seq_length, right, DEPTHS),
+        "by_depth": shares(value * DEPTHS // (longer * study.model.seq_length), right, DEPTHS),
         "by_residue": shares(value // study.block_size % study.stride, right, study.stride),
     }
     if hops.any():
@@ -76,15 +86,17 @@ def ask(model, sequences: list[Sequence], length: int, ids: range) -> list[np.nd
 
 
 def score_checkpoint(study: Study, checkpoints: Path) -> dict:
-    """{task: score} of the newest checkpoint. Raises ValueError where there is none."""
+    """{task: score} of the newest checkpoint, and of needles beyond the training's length under BEYOND. Raises
+    ValueError where there is none."""
     model = load_trained(checkpoints)
-    first, number = ANSWERS
+    ids = range(ANSWERS[0], sum(ANSWERS))
     result = {}
     for task in TASKS:
         sequences = held_out_sequences(study, task)
-        answers = ask(model, sequences, study.model.seq_length, range(first, first + number))
-        result[task] = score(study, sequences, answers)
-    return result
+        result[task] = score(study, sequences, ask(model, sequences, study.model.seq_length, ids))
+    sequences = longer_sequences(study)
+    answers = ask(model, sequences, LONGER * study.model.seq_length, ids)
+    return result | {BEYOND: score(study, sequences, answers, LONGER)}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.recall import BEYOND, LONGER
 from examples.quality.results import read_json
 from examples.quality.studies import Study
 from examples.quality.tasks import TASKS
@@ -82,6 +83,12 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
     ]
     if "tracking" in tasks:
         lines += ["Variable tracking by hops:", "", *_by(tests, "by_hops", ("tracking",), table), ""]
+    longer = {arm: own for arm, own in tests.items() if all(BEYOND in test for test in own)}
+    if longer:
+        count = next(iter(longer.values()))[0][BEYOND]["questions"]
+        length = f"{LONGER * study.model.seq_length:,}"
+        lines += [f"{count} needles in sequences of {length} tokens, {LONGER} times the training's, by depth:", ""]
+        lines += [*_by(longer, "by_depth", (BEYOND,), table), ""]
     return lines
 
 

@@ -9,6 +9,7 @@ import pytest
 from examples.quality import page, scales
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued import run_continued
+from examples.quality.recall import BEYOND
 from examples.quality.run import COMPLETE, parse_arguments
 from examples.quality.tasks import TASKS
 from examples.quality.workers import Budget
@@ -50,7 +51,8 @@ def test_tasks_after_text_through_megatron(tmp_path):
     read = {arm: read_records(folder / f"{arm}_seed1.jsonl")[0]["run"]["arguments"] for arm in ("start-dense", "dense")}
     assert read["start-dense"]["data_path"] != read["dense"]["data_path"]
     tested = json.loads((folder / "chosen-few_seed1.recall.json").read_text())
-    assert tested.keys() == set(TASKS) and tested["recall"]["questions"] == study.tasks.tests * study.tasks.pairs
+    assert tested.keys() == {*TASKS, BEYOND} and tested[BEYOND]["questions"] == study.tasks.tests // 4
+    assert tested["recall"]["questions"] == study.tasks.tests * study.tasks.pairs
     # What counts for the loss are the answers, here of the one sequence to validate with, in each batch of it.
     (evaluation,) = read_loss_log(folder / "chosen-few_seed1.jsonl")[1].values()
     counted = {name: number for name, number in evaluation.items() if name.startswith("tokens by position/")}

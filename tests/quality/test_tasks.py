@@ -13,7 +13,7 @@ from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued import require_new_sequences
 from examples.quality.corpus import Corpus
 from examples.quality.page import table
-from examples.quality.recall import DEPTHS, held_out_sequences, score
+from examples.quality.recall import BEYOND, DEPTHS, held_out_sequences, longer_sequences, score
 from examples.quality.tasks import (
     ANSWERS,
     KEYS,
@@ -138,6 +138,19 @@ def test_scores_by_depth_residue_and_hops():
     assert result["by_residue"] == [1.0, 1.0, 0.0, 1.0] and 0 < result["accuracy"] < 1
 
 
+def test_needles_beyond_the_length_of_the_training():
+    """A quarter as many, in twice the length, at all of its depths."""
+    sequences = longer_sequences(TINY)
+    length = 2 * TINY.model.seq_length
+    assert {len(each.ids) for each in sequences} == {length} and len(sequences) == TINY.tasks.tests // 4
+    values = np.array([each.questions[0, 1] for each in sequences])
+    assert sorted(values * 4 // length) == [0, 1, 2, 3]
+    answers = [each.answers if value > length // 2 else [0] for each, value in zip(sequences, values)]
+    found = score(TINY, sequences, answers, 2)["by_depth"]
+    expected = {int(value * DEPTHS // length): float(value > length // 2) for value in values}
+    assert found == [expected.get(depth) for depth in range(DEPTHS)] and len(expected) == 4
+
+
 def test_equal_settings_give_equal_data(tmp_path):
     first, again = (prepare_tasks(tmp_path / name, 128, TINY.tasks, tell=lambda text: None) for name in ("one", "two"))
     other = prepare_tasks(tmp_path / "one", 128, replace(TINY.tasks, pairs=3), tell=lambda text: None)
@@ -166,7 +179,16 @@ def test_tests_without_tracking_are_shown_without_it():
     tests = {"dense": [{"recall": group, "needle": group}] * 2}
     text = recall_page.section(TINY, tests, table)
     assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
-    assert not [line for line in text if "racking" in line]
+    assert not [line for line in text if "racking" in line or "longer" in line]
+
+
+def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
+    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
+    both = {"recall": group, "needle": group}
+    longer = {"questions": 4, "by_depth": [0.25] * 4 + [1.0] * 4}
+    text = recall_page.section(TINY, {"dense": [both | {BEYOND: longer}], "s2": [both]}, table)
+    at = text.index("4 needles in sequences of 2,048 tokens, 2 times the training's, by depth:")
+    assert text[at + 4 : at + 6] == [f"| dense, needle, longer |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
 
 
 def test_the_flag_takes_an_id(capsys):
