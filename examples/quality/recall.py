@@ -21,7 +21,7 @@ from examples.quality.studies import Study
 from examples.quality.tasks import ANSWERS, TASKS, Sequence, held_out_sequence
 from examples.quality.trained import TOKENS_AT_ONCE, load_trained
 
-BEYOND = "needle, longer"  # beside TASKS
+BEYOND = "longer needle"  # beside TASKS
 DEPTHS = 8  # equal parts of the context
 LONGER, FEWER = 2, 4  # needles beyond the length of the training: in so many times as long, and so many times fewer
 

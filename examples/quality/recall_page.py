@@ -83,7 +83,8 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
     ]
     if "tracking" in tasks:
         lines += ["Variable tracking by hops:", "", *_by(tests, "by_hops", ("tracking",), table), ""]
-    longer = {arm: own for arm, own in tests.items() if all(BEYOND in test for test in own)}
+    longer = {arm: [test for test in own if BEYOND in test] for arm, own in tests.items()}
+    longer = {arm: own for arm, own in longer.items() if own}
     if longer:
         count = next(iter(longer.values()))[0][BEYOND]["questions"]
         length = f"{LONGER * study.model.seq_length:,}"

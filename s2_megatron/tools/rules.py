@@ -93,8 +93,8 @@ def dense_at_the_start(sparsity: ResolvedSparsity) -> Iterator[str]:
     if dense and dense[-1] < len(layers) // 4:
         yield (
             f"of {len(layers)} layers the last one that attends everything, or has a KV head that does, is layer "
-            f"{dense[-1]} (from 0), and models that went on from dense ones looked things up in later ones; let "
-            "s2-megatron choose-dense measure which heads stay dense, unless it chose these, or use layers: SSSD"
+            f"{dense[-1]} (from 0), and models that went on from dense ones looked things up in later ones; "
+            "unless s2-megatron choose-dense chose these heads, let it measure which stay dense, or use layers: SSSD"
         )
 
 

@@ -209,7 +209,8 @@ def command(tmp_path, monkeypatch):
         monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
         arguments = Namespace(**trained | changes)
         monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: arguments)
-        for name, text in (("plan", config), ("f", FUNCTION), ("d", "layers: D\n"), ("w", WINDOWS)):
+        others = {"f": FUNCTION, "d": "layers: D\n", "w": WINDOWS, "h": CONFIGS["hybrid"], "v": ONE_WIDE}
+        for name, text in {"plan": config, **others}.items():
             (tmp_path / f"{name}.yaml").write_text(text)
         given = {"--load": "dense", "--s2-config": "plan.yaml", "--data-path": "text", "--write": "new.yaml"}
         given |= {"--split": "80,20,0", "--sequences": "4"} | dict(zip(options[::2], options[1::2]))
@@ -225,6 +226,8 @@ def command(tmp_path, monkeypatch):
 STORED = SparsityConfig.from_data({"layers": "S", "specs": {"S": {"local_tokens": 128, "stride": 4}}}).resolve(
     num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256
 )
+ONE_HEAD = "layers: DDDS\nspecs:\n  S: {local_tokens: 64, stride: 4, dense_heads: [0]}\n"
+ONE_WIDE = "layers: [S, A, S, S]\nspecs:\n  S: {local_tokens: 64}\n  A: {local_tokens: 256}\n"
 WINDOWS = "layers: S\nspecs:\n  S: {local_tokens: 64}\n"
 FUNCTION = "layers: S\nspecs:\n  S: {function: 'a:b'}\n"
 REFUSED = {
@@ -248,12 +251,18 @@ REFUSED = {
     "window": (["--seq-length", "64"], {"config": CONFIGS["window"]}, "nothing is sparse at 64 tokens"),
     "beside": (["--beside", "none.yaml"], {}, "none.yaml"),
     "beside a function": (["--beside", "f.yaml"], {}, "--beside f.yaml: specs.S is a function; expected windows and"),
-    "beside dense": (["--beside", "d.yaml"], {}, "--beside d.yaml: KV head 0 of layer 0 (from 0) is dense; expected a "
-        "sparse one, as in --s2-config plan.yaml, for"),
+    "beside dense": (["--beside", "d.yaml"], {}, "--beside d.yaml: nothing is sparse at 256 tokens that is sparse in "
+        "--s2-config plan.yaml, too"),
+    "beside dense in part": (["--beside", "h.yaml"], {"config": CONFIGS["plain"]}, "--beside h.yaml: KV head 0 of "
+        "layer 3 (from 0) attends everything at 256 tokens, and is sparse in --s2-config plan.yaml; expected"),
+    "beside a wide window": (["--beside", "v.yaml"], {"config": CONFIGS["plain"]}, "--beside v.yaml: KV head 0 of "
+        "layer 1 (from 0) attends everything at 256 tokens"),
     "beside a window": (["--beside", "w.yaml", "--seq-length", "32"], {"config": WINDOWS},
         "--beside w.yaml: nothing is sparse at 32 tokens that is sparse in --s2-config plan.yaml, too"),
-    "all dense": (["--beside", "w.yaml"], {"config": "layers: D\n"}, "--beside w.yaml: nothing is sparse at 256"),
-    "too many": (["--heads", "6"], {}, "--heads 6: the plan has 6 sparse KV heads; expected fewer"),
+    "all dense": (["--beside", "w.yaml"], {"config": "layers: D\n"}, "--s2-config plan.yaml: nothing is sparse at 256"),
+    "too many": (["--heads", "6"], {}, "--heads 6: 6 KV heads are sparse in --s2-config plan.yaml; expected fewer"),
+    "one head": (["--heads", "1"], {"config": ONE_HEAD}, "--heads 1: 1 KV heads are sparse in --s2-config plan.yaml; "
+        "expected fewer, so that one stays sparse; give a YAML with more"),
     "data": (["--data-path", "none"], {}, "--data-path none: .idx is missing; expected an indexed dataset"),
     "split": (["--split", "a,b"], {}, "--split=a,b: expected up to three numbers"),
     "no validation": (["--split", "100,0,0"], {}, "none of the 10 documents of text is for validation; expected one"),
@@ -323,7 +332,10 @@ def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, 
     """--beside loses 3 % and is measured under; the heads are dense in --s2-config, whose offsets and windows stay."""
     (tmp_path / "narrow.yaml").write_text("layers: S\nspecs:\n  S: {local_tokens: 64, stride: 2}\n")
     assert command("--heads", "6", "--beside", "narrow.yaml", config=CONFIGS["hybrid"]) == 2  # those of D are no choice
-    assert "--heads 6: the plan has 6 sparse KV heads" in capsys.readouterr().err
+    assert (
+        "--heads 6: 6 KV heads are sparse in --s2-config plan.yaml and in --beside narrow.yaml; expected fewer"
+        in capsys.readouterr().err
+    )
     assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["hybrid"]) == 0
     out, error = capsys.readouterr()
     assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "warning" not in error
@@ -336,8 +348,8 @@ def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, 
     assert f"with this one ({lost:+.2%})" in text and f"{lost:+.2%} of the dense loss" in out.splitlines()[-1]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["config"] == "plan.yaml" and facts["beside"] == "narrow.yaml" and len(facts["candidates"]) == 6
-    assert facts["written"]["loss"] == pytest.approx(made_up.loss(wanted)) and facts["written"]["dense_kv_heads"] == 3
-    assert facts["written"]["density"] == wanted.density() < facts["sets"][1]["density"]
+    assert facts["result"]["loss"] == pytest.approx(made_up.loss(wanted)) and facts["result"]["dense_kv_heads"] == 3
+    assert facts["result"]["density"] == wanted.density() < facts["sets"][1]["density"]
 
 
 @pytest.mark.parametrize("share, warned", [(0.0, True), (0.0009, True), (0.0011, False)])
@@ -345,8 +357,10 @@ def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command,
     made_up.scale = share * DENSE_LOSS / 0.15  # the plan's loss above dense is 0.15 nats otherwise
     assert command("--heads", "1") == 0
     error = capsys.readouterr().err
-    said = f"warning: --s2-config plan.yaml: its loss before any step is {share:+.4%} of the dense one at 256 tokens; "
-    assert (said in error) == warned and ("warning" in error) == warned
+    said = f"warning: --s2-config plan.yaml: its loss before any step is only {share:+.4%} above the dense one at 256 "
+    assert (said in error) == warned and ("warning" in error) == warned and "no head is made" not in error
+    assert command("--write", "other.yaml") == 0
+    assert ("no head is made dense" in capsys.readouterr().err) == warned
 
 
 def test_layers_instead_of_heads(command, made_up, tmp_path):
@@ -358,7 +372,7 @@ def test_where_no_set_is_near_enough_nothing_is_written(command, made_up, tmp_pa
     assert command("--within", "0.3", "--json", "facts.json") == 1
     out, error = capsys.readouterr()
     last = error.splitlines()[-1]
-    assert last.startswith("no set is within 0.3 % of the dense loss; the best one, of 5, is +0.50% above; no YAML is")
+    assert last.startswith("no set is within 0.3 % of the dense loss under --s2-config plan.yaml; the best one, of 5")
     assert "chosen" not in out and "the best 5" in out
     assert not (tmp_path / "new.yaml").exists()
     assert json.loads((tmp_path / "facts.json").read_text())["chosen"] is None

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.1,
         metavar="PERCENT",
-        help="above the dense loss, at most, under the plan of --beside if given (default: 0.1)",
+        help="largest loss above dense, under --beside where given (default: 0.1)",
     )
     size.add_argument("--heads", type=int, metavar="N", help="exactly so many more dense KV heads, over all layers")
     parser.add_argument("--write", type=Path, required=True, metavar="YAML", help="a new file")
@@ -169,22 +169,28 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
     trained = checkpoint_arguments(folder)
     resolved = [_resolved(args, source, config, trained) for source, config in plans]
     sparsity, beside, source = resolved[0], resolved[-1], plans[-1][0]
-    for layer, head in dense_in_one(beside, sparsity):
-        raise ValueError(
-            f"{source}: KV head {head} of layer {layer} (from 0) is dense; expected a sparse one, as in {plans[0][0]}, "
-            "for a head that is dense there is not measured; make it sparse, or dense in both"
-        )
     units = sparse_in(sparsity, candidates(beside, args.by))
     if not units:
         too = f" that is sparse in {plans[0][0]}, too" if args.beside else ""
+        if count_dense(sparsity) == len(sparsity.layers) * sparsity.num_kv_heads:
+            source, too = plans[0][0], ""
         raise ValueError(
             f"{source}: nothing is sparse at {beside.seq_length} tokens{too}; expected a plan with sparse heads, of "
             "which some can become dense; give another YAML, or a longer --seq-length"
         )
+    unmeasured = dense_in_one(beside, sparsity)
+    if unmeasured:
+        layer, head = unmeasured[0]
+        raise ValueError(
+            f"{source}: KV head {head} of layer {layer} (from 0) attends everything at {beside.seq_length} tokens, and "
+            f"is sparse in {plans[0][0]}; expected a sparse one, for it is not measured; make it sparse, or dense in "
+            "both"
+        )
     if args.heads is not None and args.heads >= len(units):
         raise ValueError(
-            f"--heads {args.heads}: the plan has {len(units)} sparse KV heads; expected fewer, so that one stays "
-            f"sparse; use at most --heads {len(units) - 1}"
+            f"--heads {args.heads}: {len(units)} KV heads are sparse in {' and in '.join(name for name, _ in plans)}; "
+            f"expected fewer, so that one stays sparse; "
+            + (f"use at most --heads {len(units) - 1}" if len(units) > 1 else "give a YAML with more")
         )
     with quiet():
         sequences = validation_sequences(args.data_path, args.split, trained, sparsity.seq_length, args.sequences)
@@ -206,29 +212,32 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         console().print(_ranking(ranked, sets.of(0).loss, dense_loss))
         console().print(_table(beside, sets, chosen, about, name))
     if sets.of(0).gap < LEAST_GAP:
+        none = "no head is made dense, and " if chosen is not None and chosen.size == 0 else ""
+        longer = ", or a longer --seq-length" if beside.seq_length < trained.seq_length else ""
         print(
-            f"warning: {source}: its loss before any step is {sets.of(0).gap:+.4%} of the dense one at "
-            f"{beside.seq_length} tokens; expected {LEAST_GAP:+.1%} or more: below that, chance ranks the heads; give "
-            "--beside a YAML with narrower windows, or a longer --seq-length",
+            f"warning: {source}: its loss before any step is only {sets.of(0).gap:+.4%} above the dense one at "
+            f"{beside.seq_length} tokens; expected {LEAST_GAP:+.1%} or more, for {none}chance has a say in the order "
+            f"of the heads below that; give --beside a YAML with narrower windows{longer}",
             file=sys.stderr,
         )
-    written = None
+    result = None
     if chosen is not None:
         plan = with_dense(sparsity, sets.units[: chosen.size])
         before, after = sets.of(0).loss, chosen.loss
         if args.beside:
             before, after = measured.loss(sparsity), measured.loss(plan)
         gap = after / dense_loss - 1
-        written = {"dense_kv_heads": count_dense(plan), "density": plan.density(), "loss": after, "gap": gap}
+        result = {"dense_kv_heads": count_dense(plan), "density": plan.density()}
+        result |= {"loss_before": before, "loss": after, "gap": gap}
     if args.json is not None:  # before the YAML: who finds that has the measurements, too
-        content = _facts(args, folder.absolute(), beside, sets, ranked, chosen, len(sequences)) | {"written": written}
+        content = _facts(args, folder.absolute(), beside, sets, ranked, chosen, len(sequences)) | {"result": result}
         write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     if chosen is None:
         best = min(sets.measured.values(), key=lambda each: each.gap)
         instead = f", or --heads {best.size}" if args.by == HEAD and 0 < best.size < len(units) else ""
         print(
-            f"no set is within {args.within:g} % of the dense loss; the best one, of {best.size}, is {best.gap:+.2%} "
-            f"above; no YAML is written; give a larger --within{instead}",
+            f"no set is within {args.within:g} % of the dense loss under {source}; the best one, of {best.size}, is "
+            f"{best.gap:+.2%} above; no YAML is written; give a larger --within{instead}",
             file=sys.stderr,
         )
         return 1
@@ -302,8 +311,8 @@ def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, abou
 def _facts(
     args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None, count: int
 ) -> dict:
-    """The content of --json but what was written. beside: the plan that was measured under. Gaps are shares of the
-    dense loss; "chosen" is the size of the set, None without one."""
+    """The content of --json but its "result", the plan of the YAML. beside: the plan that was measured
+    under. Gaps are shares of the dense loss; "chosen" is the size of the set, None without one."""
     return {
         "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
         "config": args.s2_config.name,

@@ -54,10 +54,14 @@ def sparse_in(sparsity: ResolvedSparsity, units: Sequence[Unit]) -> list[Unit]:
 
 
 def dense_in_one(one: ResolvedSparsity, other: ResolvedSparsity) -> list[tuple[int, int]]:
-    """(layer, KV head) of those that are dense in the first plan and sparse in the second."""
-    pairs = enumerate(zip(one.layers, other.layers, strict=True))
-    dense = ((at, [_all_dense_heads(layer, one.num_kv_heads) for layer in both]) for at, both in pairs)
-    return [(at, head) for at, (first, second) in dense for head in sorted(first - second)]
+    """(layer, KV head) of those that attend everything at the length of the first plan, in it, and are sparse in the
+    second at some length."""
+    found = []
+    for at, (first, second) in enumerate(zip(one.layers, other.layers, strict=True)):
+        whole = first.pattern is None or first.pattern.density(one.seq_length) == 1
+        dense = set(range(one.num_kv_heads)) if whole else _all_dense_heads(first, one.num_kv_heads)
+        found += [(at, head) for head in sorted(dense - _all_dense_heads(second, other.num_kv_heads))]
+    return found
 
 
 def with_dense(sparsity: ResolvedSparsity, units: Sequence[Unit]) -> ResolvedSparsity:
