@@ -3,16 +3,19 @@ without a seam."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from examples.quickstart import dataset, launch, run, summary
 from examples.quickstart.corpus import (
@@ -24,6 +27,7 @@ from examples.quickstart.corpus import (
     source_documents,
 )
 from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
+from examples.quickstart.failures import QuickstartError
 from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
@@ -282,6 +286,20 @@ def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     corpus = json.loads((runs / "quickstart" / "corpus.json").read_text())
     assert corpus["file_sha256"]["lib/dataclasses.py"] and corpus["sha256"] == content["corpus"]["sha256"]
     assert len(read_loss_log(runs / "quickstart" / "losses.jsonl")[0]) == ITERATIONS
+
+
+def test_a_folder_is_waited_for_and_then_refused(tmp_path):
+    """The processes of a killed run hold its lock until the last of them has ended."""
+    said = Console(file=io.StringIO(), width=200)
+    dying = run.lock_run(tmp_path, said)
+    assert said.file.getvalue() == ""
+    with pytest.raises(QuickstartError, match=r"another `make pretrain` is working in .*; wait for it, or stop it"):
+        run.lock_run(tmp_path, said, wait_seconds=0.0)
+    end = threading.Timer(0.5, dying.close)
+    end.start()
+    run.lock_run(tmp_path, said).close()
+    end.join()
+    assert said.file.getvalue().count("waiting up to 30 s") == 1
 
 
 def test_a_path_is_shown_as_one_would_type_it(tmp_path, monkeypatch):

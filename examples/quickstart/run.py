@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,14 +82,30 @@ def resolve_sparsity(config: Path, console: Console):
     return sparsity
 
 
-def lock_run(run_folder: Path):
-    """An open file that holds the run's lock. Raises QuickstartError when another process has it."""
+def lock_run(run_folder: Path, console: Console, wait_seconds: float = 30.0):
+    """An open file that holds the run's lock. Raises QuickstartError when another process still has it after
+    `wait_seconds`: what a killed run leaves takes a moment to end."""
     file = (run_folder / "lock").open("a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise QuickstartError(f"another `make pretrain` is working in {run_folder}; wait for it, or stop it") from None
-    return file
+    deadline = time.monotonic() + wait_seconds
+    told = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.close()
+                raise QuickstartError(
+                    f"another `make pretrain` is working in {run_folder}; wait for it, or stop it"
+                ) from None
+            if not told:
+                console.print(
+                    f"waiting up to {wait_seconds:.0f} s for another `make pretrain` to end, which has this folder",
+                    highlight=False,
+                )
+                told = True
+            time.sleep(0.2)
+        else:
+            return file
 
 
 def check_settings(run_folder: Path, settings: dict) -> None:
@@ -200,7 +217,7 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
     run_folder = parsed.runs.resolve() / parsed.config.stem
     run_folder.mkdir(parents=True, exist_ok=True)
     failures.require_space(run_folder)
-    lock = lock_run(run_folder)
+    lock = lock_run(run_folder, console)
     sparsity = resolve_sparsity(parsed.config, console)
     finished = finished_summary(run_folder, parsed.iterations)
     if finished is not None:
