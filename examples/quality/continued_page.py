@@ -1,4 +1,4 @@
-"""The part of docs/quality.md on models that go on from a dense one: what the switch costs, when the loss is
+"""The part of a study's page on models that go on from a dense one: what the switch costs, when the loss is
 back at dense's, and what the same compute gives from random weights."""
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Write the results in docs/quality.md and docs/patterns.md from the data in docs/quality/.
+"""Write a page of every study in docs/quality/ from its data, and what follows from them in docs/patterns.md.
 
-    python -m examples.quality.page            # both pages between their two marks, and the plots
+    python -m examples.quality.page            # the README.md of each study, its plots, and docs/patterns.md
     python -m examples.quality.page --check    # status 1 when a page is not what the data give
 
-A study's section appears when its data are there. What a page says above and below the marks is written by hand.
+A study's page appears when its data are there. docs/patterns.md is written between its two marks; what stands above and
+below them, and docs/quality.md, is written by hand.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from examples.quality.figures import draw_arms, draw_curves
 from examples.quality.launch import ROOT
 from examples.quality.needles_page import needles_lines
 from examples.quality.positions import losing_lines, position_lines
+from examples.quality.recall_page import draw as draw_recall
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
 from examples.quality.repeats import section as repeats_section
@@ -40,8 +42,9 @@ from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import Run, number
 
-PAGE, PATTERNS, DATA = (ROOT / "docs" / name for name in ("quality.md", "patterns.md", "quality"))
+PATTERNS, DATA = ROOT / "docs" / "patterns.md", ROOT / "docs" / "quality"
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
+REPEATS, RECALL_PICTURE = "repeats", "recall.png"
 RULES = ("from-dense-rules8k", "rules8k", "lm32k")  # the studies of patterns.md
 TEXT_TESTS = {"Where the loss lies": copies_lines, "Copying from far back": needles_lines}
 TITLES = {
@@ -162,7 +165,7 @@ def about_runs(scale: Scale) -> list[str]:
     rates = {number(run.arguments, "lr") for run in scale.runs}
     given = "" if has_choices or len(rates) > 1 else f" One learning rate for all, {rates.pop():g}; none was chosen."
     return [
-        f"### {scale.tokens / 1e6:.1f}M tokens a run",
+        f"## {scale.tokens / 1e6:.1f}M tokens a run",
         "",
         f"Runs an arm: {seeds}. Steps: {int(number(scale.runs[0].arguments, 'train_iters'))} of "
         f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus `{scale.corpus['sha256'][:12]}` "
@@ -243,7 +246,11 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     page. pictures: draw them too."""
     study, parts = scale.study, scale.parts()
     tests = {} if study.tasks is None else read_tests(study, scale.folder)
-    lines = [*about_runs(scale), *(recall_section(study, tests, table) if tests else [])]
+    lines = about_runs(scale)
+    if tests:
+        lines += recall_section(study, tests, f"{shown}/{RECALL_PICTURE}", table)
+        if pictures:
+            draw_recall(tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
@@ -252,7 +259,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     for part in parts:
         name = _curves(part, len(parts))
         if len(parts) > 1:
-            lines += [f"#### {seeds_text(part.seeds).capitalize()}", ""]
+            lines += [f"### {seeds_text(part.seeds).capitalize()}", ""]
         lines += part_section(part, f"{shown}/{name}")
         if pictures:
             picture = scale.folder / name
@@ -278,41 +285,52 @@ def header_machine(folder: Path) -> dict:
     return header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
 
 
-def results_text(data: Path, pictures: bool) -> str:
-    """What stands between the marks of quality.md. pictures: draw them too."""
-    lines: list[str] = []
-    for name, title in TITLES.items():
-        study = ALL[name]
-        scales = read_scales(study, data)
-        if not scales:
+ABOUT = (
+    "Written by `python -m examples.quality.page` from the data in this folder. [What it means](../../quality.md), "
+    "[how it was measured, and what the arms are](../../quality_method.md)."
+)
+
+
+def study_text(name: str, data: Path, pictures: bool) -> str:
+    """The page of a study, "" where it has no results. pictures: draw them too."""
+    study, scales = ALL[name], read_scales(ALL[name], data)
+    if not scales:
+        return ""
+    lines = [f"# {TITLES[name]}", "", ABOUT, "", *rates_table(study, data)]
+    for scale in scales:
+        shown = scale.folder.name
+        if not study.questions:
+            lines += scale_section(scale, shown, pictures)
             continue
-        lines += [f"## {title}", "", *rates_table(study, data)]
-        for scale in scales:
-            shown = _shown_folder(scale, data)
-            if not study.questions:
-                lines += scale_section(scale, shown, pictures)
-                continue
-            found = read_findings(study, scale.comparison, recall_folder(study, data))
-            if pictures:
-                for question in (each for each in study.questions if found.answered(each)):
-                    draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-            lines += [*about_runs(scale), *_by_seed(scale, shown, pictures), *rules_section(found, shown, table)]
-            for heading, lines_of in TEXT_TESTS.items():
-                if tested := [line for part in scale.parts() for line in _tested_lines(part, lines_of)]:
-                    lines += [f"#### {heading}", "", *tested]
-    folders = sorted(folder for folder in (data / "repeats").glob("*") if folder.is_dir())
-    if folders:
-        lines += ["## Repeats of one seed", ""]
-        lines += [line for folder in folders for line in repeats_section(folder, table)]
+        found = read_findings(study, scale.comparison, recall_folder(study, data))
+        if pictures:
+            for question in (each for each in study.questions if found.answered(each)):
+                draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
+        lines += [*about_runs(scale), *_by_seed(scale, shown, pictures), *rules_section(found, shown, table)]
+        for heading, lines_of in TEXT_TESTS.items():
+            if tested := [line for part in scale.parts() for line in _tested_lines(part, lines_of)]:
+                lines += [f"### {heading}", "", *tested]
     return "\n".join(lines)
 
 
-def _shown_folder(scale: Scale, data: Path) -> str:
-    """Of a scale's data, from the page."""
-    return f"quality/{scale.folder.relative_to(data).as_posix()}"
+def repeats_text(data: Path) -> str:
+    """The page of the runs that were repeated with one seed, "" without one."""
+    folders = sorted(folder for folder in (data / REPEATS).glob("*") if folder.is_dir())
+    if not folders:
+        return ""
+    return "\n".join(
+        ["# Repeats of one seed", "", ABOUT, "", *(line for each in folders for line in repeats_section(each, table))]
+    )
 
 
-def rules_text(data: Path, pictures: bool) -> str:
+def study_pages(data: Path, pictures: bool) -> dict[Path, str]:
+    """{a page: what it says} of the studies in a folder that have results. pictures: draw them too."""
+    texts = {data / name / "README.md": study_text(name, data, pictures) for name in TITLES}
+    texts[data / REPEATS / "README.md"] = repeats_text(data)
+    return {path: f"{wrapped(text).rstrip()}\n" for path, text in texts.items() if text}
+
+
+def rules_text(data: Path) -> str:
     """What stands between the marks of patterns.md: of each study the scale with the most tokens."""
     lines: list[str] = []
     for name in RULES:
@@ -321,14 +339,13 @@ def rules_text(data: Path, pictures: bool) -> str:
             device = header_machine(scale.folder)["device"]
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
-                lines += rules_summary(found, scale.tokens, device, TITLES[name], table)
+                lines += rules_summary(found, scale.tokens, device, table)
             else:
                 lines += [f"At {study.model.seq_length // 1024}K, {scale.tokens / 1e6:.0f}M tokens a run, on {device}, "
                           "validation loss by position:", "", *losing_lines(scale.comparison)]  # fmt: skip
     return "\n".join(lines)
 
 
-PAGES = ((PAGE, results_text), (PATTERNS, rules_text))
 COLUMNS = 120
 NO_RESULTS = "Nothing yet: none of these studies has been trained to its end on a GPU.\n\n"
 
@@ -363,14 +380,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
     parsed = parser.parse_args()
-    for path, text in PAGES:
-        page = path.read_text()
-        current = with_results(page, text(DATA, pictures=not parsed.check))
-        if parsed.check and current != page:
-            print(f"{path.name} is not what the data give; run python -m examples.quality.page", file=sys.stderr)
-            sys.exit(1)
+    pages = study_pages(DATA, pictures=not parsed.check)
+    pages[PATTERNS] = with_results(PATTERNS.read_text(), rules_text(DATA))
+    for path, text in pages.items():
         if not parsed.check:
-            path.write_text(current)
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{path.relative_to(ROOT)} is not what the data give; run python -m examples.quality.page",
+                  file=sys.stderr)  # fmt: skip
+            sys.exit(1)
 
 
 if __name__ == "__main__":

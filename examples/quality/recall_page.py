@@ -1,4 +1,4 @@
-"""The part of docs/quality.md on retrieval: accuracies by task, depth, residue and hops, from the recall files."""
+"""The part of a study's page on retrieval: accuracies by task, depth, residue and hops, from the recall files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.arms import BASELINE
 from examples.quality.recall import BEYOND, LONGER
 from examples.quality.results import read_json
 from examples.quality.studies import Study
@@ -57,8 +58,9 @@ def target_lines(tests: dict[str, list[dict]]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list[str]:
-    """The lines of one scale, of the tasks that all of its tests have. table: (header, rows) to lines of Markdown."""
+def section(study: Study, tests: dict[str, list[dict]], picture: str, table: Callable) -> list[str]:
+    """The lines of one scale, of the tasks that all of its tests have. picture: what `draw` drew, from the page. table:
+    (header, rows) to lines of Markdown."""
     seeds = sorted({len(each) for each in tests.values()})
     tasks = [task for task in TASKS if all(task in test for own in tests.values() for test in own)]
     rows = [
@@ -71,6 +73,8 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
         "",
         *target_lines(tests),
         *table(["arm", *tasks], rows),
+        "",
+        f"![Right answers on recall by residue and by depth]({picture})",
         "",
         f"By the residue of the value's block modulo the stride of {study.stride} (needle, then recall):",
         "",
@@ -91,6 +95,38 @@ def section(study: Study, tests: dict[str, list[dict]], table: Callable) -> list
         lines += [f"{count} needles in sequences of {length} tokens, {LONGER} times the training's, by depth:", ""]
         lines += [*_by(longer, "by_depth", (BEYOND,), table), ""]
     return lines
+
+
+def draw(tests: dict[str, list[dict]], file: Path) -> None:
+    """Right answers on `recall` of every arm, dense first, by residue and by depth, as shades of a colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    arms = sorted(tests, key=lambda arm: arm != BASELINE)
+    figure, panels = pyplot.subplots(
+        1, 2, figsize=(11, 1.4 + 0.3 * len(arms)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (name, title, first) in zip(
+        panels[0],
+        (
+            ("by_residue", "the value's block, modulo the stride", 0),
+            ("by_depth", "depth, in eighths of the context", 1),
+        ),
+    ):
+        shares = 100 * np.array([mean_of(tests[arm], "recall", name) for arm in arms])
+        panel.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for (row, column), share in np.ndenumerate(shares):
+            if not np.isnan(share):
+                panel.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8,
+                           color="white" if share > 60 else "#333333")  # fmt: skip
+        panel.set_xticks(range(shares.shape[1]), [str(first + group) for group in range(shares.shape[1])])
+        panel.set_yticks(range(len(arms)), arms, fontsize=8)
+        panel.set_title(title, fontsize=9)
+    figure.suptitle("right answers on recall, percent", fontsize=9)
+    figure.savefig(file, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def _by(tests: dict[str, list[dict]], name: str, tasks: Sequence[str], table: Callable) -> list[str]:

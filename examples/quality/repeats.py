@@ -140,7 +140,7 @@ def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) ->
 
 
 def section(folder: Path, table: Callable) -> list[str]:
-    """The part of docs/quality.md about one folder of repeats."""
+    """The part of a page about one folder of repeats."""
     repeats = read_repeats(folder)
     machine = header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")

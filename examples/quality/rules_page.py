@@ -1,6 +1,6 @@
 """The rules of thumb: of every question the table of its arms, and which of them won, if that can be told.
 
-docs/quality.md gets the tables (`section`), docs/patterns.md what follows from them (`summary`).
+The study's page gets the tables (`section`), docs/patterns.md what follows from them (`summary`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
     for question in found.study.questions:
         if not found.answered(question):
             continue
-        lines += [f"#### {question.text}", "", *question_table(found, question, table), ""]
+        lines += [f"### {question.text}", "", *question_table(found, question, table), ""]
         lines += [f"- By {name}: {verdict_text(found, question, name)}." for name in found.measures(question)]
         lines += [f"- {_spread(found, question)}"] if alone else []
         caption = f"{question.text}: loss against {base} over tokens and by position"
@@ -238,8 +238,8 @@ def seeds_needed(loss: Effects) -> str:
     )
 
 
-def summary(found: Findings, tokens: float, device: str, title: str, table: Callable) -> list[str]:
-    """What docs/patterns.md says: one row a question. title: of the study's section in quality.md."""
+def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:
+    """What docs/patterns.md says: one row a question."""
     questions = [question for question in found.study.questions if found.answered(question)]
     if not questions:
         return []
@@ -250,7 +250,6 @@ def summary(found: Findings, tokens: float, device: str, title: str, table: Call
         values = [found.effects(LOSS, question).mean(arm) for arm in found.competing(question)]
         rows.append([question.text, *measured, f"{np.ptp(values):.4f}"])
     model, study = found.study.model, found.study
-    place = title.lower().replace(",", "").replace(" ", "-")
     going_on = "" if study.start is None else "Going on from a dense model. "
     return [
         f"{going_on}A model of {model.num_layers} layers of {model.hidden_size} ({model.num_heads} query heads, "
@@ -260,6 +259,6 @@ def summary(found: Findings, tokens: float, device: str, title: str, table: Call
         "",
         *table(["question", *(f"by {name}" for name in measures), "from best to worst, in loss"], rows),
         "",
-        f"The tables behind it, with step times: [quality.md](quality.md#{place}).",
+        f"The tables behind it, with step times: [{study.name}](quality/{study.name}/README.md).",
         "",
     ]

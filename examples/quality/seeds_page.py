@@ -1,4 +1,4 @@
-"""The part of docs/quality.md that shows every dense model by itself: what each arm loses by the switch, before any
+"""The part of a study's page that shows every dense model by itself: what each arm loses by the switch, before any
 step, and what it has lost at the end."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def section(study: Study, folder: Path, comparison: Comparison, pictures: str, t
         if any((arm, seed) in found for seed in seeds)
     ]
     lines = [
-        "#### Every dense model by itself",
+        "### Every dense model by itself",
         "",
         "Validation loss against dense's of the same seed, in percent: first right after the switch (the dense model's "
         "weights, before any step), then at the end.",

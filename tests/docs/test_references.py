@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "NOTES.md", ROOT / "examples" / "README.md"],
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "NOTES.md", ROOT / "examples" / "README.md"],
     key=lambda path: path.as_posix(),
 )
 # Texts about versions that are gone: their commands and flags are those of the past.

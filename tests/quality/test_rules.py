@@ -259,7 +259,7 @@ def findings(data):
 
 def test_the_page_says_who_won(results):
     text = "\n".join(rules_page.section(findings(results), "pictures", page.table))
-    placement, stride = text.split("#### ")[1:]  # the questions that have data
+    placement, stride = text.split("### ")[1:]  # the questions that have data
     assert placement.startswith("Which layers are dense") and stride.startswith("Stride")
     assert "- By validation loss: **every fourth layer dense** won." in placement
     rows = [line.split(" | ") for line in stride.splitlines() if line.startswith("| stride")]
@@ -277,19 +277,20 @@ def test_the_page_says_who_won(results):
 def test_both_pages_get_what_was_found(results, monkeypatch):
     monkeypatch.setattr(page, "TITLES", {"rules-tiny": "Rules of thumb"})
     monkeypatch.setattr(page, "RULES", ("rules-tiny",))
-    quality = page.results_text(results, pictures=True)
-    assert quality.startswith("## Rules of thumb") and "#### Stride" in quality
-    shown = re.findall(r"\]\(quality/(.*)\)", quality)
-    assert [path.rpartition("/")[2] for path in shown] == ["placement.png", "stride.png"]
-    assert all((results / path).stat().st_size > 10_000 for path in shown)
-    *_, heading, losses, second, copied = re.split("^#### (.*)$", quality, flags=re.MULTILINE)
+    ((path, quality),) = page.study_pages(results, pictures=True).items()
+    assert path == results / "rules-tiny" / "README.md"
+    assert quality.startswith("# Rules of thumb\n") and "### Stride" in quality
+    shown = re.findall(r"!\[.*\]\((.*)\)", quality)
+    assert [name.rpartition("/")[2] for name in shown] == ["placement.png", "stride.png"]
+    assert all((path.parent / name).stat().st_size > 10_000 for name in shown)
+    *_, heading, losses, second, copied = re.split("^### (.*)$", quality, flags=re.MULTILINE)
     assert heading == "Where the loss lies" and "| hybrid | 2.000 (+0.000) |" in losses
     assert "scores: `" in losses and "`stride-2`" in losses and "one-offset" not in losses  # the latter has no run
     assert second == "Copying from far back" and "| hybrid | 50.0 | 25.0 | 100.0 | 50.0 | 25.0 |" in copied
-    patterns = page.rules_text(results, pictures=False)
+    patterns = page.rules_text(results)
     assert "| Which layers are dense | **every fourth layer dense** won |" in patterns and "on X;" in patterns
     empty = results / "nothing"
-    assert page.results_text(empty, pictures=False) == page.rules_text(empty, pictures=False) == ""
+    assert page.study_pages(empty, pictures=False) == {} and page.rules_text(empty) == ""
 
 
 def test_more_arms_than_colours_are_drawn(tmp_path):

@@ -41,7 +41,7 @@ def section(results) -> str:
 def cells(results) -> dict[str, list[str] | None]:
     """{question: its column of recall, None without one}."""
     found = {}
-    for part in section(results).split("#### ")[1:]:
+    for part in section(results).split("### ")[1:]:
         header, _, *rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
         at = header.index("recall, %") + 1 if "recall, %" in header else None  # above the arms stands nothing
         found[part.partition("\n")[0]] = None if at is None else [row[at] for row in rows]
@@ -49,7 +49,7 @@ def cells(results) -> dict[str, list[str] | None]:
 
 
 def summary(results) -> list[list[str]]:
-    lines = rules_page.summary(findings(results), 1e6, "X", "Title", page.table)
+    lines = rules_page.summary(findings(results), 1e6, "X", page.table)
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 

@@ -46,12 +46,12 @@ def test_seeds_with_other_arms_have_tables_and_pictures_of_their_own(tmp_path):
     folder = tmp_path / "scale"
     write_going_on(folder, {("dense", 1): (5.0, 4.0), ("hybrid", 1): (5.5, 4.2)})
     alone = page.scale_section(scales.read_scale(GOING_ON, folder), "x", pictures=True)
-    assert not [line for line in alone if line.startswith("#### Seed")] and "](x/curves.png)" in "\n".join(alone)
+    assert not [line for line in alone if line.startswith("### Seed")] and "](x/curves.png)" in "\n".join(alone)
     assert {path.name for path in folder.glob("*.png")} == {"curves.png", "switch.png", "seeds.png"}
     write_going_on(folder, {("dense", 2): (3.0, 2.0), ("s2", 2): (3.3, 2.2)})
     lines = page.scale_section(scales.read_scale(GOING_ON, folder), "x", pictures=True)
     text = "\n".join(lines)
-    _, first, second = text.split("#### Seed ")
+    _, first, second = text.split("### Seed ")
     assert first.startswith("1\n") and second.startswith("2\n")
     assert "| hybrid | 5.5000 (+10.00 %) | 5.5000 (+10.00 %) |" in first and "| 4.2000 (+5.00 %) |" in first
     assert "| s2 | 3.3000 (+10.00 %) | 3.3000 (+10.00 %) |" in second and "| 2.2000 (+10.00 %) |" in second
@@ -72,4 +72,5 @@ def test_studies_of_tasks_have_no_shares_of_a_loss(tmp_path):
     text = "\n".join(page.scale_section(scales.read_scale(tasks, folder), "x", pictures=True))
     assert "| s2 | 25.0 | 25.0 | 25.0 |" in text and "](x/curves.png)" in text and "s2-megatron compare dense=" in text
     assert "validation loss" not in text and "training loss" not in text and "Every dense model" not in text
-    assert {path.name for path in folder.glob("*.png")} == {"curves.png"}
+    assert "](x/recall.png)" in text
+    assert {path.name for path in folder.glob("*.png")} == {"curves.png", "recall.png"}

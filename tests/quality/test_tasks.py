@@ -164,7 +164,7 @@ def test_a_missed_needle_is_said_first():
         arm: [{task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}]
         for arm, own in (("dense-fourth", group), ("chosen-few", found), ("chosen-window", found), ("s2", group))
     }
-    text = recall_page.section(TINY, tests, table)
+    text = recall_page.section(TINY, tests, "x.png", table)
     assert text[2:6] == [
         "- dense-fourth finds every needle, at every depth and residue: **missed** (worst group 50.0 %).",
         "- chosen-few finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
@@ -177,7 +177,7 @@ def test_a_missed_needle_is_said_first():
 def test_tests_without_tracking_are_shown_without_it():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     tests = {"dense": [{"recall": group, "needle": group}] * 2}
-    text = recall_page.section(TINY, tests, table)
+    text = recall_page.section(TINY, tests, "x.png", table)
     assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
     assert not [line for line in text if "racking" in line or "longer" in line]
 
@@ -186,7 +186,7 @@ def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     both = {"recall": group, "needle": group}
     longer = {"questions": 4, "by_depth": [0.25] * 4 + [1.0] * 4}
-    text = recall_page.section(TINY, {"dense": [both, both | {BEYOND: longer}], "s2": [both, both]}, table)
+    text = recall_page.section(TINY, {"dense": [both, both | {BEYOND: longer}], "s2": [both, both]}, "x.png", table)
     at = text.index("4 needles in sequences of 2,048 tokens, 2 times the training's, by depth:")
     assert text[at + 4 : at + 6] == [f"| dense, longer needle |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
 
