@@ -286,7 +286,7 @@ def header_machine(folder: Path) -> dict:
 
 
 ABOUT = (
-    "Written by `python -m examples.quality.page` from the data in this folder. [What it means](../../quality.md), "
+    "Written by `python -m examples.quality.page` from the data in docs/quality. [What it means](../../quality.md), "
     "[how it was measured, and what the arms are](../../quality_method.md)."
 )
 
@@ -378,17 +378,20 @@ def with_results(page: str, results: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.quality.page", description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when the page is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 when a page is not current")
     parsed = parser.parse_args()
     pages = study_pages(DATA, pictures=not parsed.check)
     pages[PATTERNS] = with_results(PATTERNS.read_text(), rules_text(DATA))
-    for path, text in pages.items():
-        if not parsed.check:
+    if not parsed.check:
+        for path, text in pages.items():
             path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            print(f"{path.relative_to(ROOT)} is not what the data give; run python -m examples.quality.page",
-                  file=sys.stderr)  # fmt: skip
-            sys.exit(1)
+        return
+    there = {PATTERNS, *DATA.glob("*/README.md")}
+    old = [path for path in {*pages, *there} if path not in there or pages.get(path) != path.read_text()]
+    for path in sorted(old):
+        print(f"{path.relative_to(ROOT)} is not what the data give; run python -m examples.quality.page, or remove it "
+              "where its data are gone", file=sys.stderr)  # fmt: skip
+    sys.exit(1 if old else 0)
 
 
 if __name__ == "__main__":

@@ -97,14 +97,22 @@ def section(study: Study, tests: dict[str, list[dict]], picture: str, table: Cal
     return lines
 
 
+def recall_shares(tests: dict[str, list[dict]]) -> tuple[list[str], dict[str, np.ndarray]]:
+    """(the arms, dense first; {"by_residue", "by_depth": percent of right answers on `recall` [arms, groups], NaN for a
+    group without questions})."""
+    arms = sorted(tests, key=lambda arm: arm != BASELINE)
+    groups = ("by_residue", "by_depth")
+    return arms, {name: 100 * np.array([mean_of(tests[arm], "recall", name) for arm in arms]) for name in groups}
+
+
 def draw(tests: dict[str, list[dict]], file: Path) -> None:
-    """Right answers on `recall` of every arm, dense first, by residue and by depth, as shades of a colour."""
+    """What `recall_shares` gives, as shades of a colour."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    arms = sorted(tests, key=lambda arm: arm != BASELINE)
+    arms, found = recall_shares(tests)
     figure, panels = pyplot.subplots(
         1, 2, figsize=(11, 1.4 + 0.3 * len(arms)), sharey=True, squeeze=False, layout="constrained"
     )
@@ -115,7 +123,7 @@ def draw(tests: dict[str, list[dict]], file: Path) -> None:
             ("by_depth", "depth, in eighths of the context", 1),
         ),
     ):
-        shares = 100 * np.array([mean_of(tests[arm], "recall", name) for arm in arms])
+        shares = found[name]
         panel.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         for (row, column), share in np.ndenumerate(shares):
             if not np.isnan(share):

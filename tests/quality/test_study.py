@@ -130,9 +130,8 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
 
 def test_the_pages_in_the_repository_are_what_the_data_give(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["page", "--check"])
-    page.main()  # status 1 otherwise; run: python -m examples.quality.page
-    folders = {path.parent.name for path in page.study_pages(page.DATA, pictures=False)}
-    assert folders == {path.name for path in page.DATA.iterdir()}
+    with pytest.raises(SystemExit, match="0"):
+        page.main()
     assert (
         page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "")
         == f"a\n{page.BEGIN}\n\n{page.NO_RESULTS}{page.END}\nb"

@@ -178,8 +178,22 @@ def test_tests_without_tracking_are_shown_without_it():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     tests = {"dense": [{"recall": group, "needle": group}] * 2}
     text = recall_page.section(TINY, tests, "x.png", table)
+    assert "![Right answers on recall by residue and by depth](x.png)" in text
     assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
     assert not [line for line in text if "racking" in line or "longer" in line]
+
+
+def test_the_picture_shows_dense_first_and_no_empty_group(tmp_path):
+    def scores(*by_residue):
+        return {"recall": {"by_residue": list(by_residue), "by_depth": [0.5] * 8}}
+
+    tests = {"s2": [scores(0.5, None), scores(0.0, None)], "dense": [scores(1.0, None)]}
+    arms, shares = recall_page.recall_shares(tests)
+    assert arms == ["dense", "s2"]
+    np.testing.assert_array_equal(shares["by_residue"], [[100.0, np.nan], [25.0, np.nan]])
+    assert shares["by_depth"].shape == (2, 8)
+    recall_page.draw(tests, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
 def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
