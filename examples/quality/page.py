@@ -250,7 +250,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     if tests:
         lines += recall_section(study, tests, f"{shown}/{RECALL_PICTURE}", table)
         if pictures:
-            draw_recall(tests, scale.folder / RECALL_PICTURE)
+            draw_recall(study, tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds

@@ -105,7 +105,7 @@ def recall_shares(tests: dict[str, list[dict]]) -> tuple[list[str], dict[str, np
     return arms, {name: 100 * np.array([mean_of(tests[arm], "recall", name) for arm in arms]) for name in groups}
 
 
-def draw(tests: dict[str, list[dict]], file: Path) -> None:
+def draw(study: Study, tests: dict[str, list[dict]], file: Path) -> None:
     """What `recall_shares` gives, as shades of a colour."""
     import matplotlib
 
@@ -119,7 +119,7 @@ def draw(tests: dict[str, list[dict]], file: Path) -> None:
     for panel, (name, title, first) in zip(
         panels[0],
         (
-            ("by_residue", "the value's block, modulo the stride", 0),
+            ("by_residue", f"the value's block, modulo {study.stride}", 0),
             ("by_depth", "depth, in eighths of the context", 1),
         ),
     ):

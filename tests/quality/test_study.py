@@ -130,12 +130,26 @@ def test_the_page_has_a_section_for_the_data(study, tmp_path):
 
 def test_the_pages_in_the_repository_are_what_the_data_give(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["page", "--check"])
-    with pytest.raises(SystemExit, match="0"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         page.main()
     assert (
         page.with_results(f"a\n{page.BEGIN}\nold\n{page.END}\nb", "")
         == f"a\n{page.BEGIN}\n\n{page.NO_RESULTS}{page.END}\nb"
     )
+
+
+def test_a_page_that_is_not_current_is_named(tmp_path, monkeypatch, capsys):
+    data, patterns = tmp_path / "docs" / "quality", tmp_path / "docs" / "patterns.md"
+    (data / "gone").mkdir(parents=True)
+    (data / "gone" / "README.md").write_text("old\n")
+    patterns.write_text(f"{page.BEGIN}\nold\n{page.END}\n")
+    for name, value in (("ROOT", tmp_path), ("DATA", data), ("PATTERNS", patterns)):
+        monkeypatch.setattr(page, name, value)
+    monkeypatch.setattr(sys, "argv", ["page", "--check"])
+    with pytest.raises(SystemExit, match=r"^1$"):
+        page.main()
+    said = capsys.readouterr().err
+    assert "docs/quality/gone/README.md is not what" in said and "docs/patterns.md is not what" in said
 
 
 def test_where_an_arm_begins_to_lose():

@@ -192,7 +192,7 @@ def test_the_picture_shows_dense_first_and_no_empty_group(tmp_path):
     assert arms == ["dense", "s2"]
     np.testing.assert_array_equal(shares["by_residue"], [[100.0, np.nan], [25.0, np.nan]])
     assert shares["by_depth"].shape == (2, 8)
-    recall_page.draw(tests, tmp_path / "x.png")
+    recall_page.draw(TINY, tests, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
