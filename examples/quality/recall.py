@@ -86,16 +86,22 @@ def ask(model, sequences: list[Sequence], length: int, ids: range) -> list[np.nd
 
 
 def score_checkpoint(study: Study, checkpoints: Path) -> dict:
-    """{task: score} of the newest checkpoint, and of needles beyond the training's length under BEYOND. Raises
-    ValueError where there is none."""
+    """{task: score} of the newest checkpoint, and of needles beyond the training's length under BEYOND, where the GPU
+    has memory for them. Raises ValueError where there is no checkpoint."""
+    import torch
+
     model = load_trained(checkpoints)
     ids = range(ANSWERS[0], sum(ANSWERS))
     result = {}
     for task in TASKS:
         sequences = held_out_sequences(study, task)
         result[task] = score(study, sequences, ask(model, sequences, study.model.seq_length, ids))
-    sequences = longer_sequences(study)
-    answers = ask(model, sequences, LONGER * study.model.seq_length, ids)
+    sequences, length = longer_sequences(study), LONGER * study.model.seq_length
+    try:
+        answers = ask(model, sequences, length, ids)
+    except torch.OutOfMemoryError as error:
+        print(f"{checkpoints}: no {BEYOND}, for the GPU has no memory for {length} tokens at once: {error}")
+        return result
     return result | {BEYOND: score(study, sequences, answers, LONGER)}
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from examples.quality import recall_page
+from examples.quality import recall, recall_page
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued import require_new_sequences
 from examples.quality.corpus import Corpus
@@ -194,6 +194,21 @@ def test_the_picture_shows_dense_first_and_no_empty_group(tmp_path):
     assert shares["by_depth"].shape == (2, 8)
     recall_page.draw(TINY, tests, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_without_memory_for_longer_needles_the_rest_is_kept(monkeypatch, capsys):
+    import torch
+
+    def answer(model, sequences, length, ids):
+        if length > TINY.model.seq_length:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [sequence.answers for sequence in sequences]
+
+    monkeypatch.setattr(recall, "load_trained", lambda checkpoints: None)
+    monkeypatch.setattr(recall, "ask", answer)
+    found = recall.score_checkpoint(TINY, "runs/x")
+    assert found.keys() == set(TASKS) and found["needle"]["accuracy"] == 1.0
+    assert capsys.readouterr().out.startswith("runs/x: no longer needle, for the GPU has no memory for 2048 tokens")
 
 
 def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
