@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,56 +20,55 @@ HYBRIDS = (
 )
 
 
-def read_tests(study: Study, folder: Path) -> dict[str, list[dict]]:
-    """{arm: [its tests, one a seed]} of the arms that have any."""
-    files = {arm: sorted(folder.glob(f"{arm}_seed*.recall.json")) for arm in study.arm_names}
-    found = {arm: [read_json(path, {}) for path in paths] for arm, paths in files.items()}
-    return {arm: tests for arm, tests in found.items() if tests}
+def read_tests(study: Study, folder: Path) -> dict[tuple[str, int], dict]:
+    """{(arm, seed): its tests}, in the study's order."""
+    found = {
+        (arm, int(path.name.removeprefix(f"{arm}_seed").removesuffix(".recall.json"))): read_json(path, {})
+        for arm in study.arm_names
+        for path in folder.glob(f"{arm}_seed*.recall.json")
+    }
+    order = list(study.arm_names)
+    return {run: found[run] for run in sorted(found, key=lambda run: (order.index(run[0]), run[1]))}
 
 
-def mean_of(tests: Sequence[dict], task: str, name: str) -> list[float]:
-    """Mean over the seeds of a list of shares; a group without questions is NaN."""
-    values = np.array([test[task][name] for test in tests], dtype=float)
-    known = ~np.isnan(values)
-    counts = known.sum(axis=0)
-    return np.where(counts > 0, np.where(known, values, 0).sum(axis=0) / np.maximum(counts, 1), np.nan).tolist()
+def run_names(runs: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """{(arm, seed): how it is called}: by its arm alone where all have one seed."""
+    several = len({seed for _, seed in runs}) > 1
+    return {(arm, seed): f"{arm}, seed {seed}" if several else arm for arm, seed in runs}
+
+
+def shares(test: dict, task: str, name: str) -> np.ndarray:
+    """A list of shares; a group without questions is NaN."""
+    return np.array(test[task][name], dtype=float)
 
 
 def percent(value: float) -> str:
     return "-" if np.isnan(value) else f"{100 * value:.1f}"
 
 
-def target_lines(tests: dict[str, list[dict]]) -> list[str]:
+def target_lines(tests: dict[tuple[str, int], dict]) -> list[str]:
     """Whether the hybrids find every needle."""
     lines = []
-    for arm in (arm for arm in HYBRIDS if arm in tests):
-        groups = [
-            share
-            for test in tests[arm]
-            for name in ("by_depth", "by_residue")
-            for share in test["needle"][name]
-            if share is not None
-        ]
-        verdict = "met" if min(groups) == 1.0 else "missed"
+    for run, name in run_names(tests).items():
+        if run[0] not in HYBRIDS:
+            continue
+        groups = np.concatenate([shares(tests[run], "needle", kind) for kind in ("by_depth", "by_residue")])
+        worst = np.nanmin(groups)
+        verdict = "met" if worst == 1.0 else "missed"
         lines.append(
-            f"- {arm} finds every needle, at every depth and residue: **{verdict}** (worst group "
-            f"{percent(min(groups))} %)."
+            f"- {name} finds every needle, at every depth and residue: **{verdict}** (worst group {percent(worst)} %)."
         )
     return [*lines, ""] if lines else []
 
 
-def section(study: Study, tests: dict[str, list[dict]], picture: str, table: Callable) -> list[str]:
+def section(study: Study, tests: dict[tuple[str, int], dict], picture: str, table: Callable) -> list[str]:
     """The lines of one scale, of the tasks that all of its tests have. picture: what `draw` drew, from the page. table:
     (header, rows) to lines of Markdown."""
-    seeds = sorted({len(each) for each in tests.values()})
-    tasks = [task for task in TASKS if all(task in test for own in tests.values() for test in own)]
-    rows = [
-        [arm, *(percent(np.mean([test[task]["accuracy"] for test in own])) for task in tasks)]
-        for arm, own in tests.items()
-    ]
+    names = run_names(tests)
+    tasks = [task for task in TASKS if all(task in test for test in tests.values())]
+    rows = [[names[run], *(percent(test[task]["accuracy"]) for task in tasks)] for run, test in tests.items()]
     lines = [
-        f"Right answers in percent, of {study.tasks.tests} sequences a task; seeds an arm: "
-        f"{' to '.join(str(count) for count in dict.fromkeys((seeds[0], seeds[-1])))}.",
+        f"Right answers in percent, of {study.tasks.tests} sequences a task.",
         "",
         *target_lines(tests),
         *table(["arm", *tasks], rows),
@@ -78,43 +77,43 @@ def section(study: Study, tests: dict[str, list[dict]], picture: str, table: Cal
         "",
         f"By the residue of the value's block modulo the stride of {study.stride} (needle, then recall):",
         "",
-        *_by(tests, "by_residue", ("needle", "recall"), table),
+        *_by(tests, names, "by_residue", ("needle", "recall"), table),
         "",
         "By depth, from the start of the context to its end (needle, then recall):",
         "",
-        *_by(tests, "by_depth", ("needle", "recall"), table),
+        *_by(tests, names, "by_depth", ("needle", "recall"), table),
         "",
     ]
     if "tracking" in tasks:
-        lines += ["Variable tracking by hops:", "", *_by(tests, "by_hops", ("tracking",), table), ""]
-    longer = {arm: [test for test in own if BEYOND in test] for arm, own in tests.items()}
-    longer = {arm: own for arm, own in longer.items() if own}
+        lines += ["Variable tracking by hops:", "", *_by(tests, names, "by_hops", ("tracking",), table), ""]
+    longer = {run: test for run, test in tests.items() if BEYOND in test}
     if longer:
-        count = next(iter(longer.values()))[0][BEYOND]["questions"]
+        count = next(iter(longer.values()))[BEYOND]["questions"]
         length = f"{LONGER * study.model.seq_length:,}"
         lines += [f"{count} needles in sequences of {length} tokens, {LONGER} times the training's, by depth:", ""]
-        lines += [*_by(longer, "by_depth", (BEYOND,), table), ""]
+        lines += [*_by(longer, names, "by_depth", (BEYOND,), table), ""]
     return lines
 
 
-def recall_shares(tests: dict[str, list[dict]]) -> tuple[list[str], dict[str, np.ndarray]]:
-    """(the arms, dense first; {"by_residue", "by_depth": percent of right answers on `recall` [arms, groups], NaN for a
+def recall_shares(tests: dict[tuple[str, int], dict]) -> tuple[list[str], dict[str, np.ndarray]]:
+    """(the runs, dense first; {"by_residue", "by_depth": percent of right answers on `recall` [runs, groups], NaN for a
     group without questions})."""
-    arms = sorted(tests, key=lambda arm: arm != BASELINE)
+    runs, names = sorted(tests, key=lambda run: run[0] != BASELINE), run_names(tests)
     groups = ("by_residue", "by_depth")
-    return arms, {name: 100 * np.array([mean_of(tests[arm], "recall", name) for arm in arms]) for name in groups}
+    found = {name: 100 * np.array([shares(tests[run], "recall", name) for run in runs]) for name in groups}
+    return [names[run] for run in runs], found
 
 
-def draw(study: Study, tests: dict[str, list[dict]], file: Path) -> None:
+def draw(study: Study, tests: dict[tuple[str, int], dict], file: Path) -> None:
     """What `recall_shares` gives, as shades of a colour."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    arms, found = recall_shares(tests)
+    names, found = recall_shares(tests)
     figure, panels = pyplot.subplots(
-        1, 2, figsize=(11, 1.4 + 0.3 * len(arms)), sharey=True, squeeze=False, layout="constrained"
+        1, 2, figsize=(11, 1.4 + 0.3 * len(names)), sharey=True, squeeze=False, layout="constrained"
     )
     for panel, (name, title, first) in zip(
         panels[0],
@@ -123,25 +122,31 @@ def draw(study: Study, tests: dict[str, list[dict]], file: Path) -> None:
             ("by_depth", "depth, in eighths of the context", 1),
         ),
     ):
-        shares = found[name]
-        panel.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-        for (row, column), share in np.ndenumerate(shares):
+        values = found[name]
+        panel.imshow(values, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        for (row, column), share in np.ndenumerate(values):
             if not np.isnan(share):
                 panel.text(column, row, f"{share:.0f}", ha="center", va="center", fontsize=8,
                            color="white" if share > 60 else "#333333")  # fmt: skip
-        panel.set_xticks(range(shares.shape[1]), [str(first + group) for group in range(shares.shape[1])])
-        panel.set_yticks(range(len(arms)), arms, fontsize=8)
+        panel.set_xticks(range(values.shape[1]), [str(first + group) for group in range(values.shape[1])])
+        panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.set_title(title, fontsize=9)
     figure.suptitle("right answers on recall, percent", fontsize=9)
     figure.savefig(file, dpi=100, metadata={"Software": None})
     pyplot.close(figure)
 
 
-def _by(tests: dict[str, list[dict]], name: str, tasks: Sequence[str], table: Callable) -> list[str]:
+def _by(
+    tests: dict[tuple[str, int], dict],
+    names: dict[tuple[str, int], str],
+    kind: str,
+    tasks: Sequence[str],
+    table: Callable,
+) -> list[str]:
     rows = [
-        [f"{arm}, {task}", *(percent(share) for share in mean_of(own, task, name))]
+        [f"{names[run]}, {task}", *(percent(share) for share in shares(test, task, kind))]
         for task in tasks
-        for arm, own in tests.items()
+        for run, test in tests.items()
     ]
-    first = 1 if name == "by_depth" else 0
+    first = 1 if kind == "by_depth" else 0
     return table(["", *(str(first + group) for group in range(len(rows[0]) - 1))], rows)

@@ -161,7 +161,7 @@ def test_a_missed_needle_is_said_first():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0, None, 0.5, 1.0]}
     found = {**group, "by_residue": [1.0] * 4}
     tests = {
-        arm: [{task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}]
+        (arm, 1): {task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}
         for arm, own in (("dense-fourth", group), ("chosen-few", found), ("chosen-window", found), ("s2", group))
     }
     text = recall_page.section(TINY, tests, "x.png", table)
@@ -176,7 +176,7 @@ def test_a_missed_needle_is_said_first():
 
 def test_tests_without_tracking_are_shown_without_it():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
-    tests = {"dense": [{"recall": group, "needle": group}] * 2}
+    tests = {("dense", 1): {"recall": group, "needle": group}}
     text = recall_page.section(TINY, tests, "x.png", table)
     assert "![Right answers on recall by residue and by depth](x.png)" in text
     assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
@@ -187,11 +187,11 @@ def test_the_picture_shows_dense_first_and_no_empty_group(tmp_path):
     def scores(*by_residue):
         return {"recall": {"by_residue": list(by_residue), "by_depth": [0.5] * 8}}
 
-    tests = {"s2": [scores(0.5, None), scores(0.0, None)], "dense": [scores(1.0, None)]}
-    arms, shares = recall_page.recall_shares(tests)
-    assert arms == ["dense", "s2"]
-    np.testing.assert_array_equal(shares["by_residue"], [[100.0, np.nan], [25.0, np.nan]])
-    assert shares["by_depth"].shape == (2, 8)
+    tests = {("s2", 1): scores(0.5, None), ("s2", 2): scores(0.0, None), ("dense", 1): scores(1.0, None)}
+    names, shares = recall_page.recall_shares(tests)
+    assert names == ["dense, seed 1", "s2, seed 1", "s2, seed 2"]  # not a mean: one model learnt it, or did not
+    np.testing.assert_array_equal(shares["by_residue"], [[100.0, np.nan], [50.0, np.nan], [0.0, np.nan]])
+    assert shares["by_depth"].shape == (3, 8)
     recall_page.draw(TINY, tests, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
@@ -215,9 +215,9 @@ def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     both = {"recall": group, "needle": group}
     longer = {"questions": 4, "by_depth": [0.25] * 4 + [1.0] * 4}
-    text = recall_page.section(TINY, {"dense": [both, both | {BEYOND: longer}], "s2": [both, both]}, "x.png", table)
+    text = recall_page.section(TINY, {("dense", 1): both, ("dense", 2): both | {BEYOND: longer}}, "x.png", table)
     at = text.index("4 needles in sequences of 2,048 tokens, 2 times the training's, by depth:")
-    assert text[at + 4 : at + 6] == [f"| dense, longer needle |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
+    assert text[at + 4 : at + 6] == [f"| dense, seed 2, longer needle |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
 
 
 def test_the_flag_takes_an_id(capsys):
