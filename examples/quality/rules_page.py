@@ -110,10 +110,15 @@ def forecast(study: Study, arm: str, length: int) -> float:
     return 1000 * step_seconds(model, sparsity(study, arm), 1, 1, VOCABULARY)
 
 
-def _recalled(found: Findings, arm: str) -> str:
-    """The mean over the arm's own seeds."""
-    own = [value for (name, _), value in found.values.get(RECALL, {}).items() if name == arm]
-    return f"{np.mean(own):.1f}" if own else "-"
+def recall_by_seed(found: Findings, arm: str) -> str:
+    """Of every seed of the arm, which stands behind it where the study has several."""
+    several = len(_recall_seeds(found)) > 1
+    own = sorted((int(seed), value) for (name, seed), value in found.values.get(RECALL, {}).items() if name == arm)
+    return ", ".join(f"{value:.1f} ({seed})" if several else f"{value:.1f}" for seed, value in own) or "-"
+
+
+def _recall_seeds(found: Findings) -> tuple[str, ...]:
+    return tuple(sorted({seed for _, seed in found.values.get(RECALL, {})}, key=int))
 
 
 def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
@@ -131,7 +136,7 @@ def question_table(found: Findings, question: Question, table: Callable) -> list
     study, arms = found.study, found.answered(question)
     base, comparisons = arms[0], max(math.comb(len(found.competing(question)), 2), len(arms) - 1)
     loss, trailing = (found.effects(name, question) for name in (LOSS, TRAILING_LOSS))
-    recalled = {arm: _recalled(found, arm) for arm in arms}
+    recalled = {arm: recall_by_seed(found, arm) for arm in arms}
     is_recalled = set(recalled.values()) != {"-"}
     rows = [
         [
@@ -211,10 +216,10 @@ def _about_recall(found: Findings) -> list[str]:
     """A sentence where there are accuracies."""
     if RECALL not in found.values:
         return []
-    seeds = tuple(sorted({seed for _, seed in found.values[RECALL]}, key=int))
+    seeds = _recall_seeds(found)
+    behind = "; the seed stands behind each" if len(seeds) > 1 else ""
     return [
-        f"Recall is the share of right answers of the same arms in `{found.study.recall}` ({seeds_text(seeds)}), a "
-        "mean over the seeds that an arm has there."
+        f"Recall is the share of right answers of the same arms in `{found.study.recall}` ({seeds_text(seeds)}){behind}."
     ]
 
 
