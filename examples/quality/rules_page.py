@@ -219,7 +219,8 @@ def _about_recall(found: Findings) -> list[str]:
     seeds = _recall_seeds(found)
     behind = "; the seed stands behind each" if len(seeds) > 1 else ""
     return [
-        f"Recall is the share of right answers of the same arms in `{found.study.recall}` ({seeds_text(seeds)}){behind}."
+        f"Recall is the share of right answers of the same arms in `{found.study.recall}` ({seeds_text(seeds)})"
+        f"{behind}."
     ]
 
 
