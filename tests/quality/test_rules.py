@@ -348,15 +348,3 @@ def test_a_result_of_another_learning_rate_is_refused(study, monkeypatch, capsys
         main()
     assert ended.value.code == WRONG
     assert "was trained with the learning rate 0.004; expected 0.002; move it away" in capsys.readouterr().err
-
-
-def test_recall_is_shown_of_every_seed():
-    values = {("s2", "2"): 40.0, ("s2", "11"): 1.04, ("dense", "11"): 99.0}
-    found = rules_page.Findings(TINY, {rules_page.RECALL: values})
-    assert [rules_page.recall_by_seed(found, arm) for arm in ("s2", "dense", "hybrid")] == [
-        "40.0 (2), 1.0 (11)",
-        "99.0 (11)",
-        "-",
-    ]
-    alone = rules_page.Findings(TINY, {rules_page.RECALL: {("s2", "2"): 40.0}})
-    assert rules_page.recall_by_seed(alone, "s2") == "40.0"

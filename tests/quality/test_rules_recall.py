@@ -61,12 +61,13 @@ def test_accuracies_stand_beside_losses_of_other_seeds(results):
         write_accuracy(results, arm, 7, 0.9, "100M+9M-efefefef")  # more tests, of fewer tokens
     write_accuracy(results, "s2", 7, 0.9, "100M+40M-efefefef")  # fewer tests, of as many
     assert cells(results) == {
-        "Which layers are dense": ["30.0", *["-"] * 6],
-        "Stride": ["-", "30.0", "20.0", "30.0"],
+        "Which layers are dense": ["10.0 (7), 50.0 (8)", *["-"] * 6],
+        "Stride": ["-", "10.0 (7), 50.0 (8)", "20.0 (7)", "30.0 (7)"],
         "Dense heads instead of dense layers, at equal pairs": None,
     }
     text = section(results)
-    assert "of the same arms in `recalled` (seeds 7, 8), a mean" in text and "By recall" not in text
+    assert "of the same arms in `recalled` (seeds 7, 8); the seed stands behind each." in text
+    assert "By recall" not in text
 
 
 def test_recall_says_who_won_where_all_arms_have_it_in_two_seeds(results):
