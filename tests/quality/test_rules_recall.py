@@ -74,6 +74,8 @@ def test_recall_says_who_won_where_all_arms_have_it_in_two_seeds(results):
     accuracies = {"stride-2": 0.95, "s2": 0.6, "stride-8": 0.3, "stride-16": 0.1}
     for arm, accuracy in accuracies.items():
         write_accuracy(results, arm, 7, accuracy)
+    assert cells(results)["Stride"] == ["95.0", "60.0", "30.0", "10.0"]
+    assert "of the same arms in `recalled` (seed 7)." in section(results)
     assert "By recall" not in section(results) and "by recall" not in summary(results)[0]
     for arm in ("s2", "stride-8", "stride-16"):
         write_accuracy(results, arm, 8, accuracies[arm] + 0.01)

@@ -14,6 +14,7 @@ from examples.quality.continued import require_new_sequences
 from examples.quality.corpus import Corpus
 from examples.quality.page import table
 from examples.quality.recall import BEYOND, DEPTHS, held_out_sequences, longer_sequences, score
+from examples.quality.results import write_json
 from examples.quality.tasks import (
     ANSWERS,
     KEYS,
@@ -172,6 +173,15 @@ def test_a_missed_needle_is_said_first():
         "",
     ]
     assert "| s2, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| s2, tracking | 100.0 | 25.0 |" in text
+
+
+def test_tests_are_read_in_the_order_of_arms_and_seeds(tmp_path):
+    for arm, seed in (("s2", 10), ("s2", 9), ("dense", 10), ("chosen-few", 9)):
+        write_json(tmp_path / f"{arm}_seed{seed}.recall.json", {"of": f"{arm} {seed}"})
+    found = recall_page.read_tests(TINY, tmp_path)
+    order = sorted(found, key=lambda run: (TINY.arm_names.index(run[0]), run[1]))
+    assert list(found) == order and len(order) == 4 and order.index(("s2", 9)) < order.index(("s2", 10))
+    assert all(test == {"of": f"{arm} {seed}"} for (arm, seed), test in found.items())
 
 
 def test_tests_without_tracking_are_shown_without_it():
