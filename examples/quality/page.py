@@ -26,18 +26,19 @@ from examples.quality.figures import draw_arms, draw_curves
 from examples.quality.launch import ROOT
 from examples.quality.needles_page import needles_lines
 from examples.quality.positions import losing_lines, position_lines
+from examples.quality.rates_page import given_rate, rates_table
 from examples.quality.recall_page import draw as draw_recall
 from examples.quality.recall_page import read_tests
 from examples.quality.recall_page import section as recall_section
 from examples.quality.repeats import section as repeats_section
-from examples.quality.results import TIMES_OF, UNTIMED, chosen_rate, header, read_json
+from examples.quality.results import TIMES_OF, UNTIMED, header
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
-from examples.quality.scales import VARIED, Scale, read_scales, seeds_text
+from examples.quality.scales import VARIED, Scale, logs_by_seed, read_scales, seeds_text
 from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
-from examples.quality.studies import Study, density
+from examples.quality.studies import density
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import Run, number
@@ -134,42 +135,20 @@ LOSS_COLUMNS = (
 )
 
 
-def rates_table(study: Study, data: Path) -> list[str]:
-    """The short runs that chose the learning rates; the chosen ones are bold. Empty where there are none."""
-    content = read_json(data / study.name / "learning_rates.json", None)
-    if content is None:
-        return []
-    rows = []
-    for arm in [arm for arm in study.arm_names if arm in content["arms"]]:
-        losses, best = content["arms"][arm], chosen_rate(content, arm, study.rates)
-        cells = [f"{losses[f'{rate:g}']:.4f}" if f"{rate:g}" in losses else "-" for rate in study.rates]
-        rows.append([arm, *(f"**{cell}**" if rate == best else cell for rate, cell in zip(study.rates, cells))])
-    whose, trained = ("each arm's", "the arm") if study.own_rates else ("one for all arms,", "every arm")
-    return [
-        f"Learning rates of `{study.name}`, {whose} from short runs of {content['tokens'] / 1e6:.1f}M tokens "
-        f"(validation loss; the best in bold is what {trained} trains with):",
-        "",
-        *table(["arm", *(f"{rate:g}" for rate in study.rates)], rows),
-        "",
-    ]
-
-
 def about_runs(scale: Scale) -> list[str]:
     """The heading of a scale's section, and what its runs have in common."""
-    has_choices = (scale.folder.parent / "learning_rates.json").exists()
     counts = sorted({len(result.arm.runs) for result in scale.comparison.results})
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     machine = header_machine(scale.folder)
     epochs = scale.tokens / scale.corpus["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
-    rates = {number(run.arguments, "lr") for run in scale.runs}
-    given = "" if has_choices or len(rates) > 1 else f" One learning rate for all, {rates.pop():g}; none was chosen."
     return [
         f"## {scale.tokens / 1e6:.1f}M tokens a run",
         "",
         f"Runs an arm: {seeds}. Steps: {int(number(scale.runs[0].arguments, 'train_iters'))} of "
         f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus `{scale.corpus['sha256'][:12]}` "
-        f"({scale.corpus['tokens']:,} tokens).{given} {machine['device']}; {versions}.{_borrowed_times(scale.folder)}",
+        f"({scale.corpus['tokens']:,} tokens).{given_rate(scale)} {machine['device']}; {versions}."
+        f"{_borrowed_times(scale.folder)}{_uncompared(scale)}",
         "",
     ]
 
@@ -182,6 +161,14 @@ def _borrowed_times(folder: Path) -> str:
     if borrowed:
         sentence += " They have the step times of runs of their arms that were alone."
     return sentence + (f" Without times for that reason: {untimed}." if untimed else "")
+
+
+def _uncompared(scale: Scale) -> str:
+    """A sentence on results that wait for a run of the baseline, "" without one."""
+    compared = {result.arm.name for result in scale.comparison.results}
+    arms = [arm for arm in scale.study.arm_names if arm not in compared]
+    waiting = ", ".join(path.stem for arm in arms for path in logs_by_seed(scale.folder, arm))
+    return f" Not compared, for no {scale.study.baseline} run has their seed: {waiting}." if waiting else ""
 
 
 def part_section(scale: Scale, picture: str) -> list[str]:
@@ -296,7 +283,7 @@ def study_text(name: str, data: Path, pictures: bool) -> str:
     study, scales = ALL[name], read_scales(ALL[name], data)
     if not scales:
         return ""
-    lines = [f"# {TITLES[name]}", "", ABOUT, "", *rates_table(study, data)]
+    lines = [f"# {TITLES[name]}", "", ABOUT, "", *rates_table(study, data, table)]
     for scale in scales:
         shown = scale.folder.name
         if not study.questions:

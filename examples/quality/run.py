@@ -23,6 +23,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from examples.quality.after_training import measure_text
@@ -40,7 +41,7 @@ from examples.quality.results import (
     write_json,
     write_run,
 )
-from examples.quality.scales import logs_by_seed
+from examples.quality.scales import comparable_logs
 from examples.quality.studies import BASELINE, Study
 from examples.quality.workers import (
     FAILED,
@@ -155,11 +156,13 @@ def choose_rates(
     choosing = parsed.arms if study.own_rates else [study.baseline]
     missing = [arm for arm in choosing if rates.choice(arm, study.rates) is None]
     jobs = [place.rate_job(arm, rate, tokens) for arm in missing for rate in study.rates]
-    failed = False
+    failed, about = False, machine(found[0][1])
     if jobs and parsed.stage != "train":
 
         def finished(job: Job, device: str | None) -> str:
             rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
+            if parsed.runs_per_gpu == 1:  # of any rate: kept for its time of a step
+                write_run(replace(place, tokens=tokens).result(job.arm, RATE_SEED), job, place.corpus, about)
             remove_checkpoints(job)
             return FINISHED
 
@@ -275,14 +278,13 @@ def remove_stale_tests(place: Place, jobs: Sequence[Job]) -> None:
 
 
 def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
-    """Lay the finished runs side by side, the baseline first, with `s2-megatron compare`."""
+    """Lay the finished runs side by side, the baseline first, with `s2-megatron compare`. An arm without a seed of the
+    baseline's is left out."""
     baseline, order = place.study.baseline, place.study.arm_names
-    found = [
-        f"{arm}={path}"
-        for arm in sorted({baseline, *arms}, key=lambda arm: (arm != baseline, order.index(arm)))
-        for path in logs_by_seed(place.result(arm, 0).parent, arm)
-    ]
-    if len({run.partition("=")[0] for run in found}) < 2 or not found[0].startswith(f"{baseline}="):
+    wanted = sorted({baseline, *arms}, key=lambda arm: (arm != baseline, order.index(arm)))
+    logs = comparable_logs(place.result(baseline, 0).parent, baseline, wanted)
+    found = [f"{arm}={path}" for arm, paths in logs.items() for path in paths]
+    if len(logs) < 2:
         tell(f"no comparison yet: it takes a finished {baseline} run and another arm's of the same seed")
         return
     page = place.runs / place.study.name / place.scale / "compare.html"

@@ -69,19 +69,29 @@ def _compared(runs: list[Run]) -> Comparison:
 
 def logs_by_seed(folder: Path, arm: str) -> list[Path]:
     """The losses of an arm's runs in a folder of results, in the order of the seeds as numbers."""
-    return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=lambda path: int(path.stem.rpartition("_seed")[2]))
+    return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=_file_seed)
+
+
+def _file_seed(path: Path) -> int:
+    return int(path.stem.rpartition("_seed")[2])
+
+
+def comparable_logs(folder: Path, baseline: str, arms: Sequence[str]) -> dict[str, list[Path]]:
+    """{arm: the losses of its runs} of those of these arms that share a seed with the baseline, in this order. {}
+    without a run of the baseline."""
+    logs = {arm: logs_by_seed(folder, arm) for arm in arms}
+    seeds = {arm: {_file_seed(path) for path in paths} for arm, paths in logs.items()}
+    return {arm: paths for arm, paths in logs.items() if seeds[arm] & seeds[baseline]}
 
 
 def read_scale(study: Study, folder: Path) -> Scale | None:
     """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
-    seeds."""
+    seeds, or where the runs are short ones that are kept for their times (no corpus.json beside them)."""
     baseline = study.baseline
-    logs = {arm: logs_by_seed(folder, arm) for arm in study.arm_names}
-    seeds = {arm: {path.stem.rpartition("_seed")[2] for path in paths} for arm, paths in logs.items()}
-    arms = [baseline, *(arm for arm in study.arm_names if arm != baseline and seeds[arm] & seeds[baseline])]
-    if len(arms) < 2:
+    logs = comparable_logs(folder, baseline, (baseline, *(arm for arm in study.arm_names if arm != baseline)))
+    if len(logs) < 2 or not (folder / "corpus.json").exists():
         return None
-    runs = [read_run(f"{arm}={path}")[0] for arm in arms for path in logs[arm]]
+    runs = [read_run(f"{arm}={path}")[0] for arm, paths in logs.items() for path in paths]
     return Scale(study, folder, _compared(runs), read_json(folder / "corpus.json", {}))
 
 
