@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from examples.quality.results import write_json
 from examples.quality.studies import STUDIES
 from s2_megatron.megatron.loss_log import HEADER
 
@@ -13,7 +14,7 @@ STEPS = 20
 
 
 def write_rules_log(path: Path, arm: str, seed: int, final: float) -> None:
-    """final: the validation loss, and what the training loss falls to."""
+    """The corpus beside it, too. final: the validation loss, and what the training loss falls to."""
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = {
         **TINY.model.shape,
@@ -34,4 +35,5 @@ def write_rules_log(path: Path, arm: str, seed: int, final: float) -> None:
     evaluated = {"lm loss": final, "lm loss by position/000-127": final + 0.1, "lm loss by position/128-255": final}
     name = f"iteration {STEPS} on validation set"
     records.append({"iteration": STEPS, "validation": name, **evaluated, "lm loss by position/trailing": final})
+    write_json(path.with_name("corpus.json"), {"sha256": "ab" * 32, "tokens": 10**6})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

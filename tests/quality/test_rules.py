@@ -212,7 +212,6 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
         for seed in (2, 10) if arm != "hybrid" else (2,):
             write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
             write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
-    write_json(tmp_path / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
     scale = scales.read_scale(replace(study, baseline="dense"), tmp_path)
     lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
@@ -242,7 +241,6 @@ def results(tmp_path_factory):
         for seed in (1, 2):
             final = 4 + 0.1 * seed + LOSSES.get(arm, 0.0) + NOISE * rng.standard_normal()
             write_rules_log(folder / f"{arm}_seed{seed}.jsonl", arm, seed, final)
-    write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
     copies = {"corpus": "ab", "near": TINY.local_tokens, "sequences": 1, "tokens": [1] * 7, "losses": [2.0] * 7}
     needles = {"corpus": "ab", "sequences": 1, "questions": 16, "accuracy": 0.5, "whole": 0.25, "near": 1.0}
     needles |= {"by_depth": [0.5, None], "by_residue": [0.5, 0.25]}

@@ -38,7 +38,6 @@ def write_going_on(folder, runs):
         losses = {"lm loss": switched, "lm loss by position/trailing": switched}
         losses |= {"lm loss by position/000-127": switched, "lm loss by position/128-255": switched}
         write_json(folder / f"switched-{arm}_seed{seed}.json", losses)
-    write_json(folder / "corpus.json", {"sha256": "ab" * 32, "tokens": 10**6})
 
 
 def test_seeds_with_other_arms_have_tables_and_pictures_of_their_own(tmp_path):
@@ -74,3 +73,11 @@ def test_studies_of_tasks_have_no_shares_of_a_loss(tmp_path):
     assert "validation loss" not in text and "training loss" not in text and "Every dense model" not in text
     assert "](x/recall.png)" in text
     assert {path.name for path in folder.glob("*.png")} == {"curves.png", "recall.png"}
+
+
+def test_a_run_without_one_of_the_baseline_is_named(tmp_path):
+    write_going_on(tmp_path, {("dense", 1): (5.0, 4.0), ("s2", 1): (5.5, 4.2), ("hybrid", 2): (5.5, 4.2)})
+    (line,) = [
+        line for line in page.about_runs(scales.read_scale(GOING_ON, tmp_path)) if line.startswith("Runs an arm")
+    ]
+    assert line.endswith(" Not compared, for no dense run has their seed: hybrid_seed2.")
