@@ -28,6 +28,7 @@ from s2_megatron.tools.outputs import write_file
 
 MOST_RECORDS = 240
 RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
+SHORT = "rates-"  # how the names of their folders begin
 DIGITS = 5
 TIMES_OF = "times_of"  # in the header of a run beside others on its GPU: the result whose time of a step it takes
 UNTIMED = "untimed"  # in its header where there is none: it has no times
@@ -53,8 +54,16 @@ class Place:
     def scale(self) -> str:
         return f"{self.tokens / 1e6:g}M-{self.corpus.sha256[:8]}"
 
+    def short_scale(self, tokens: int) -> str:
+        """Of the short runs that choose a learning rate."""
+        return f"{SHORT}{tokens / 1e6:g}M-{self.corpus.sha256[:8]}"
+
+    def short_result(self, arm: str, tokens: int) -> Path:
+        """Of one of them, kept for its time of a step."""
+        return self.results / self.study.name / self.short_scale(tokens) / f"{arm}_seed{RATE_SEED}.jsonl"
+
     def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
-        folder = self.runs / self.study.name / f"rates-{tokens / 1e6:g}M-{self.corpus.sha256[:8]}" / f"{arm}_{rate:g}"
+        folder = self.runs / self.study.name / self.short_scale(tokens) / f"{arm}_{rate:g}"
         return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True)
 
     def job(self, arm: str, seed: int, rate: float) -> Job:

@@ -23,7 +23,6 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from examples.quality.after_training import measure_text
@@ -162,7 +161,7 @@ def choose_rates(
         def finished(job: Job, device: str | None) -> str:
             rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
             if parsed.runs_per_gpu == 1:  # of any rate: kept for its time of a step
-                write_run(replace(place, tokens=tokens).result(job.arm, RATE_SEED), job, place.corpus, about)
+                write_run(place.short_result(job.arm, tokens), job, place.corpus, about)
             remove_checkpoints(job)
             return FINISHED
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from examples.quality.results import read_json
+from examples.quality.results import SHORT, read_json
 from examples.quality.studies import Study
 from s2_megatron.tools.compare.measure import Comparison, compare
 from s2_megatron.tools.compare.readers import read_run
@@ -86,18 +86,19 @@ def comparable_logs(folder: Path, baseline: str, arms: Sequence[str]) -> dict[st
 
 def read_scale(study: Study, folder: Path) -> Scale | None:
     """The comparison of all arms with the baseline; None where that has no run, or no other arm has one of its
-    seeds, or where the runs are short ones that are kept for their times (no corpus.json beside them)."""
+    seeds."""
     baseline = study.baseline
     logs = comparable_logs(folder, baseline, (baseline, *(arm for arm in study.arm_names if arm != baseline)))
-    if len(logs) < 2 or not (folder / "corpus.json").exists():
+    if len(logs) < 2:
         return None
     runs = [read_run(f"{arm}={path}")[0] for arm, paths in logs.items() for path in paths]
     return Scale(study, folder, _compared(runs), read_json(folder / "corpus.json", {}))
 
 
 def read_scales(study: Study, data: Path) -> list[Scale]:
-    """The most tokens first."""
+    """The most tokens first. Short runs, which are kept for their times, are none of them."""
     folders = sorted(folder for folder in (data / study.name).glob("*") if folder.is_dir())
+    folders = [folder for folder in folders if not folder.name.startswith(SHORT)]
     scales = [scale for folder in folders if (scale := read_scale(study, folder)) is not None]
     return sorted(scales, key=lambda scale: -scale.tokens)
 

@@ -1,0 +1,86 @@
+"""The learning rates that short runs choose, and what a page says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from examples.quality import scales
+from examples.quality.corpus import Corpus
+from examples.quality.rates_page import given_rate, rates_table
+from examples.quality.results import RATE_SEED, Place, header, timed_result, write_json
+from examples.quality.run import choose_rates, compare_runs, parse_arguments
+from examples.quality.workers import Budget
+from tests.quality.rules_logs import TINY, write_rules_log
+
+STUDY = replace(TINY, baseline="dense", own_rates=True)
+CORPUS = Corpus(folder=None, description={"sha256": "ab" * 32, "tokens": 10**6})
+LOSSES = {("dense", 2e-3): 4.0, ("dense", 4e-3): 4.1, ("s2", 2e-3): 4.3, ("s2", 4e-3): 4.2}
+
+
+def make_place(folder):
+    return Place(STUDY, CORPUS, 100 * 1024, folder / "runs", folder / "results")
+
+
+def choose(folder, monkeypatch, *more):
+    """(the chosen rates, what was said), of short runs that are made up."""
+
+    def run_jobs(jobs, devices, command, budget, finished, tell):
+        for job in jobs:
+            write_rules_log(job.losses, job.arm, job.seed, LOSSES[job.arm, job.rate])
+        return {job.name: finished(job, None) for job in jobs}
+
+    monkeypatch.setattr("examples.quality.run.run_jobs", run_jobs)
+    monkeypatch.setattr("examples.quality.run.final_evaluation", lambda job: {"lm loss": LOSSES[job.arm, job.rate]})
+    said = []
+    parsed = parse_arguments(["rules-tiny", "--arms", "dense", "s2", *more])
+    rates, failed = choose_rates(make_place(folder), parsed, [(None, "CPU")], Budget(), said.append)
+    assert not failed
+    return rates, said
+
+
+def test_each_arm_takes_its_best_rate_and_all_are_shown(tmp_path, monkeypatch):
+    rates, said = choose(tmp_path, monkeypatch)
+    assert rates == {"dense": 2e-3, "s2": 4e-3}
+    assert "learning rate of s2: 0.004 (validation losses 0.002: 4.3000, 0.004: 4.2000)" in said
+    text = "\n".join(rates_table(STUDY, tmp_path / "results", lambda header, rows: map(str, rows)))
+    assert "'**4.0000**', '4.1000'" in text and "'4.3000', '**4.2000**'" in text
+
+
+def test_short_runs_alone_on_their_gpus_give_the_times_of_others(tmp_path, monkeypatch):
+    choose(tmp_path, monkeypatch, "--runs-per-gpu", "2")
+    folder = tmp_path / "results" / STUDY.name
+    assert [path.name for path in folder.iterdir()] == ["learning_rates.json"]
+    (folder / "learning_rates.json").unlink()
+    choose(tmp_path, monkeypatch)
+    kept = folder / "rates-0.02048M-abababab" / f"s2_seed{RATE_SEED}.jsonl"
+    assert timed_result(folder, "s2", header(kept)["machine"]) == kept
+    assert kept.with_name(f"dense_seed{RATE_SEED}.jsonl").exists()
+    assert scales.read_scales(STUDY, tmp_path / "results") == []  # no results of their own
+
+
+def test_an_arm_without_a_run_of_the_baseline_is_not_compared(tmp_path, monkeypatch):
+    place = make_place(tmp_path)
+    for arm, seed in (("dense", 1), ("s2", 1), ("hybrid", 2)):
+        write_rules_log(place.result(arm, seed), arm, seed, 4.0)
+    commands = []
+    monkeypatch.setattr("examples.quality.run.subprocess.run", lambda command, **more: commands.append(command))
+    compare_runs(place, ["dense", "s2", "hybrid"], print)
+    logs = [word.partition("=")[0] for word in commands[0] if word.endswith(".jsonl")]
+    assert logs == ["dense", "s2"]
+
+
+def test_a_rate_that_was_not_chosen_is_named(tmp_path):
+    place = make_place(tmp_path)
+    for arm in ("dense", "s2"):
+        write_rules_log(place.result(arm, 1), arm, 1, 4.0)
+    folder = place.result("dense", 1).parent
+    scale = scales.read_scale(STUDY, folder)
+    assert given_rate(scale) == " One learning rate for all, 0.004; none was chosen."
+    losses = {arm: {"0.002": 4.0, "0.004": 4.1} for arm in ("dense", "s2")}
+    write_json(folder.parent / "learning_rates.json", {"tokens": 1, "arms": losses})
+    assert given_rate(scale) == " One learning rate for all, 0.004, given with `--rate`."
+    write_json(
+        folder.parent / "learning_rates.json",
+        {"tokens": 1, "arms": {arm: {"0.002": 4.0, "0.004": 3.9} for arm in losses}},
+    )
+    assert given_rate(scale) == ""
