@@ -24,7 +24,7 @@ from examples.quality.after_training import measure_recall, measure_text
 from examples.quality.continuations import tokens_from_scratch
 from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate_continued
-from examples.quality.launch import Job, chosen_yaml, command
+from examples.quality.launch import Job, chosen_yaml
 from examples.quality.parts import split_corpus
 from examples.quality.results import Place, losses_hash, machine, start_of, write_json, write_run
 from examples.quality.run import (
@@ -34,6 +34,7 @@ from examples.quality.run import (
     compare_runs,
     has_result,
     remove_stale_tests,
+    start_job,
     tell_end,
     tell_missing_rates,
 )
@@ -259,9 +260,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
     on_gpu = found[0][0] is not None
 
     def start_run(job: Job) -> list[str]:
-        if parsed.runs_per_gpu > 1:
-            job.shared.touch()
-        return command(job, place.corpus_of(job), on_gpu, place.corpora[CHOICE])
+        return start_job(job, place.corpus_of(job), on_gpu, parsed.runs_per_gpu, place.corpora[CHOICE])
 
     with alone(jobs):
         outcomes = run_jobs(

@@ -35,7 +35,7 @@ from examples.quality.results import TIMES_OF, UNTIMED, header
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
-from examples.quality.scales import VARIED, Scale, logs_by_seed, read_scales, seeds_text
+from examples.quality.scales import VARIED, Scale, logs_by_seed, read_scales, seed_of, seeds_text
 from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import density
@@ -139,7 +139,8 @@ def about_runs(scale: Scale) -> list[str]:
     """The heading of a scale's section, and what its runs have in common."""
     counts = sorted({len(result.arm.runs) for result in scale.comparison.results})
     seeds = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
-    machine = header_machine(scale.folder)
+    headers = _headers(scale)
+    machine = headers[0]["machine"]
     epochs = scale.tokens / scale.corpus["tokens"]
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name != "device")
     return [
@@ -147,15 +148,23 @@ def about_runs(scale: Scale) -> list[str]:
         "",
         f"Runs an arm: {seeds}. Steps: {int(number(scale.runs[0].arguments, 'train_iters'))} of "
         f"{scale.study.step_tokens:,} tokens, {epochs:.2f} epochs of the corpus `{scale.corpus['sha256'][:12]}` "
-        f"({scale.corpus['tokens']:,} tokens).{given_rate(scale)} {machine['device']}; {versions}."
-        f"{_borrowed_times(scale.folder)}{_uncompared(scale)}",
+        f"({scale.corpus['tokens']:,} tokens).{given_rate(scale)} {_devices(scale)}; {versions}."
+        f"{_borrowed_times(headers)}{_uncompared(scale)}",
         "",
     ]
 
 
-def _borrowed_times(folder: Path) -> str:
+def _headers(scale: Scale) -> list[dict]:
+    """Of the runs that are compared."""
+    return [header(Path(run.sources[0])) for run in scale.runs if seed_of(run) in scale.seeds]
+
+
+def _devices(scale: Scale) -> str:
+    return ", ".join(sorted({each["machine"]["device"] for each in _headers(scale)}))
+
+
+def _borrowed_times(headers: Sequence[dict]) -> str:
     """A sentence on the runs that shared their GPU, "" without one."""
-    headers = [header(path) for path in folder.glob("*.jsonl")]
     borrowed, untimed = (sum(name in each for each in headers) for name in (TIMES_OF, UNTIMED))
     sentence = f" Runs that shared their GPU: {borrowed + untimed}." if borrowed + untimed else ""
     if borrowed:
@@ -165,9 +174,8 @@ def _borrowed_times(folder: Path) -> str:
 
 def _uncompared(scale: Scale) -> str:
     """A sentence on results that wait for a run of the baseline, "" without one."""
-    compared = {result.arm.name for result in scale.comparison.results}
-    arms = [arm for arm in scale.study.arm_names if arm not in compared]
-    waiting = ", ".join(path.stem for arm in arms for path in logs_by_seed(scale.folder, arm))
+    logs = [path for arm in scale.study.arm_names for path in logs_by_seed(scale.folder, arm)]
+    waiting = ", ".join(path.stem for path in logs if path.stem.rpartition("_seed")[2] not in scale.seeds)
     return f" Not compared, for no {scale.study.baseline} run has their seed: {waiting}." if waiting else ""
 
 
@@ -267,11 +275,6 @@ def _shown(run: Run) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.as_posix()
 
 
-def header_machine(folder: Path) -> dict:
-    """What computed the runs of a folder, from the header of its first log."""
-    return header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
-
-
 ABOUT = (
     "Written by `python -m examples.quality.page` from the data in docs/quality. [What it means](../../quality.md), "
     "[how it was measured, and what the arms are](../../quality_method.md)."
@@ -323,7 +326,7 @@ def rules_text(data: Path) -> str:
     for name in RULES:
         study = ALL[name]
         for scale in read_scales(study, data)[:1]:
-            device = header_machine(scale.folder)["device"]
+            device = _devices(scale)
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
                 lines += rules_summary(found, scale.tokens, device, table)

@@ -11,15 +11,10 @@ from examples.quality.studies import Study
 from s2_megatron.tools.compare.runs import number
 
 
-def read_choices(study: Study, folder: Path) -> dict | None:
-    """The short runs, as LearningRates has them; None where there are none. folder: of the study's results."""
-    return read_json(folder / "learning_rates.json", None)
-
-
 def rates_table(study: Study, data: Path, table: Callable) -> list[str]:
     """The short runs that chose the learning rates; the chosen ones are bold. Empty where there are none. table:
     (header, rows) to lines."""
-    content = read_choices(study, data / study.name)
+    content = read_json(data / study.name / "learning_rates.json", None)
     if content is None:
         return []
     rows = []
@@ -40,10 +35,11 @@ def rates_table(study: Study, data: Path, table: Callable) -> list[str]:
 def given_rate(scale: Scale) -> str:
     """A sentence on the one learning rate of all runs, "" where they have several or it is every arm's choice."""
     rates = {number(run.arguments, "lr") for run in scale.runs}
-    content = read_choices(scale.study, scale.folder.parent)
+    content = read_json(scale.folder.parent / "learning_rates.json", None)
     if len(rates) > 1:
         return ""
     if content is None:
         return f" One learning rate for all, {rates.pop():g}; none was chosen."
-    choices = {chosen_rate(content, result.arm.name, scale.study.rates) for result in scale.comparison.results}
+    arms = [result.arm.name for result in scale.comparison.results] if scale.study.own_rates else [scale.study.baseline]
+    choices = {chosen_rate(content, arm, scale.study.rates) for arm in arms}
     return "" if choices == rates else f" One learning rate for all, {rates.pop():g}, given with `--rate`."

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from examples.quality.after_training import measure_text
 from examples.quality.continuations import ALL
-from examples.quality.corpus import prepare_corpus
+from examples.quality.corpus import Corpus, prepare_corpus
 from examples.quality.estimate import estimate
 from examples.quality.launch import ROOT, Job, command
 from examples.quality.results import (
@@ -159,9 +159,10 @@ def choose_rates(
     if jobs and parsed.stage != "train":
 
         def finished(job: Job, device: str | None) -> str:
+            kept = place.short_result(job.arm, tokens)
+            if not job.shared.exists() and not kept.exists():  # of any rate: for its time of a step
+                write_run(kept, job, place.corpus, about)
             rates.add(job.arm, job.rate, final_evaluation(job)["lm loss"])
-            if parsed.runs_per_gpu == 1:  # of any rate: kept for its time of a step
-                write_run(place.short_result(job.arm, tokens), job, place.corpus, about)
             remove_checkpoints(job)
             return FINISHED
 
@@ -169,7 +170,7 @@ def choose_rates(
         outcomes = run_jobs(
             jobs,
             [device for device, _ in found] * parsed.runs_per_gpu,
-            lambda job: command(job, place.corpus, on_gpu),
+            lambda job: start_job(job, place.corpus, on_gpu, parsed.runs_per_gpu),
             budget,
             finished,
             tell,
@@ -182,6 +183,13 @@ def choose_rates(
     if study.own_rates or not chosen:
         return chosen, failed
     return dict.fromkeys(parsed.arms, chosen[study.baseline]), failed
+
+
+def start_job(job: Job, corpus: Corpus, on_gpu: bool, runs_per_gpu: int, choice: Corpus | None = None) -> list[str]:
+    """`command` of a run that is about to start, which leaves a mark where others share its GPU."""
+    if runs_per_gpu > 1:
+        job.shared.touch()
+    return command(job, corpus, on_gpu, choice)
 
 
 def tell_missing_rates(parsed: argparse.Namespace, rates: dict[str, float], tell) -> int:
@@ -206,11 +214,6 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     shared = [job.arm for job in left if parsed.runs_per_gpu > 1 or job.shared.exists()]
     timed = require_times(place, shared, about)
 
-    def start(job: Job) -> list[str]:
-        if parsed.runs_per_gpu > 1:
-            job.shared.touch()
-        return command(job, place.corpus, on_gpu)
-
     def finished(job: Job, device: str | None) -> str:
         outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
         # The losses are kept at once; a test that the budget cut adds to them later.
@@ -221,10 +224,13 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
             remove_checkpoints(job)
         return outcome
 
+    def starting(job: Job) -> list[str]:
+        return start_job(job, place.corpus, on_gpu, parsed.runs_per_gpu)
+
     remove_stale_tests(place, left)
     if there:
         tell(f"{len(there)} of {len(jobs)} runs have a result in {place.result(study.baseline, 0).parent} already")
-    outcomes = run_jobs(left, [device for device, _ in found] * parsed.runs_per_gpu, start, budget, finished, tell)
+    outcomes = run_jobs(left, [device for device, _ in found] * parsed.runs_per_gpu, starting, budget, finished, tell)
     return dict.fromkeys((job.name for job in there), FINISHED) | {job.name: outcomes.get(job.name) for job in left}
 
 
@@ -238,7 +244,7 @@ def require_times(place: Place, arms: Sequence[str], about: dict) -> dict[str, P
         raise ValueError(
             f"--runs-per-gpu: no result in {folder} says how long a step of {missing} takes on a {about['device']} "
             f"alone with {versions}; expected one of any seed and length, for runs beside others; train it with "
-            "--runs-per-gpu 1 first"
+            "--runs-per-gpu 1 first (--stage rates will do)"
         )
     return timed
 

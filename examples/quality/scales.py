@@ -80,8 +80,8 @@ def comparable_logs(folder: Path, baseline: str, arms: Sequence[str]) -> dict[st
     """{arm: the losses of its runs} of those of these arms that share a seed with the baseline, in this order. {}
     without a run of the baseline."""
     logs = {arm: logs_by_seed(folder, arm) for arm in arms}
-    seeds = {arm: {_file_seed(path) for path in paths} for arm, paths in logs.items()}
-    return {arm: paths for arm, paths in logs.items() if seeds[arm] & seeds[baseline]}
+    seeds = {_file_seed(path) for path in logs_by_seed(folder, baseline)}
+    return {arm: paths for arm, paths in logs.items() if any(_file_seed(path) in seeds for path in paths)}
 
 
 def read_scale(study: Study, folder: Path) -> Scale | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.quality.results import header
+from examples.quality.results import SHORT, header
 from s2_megatron.tools.compare.measure import ArmResult, Comparison
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
@@ -51,7 +51,7 @@ def read_planned(folder: Path, baseline: str) -> list[Planned]:
     own = {path.name: header(path) for path in folder.glob(f"{baseline}_seed*.jsonl")}
     for path in sorted(folder.parent.glob(f"*-{corpus}/{baseline}_seed*.jsonl")):
         other = own.get(path.name)
-        if path.parent == folder or other is None:
+        if path.parent == folder or path.parent.name.startswith(SHORT) or other is None:
             continue
         about = header(path)
         alike = all(about["arguments"].get(name) == other["arguments"].get(name) for name in SAME)

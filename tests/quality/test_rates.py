@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from examples.quality import scales
 from examples.quality.corpus import Corpus
@@ -13,7 +15,9 @@ from examples.quality.workers import Budget
 from tests.quality.rules_logs import TINY, write_rules_log
 
 STUDY = replace(TINY, baseline="dense", own_rates=True)
-CORPUS = Corpus(folder=None, description={"sha256": "ab" * 32, "tokens": 10**6})
+CORPUS = Corpus(
+    folder=Path("corpus"), description={"sha256": "ab" * 32, "tokens": 10**6, "split": "98,2,0", "vocabulary": 512}
+)
 LOSSES = {("dense", 2e-3): 4.0, ("dense", 4e-3): 4.1, ("s2", 2e-3): 4.3, ("s2", 4e-3): 4.2}
 
 
@@ -26,6 +30,9 @@ def choose(folder, monkeypatch, *more):
 
     def run_jobs(jobs, devices, command, budget, finished, tell):
         for job in jobs:
+            if not job.losses.exists():  # as a run that ended under an earlier command, before its rate was kept
+                job.folder.mkdir(parents=True, exist_ok=True)
+                command(job)
             write_rules_log(job.losses, job.arm, job.seed, LOSSES[job.arm, job.rate])
         return {job.name: finished(job, None) for job in jobs}
 
@@ -51,6 +58,10 @@ def test_short_runs_alone_on_their_gpus_give_the_times_of_others(tmp_path, monke
     folder = tmp_path / "results" / STUDY.name
     assert [path.name for path in folder.iterdir()] == ["learning_rates.json"]
     (folder / "learning_rates.json").unlink()
+    choose(tmp_path, monkeypatch)  # finds runs that shared a GPU
+    assert [path.name for path in folder.iterdir()] == ["learning_rates.json"]
+    (folder / "learning_rates.json").unlink()
+    shutil.rmtree(tmp_path / "runs")
     choose(tmp_path, monkeypatch)
     kept = folder / "rates-0.02048M-abababab" / f"s2_seed{RATE_SEED}.jsonl"
     assert timed_result(folder, "s2", header(kept)["machine"]) == kept
@@ -84,3 +95,6 @@ def test_a_rate_that_was_not_chosen_is_named(tmp_path):
         {"tokens": 1, "arms": {arm: {"0.002": 4.0, "0.004": 3.9} for arm in losses}},
     )
     assert given_rate(scale) == ""
+    one_for_all = replace(scale, study=replace(STUDY, own_rates=False))
+    write_json(folder.parent / "learning_rates.json", {"tokens": 1, "arms": {"dense": {"0.002": 4.0, "0.004": 3.9}}})
+    assert given_rate(one_for_all) == ""

@@ -76,8 +76,10 @@ def test_studies_of_tasks_have_no_shares_of_a_loss(tmp_path):
 
 
 def test_a_run_without_one_of_the_baseline_is_named(tmp_path):
-    write_going_on(tmp_path, {("dense", 1): (5.0, 4.0), ("s2", 1): (5.5, 4.2), ("hybrid", 2): (5.5, 4.2)})
+    write_going_on(
+        tmp_path, {("dense", 1): (5.0, 4.0), ("s2", 1): (5.5, 4.2), ("s2", 3): (5.5, 4.2), ("hybrid", 2): (5.5, 4.2)}
+    )
     (line,) = [
         line for line in page.about_runs(scales.read_scale(GOING_ON, tmp_path)) if line.startswith("Runs an arm")
     ]
-    assert line.endswith(" Not compared, for no dense run has their seed: hybrid_seed2.")
+    assert line.endswith(" Not compared, for no dense run has their seed: s2_seed3, hybrid_seed2.")
