@@ -106,7 +106,7 @@ def study(tmp_path, corpus, monkeypatch):
                 str(job.study.step_tokens), str(int(job.evaluated)), str(flops),
                 f"{job.rate:g}"]  # fmt: skip
 
-    monkeypatch.setattr(continued, "command", trainer)
+    monkeypatch.setattr("examples.quality.run.command", trainer)
 
     def measure(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
         assert (job.checkpoints / "weights").exists() or all(path.exists() for path in paths.values())
