@@ -172,7 +172,7 @@ def test_runs_beside_each_other_have_no_times(study, tmp_path):
         assert not any("time" in record for record in read_records(path)), path
     (scale,) = scales.read_scales(TINY, tmp_path / "results")
     text = "\n".join(page.scale_section(scale, "x", pictures=False))
-    assert "Runs that shared their GPU: 4. Without times for that reason: 4." in text
+    assert "Runs that shared their GPU: 2. Without times for that reason: 2." in text
     lines = text.splitlines()
     (head,) = [number for number, line in enumerate(lines) if line.startswith("| arm | pairs attended |")]
     (row,) = [line for line in lines[head : head + 4] if line.startswith("| s2 |")]
