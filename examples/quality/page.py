@@ -35,7 +35,7 @@ from examples.quality.results import TIMES_OF, UNTIMED, header
 from examples.quality.rules_page import read_findings, recall_folder
 from examples.quality.rules_page import section as rules_section
 from examples.quality.rules_page import summary as rules_summary
-from examples.quality.scales import VARIED, Scale, logs_by_seed, read_scales, seed_of, seeds_text
+from examples.quality.scales import VARIED, Scale, file_seed, logs_by_seed, read_scales, seed_of, seeds_text
 from examples.quality.seeds_page import draw as draw_seeds
 from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import density
@@ -108,7 +108,7 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
             [
                 result.arm.name,
                 f"{100 * density(scale.study, result.arm.name):.1f} %",
-                f"{number(result.arm.runs[0].arguments, 'lr'):g}",
+                ", ".join(dict.fromkeys(f"{number(run.arguments, 'lr'):g}" for run in result.arm.runs)),
                 f"{result.validation:.4f}{spread}",
                 paired,
                 _gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
@@ -175,7 +175,7 @@ def _borrowed_times(headers: Sequence[dict]) -> str:
 def _uncompared(scale: Scale) -> str:
     """A sentence on results that wait for a run of the baseline, "" without one."""
     logs = [path for arm in scale.study.arm_names for path in logs_by_seed(scale.folder, arm)]
-    waiting = ", ".join(path.stem for path in logs if path.stem.rpartition("_seed")[2] not in scale.seeds)
+    waiting = ", ".join(path.stem for path in logs if str(file_seed(path)) not in scale.seeds)
     return f" Not compared, for no {scale.study.baseline} run has their seed: {waiting}." if waiting else ""
 
 

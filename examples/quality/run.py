@@ -244,7 +244,7 @@ def require_times(place: Place, arms: Sequence[str], about: dict) -> dict[str, P
         raise ValueError(
             f"--runs-per-gpu: no result in {folder} says how long a step of {missing} takes on a {about['device']} "
             f"alone with {versions}; expected one of any seed and length, for runs beside others; train it with "
-            "--runs-per-gpu 1 first (--stage rates will do)"
+            "--runs-per-gpu 1 first (--stage rates will do, where the rates are still to be chosen)"
         )
     return timed
 

@@ -69,10 +69,10 @@ def _compared(runs: list[Run]) -> Comparison:
 
 def logs_by_seed(folder: Path, arm: str) -> list[Path]:
     """The losses of an arm's runs in a folder of results, in the order of the seeds as numbers."""
-    return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=_file_seed)
+    return sorted(folder.glob(f"{arm}_seed*.jsonl"), key=file_seed)
 
 
-def _file_seed(path: Path) -> int:
+def file_seed(path: Path) -> int:
     return int(path.stem.rpartition("_seed")[2])
 
 
@@ -80,8 +80,8 @@ def comparable_logs(folder: Path, baseline: str, arms: Sequence[str]) -> dict[st
     """{arm: the losses of its runs} of those of these arms that share a seed with the baseline, in this order. {}
     without a run of the baseline."""
     logs = {arm: logs_by_seed(folder, arm) for arm in arms}
-    seeds = {_file_seed(path) for path in logs_by_seed(folder, baseline)}
-    return {arm: paths for arm, paths in logs.items() if any(_file_seed(path) in seeds for path in paths)}
+    seeds = {file_seed(path) for path in logs_by_seed(folder, baseline)}
+    return {arm: paths for arm, paths in logs.items() if any(file_seed(path) in seeds for path in paths)}
 
 
 def read_scale(study: Study, folder: Path) -> Scale | None:

@@ -11,6 +11,7 @@ from examples.quality.corpus import Corpus
 from examples.quality.rates_page import given_rate, rates_table
 from examples.quality.results import RATE_SEED, Place, header, timed_result, write_json
 from examples.quality.run import choose_rates, compare_runs, parse_arguments
+from examples.quality.targets import read_planned
 from examples.quality.workers import Budget
 from tests.quality.rules_logs import TINY, write_rules_log
 
@@ -98,3 +99,13 @@ def test_a_rate_that_was_not_chosen_is_named(tmp_path):
     one_for_all = replace(scale, study=replace(STUDY, own_rates=False))
     write_json(folder.parent / "learning_rates.json", {"tokens": 1, "arms": {"dense": {"0.002": 4.0, "0.004": 3.9}}})
     assert given_rate(one_for_all) == ""
+
+
+def test_a_short_run_is_no_dense_run_of_another_length(tmp_path):
+    place = make_place(tmp_path)
+    folder = place.result("dense", 1).parent
+    write_rules_log(place.result("dense", 1), "dense", 1, 4.0)
+    write_rules_log(folder.with_name(f"rates-{folder.name}") / "dense_seed1.jsonl", "dense", 1, 5.0)
+    assert read_planned(folder, "dense") == []
+    write_rules_log(folder.with_name(f"more-{folder.name}") / "dense_seed1.jsonl", "dense", 1, 3.0)
+    assert [each.validation for each in read_planned(folder, "dense")] == [3.0]

@@ -76,10 +76,23 @@ def test_studies_of_tasks_have_no_shares_of_a_loss(tmp_path):
 
 
 def test_a_run_without_one_of_the_baseline_is_named(tmp_path):
+    """It lends the section neither its GPU nor its rate."""
     write_going_on(
         tmp_path, {("dense", 1): (5.0, 4.0), ("s2", 1): (5.5, 4.2), ("s2", 3): (5.5, 4.2), ("hybrid", 2): (5.5, 4.2)}
     )
+    for arm, seed, device in (("s2", 1, "Y"), ("s2", 3, "Z"), ("hybrid", 2, "Z")):
+        path = tmp_path / f"{arm}_seed{seed}.jsonl"
+        path.write_text(path.read_text().replace('"device": "X"', f'"device": "{device}"'))
     (line,) = [
         line for line in page.about_runs(scales.read_scale(GOING_ON, tmp_path)) if line.startswith("Runs an arm")
     ]
+    assert " none was chosen. X, Y; " in line
     assert line.endswith(" Not compared, for no dense run has their seed: s2_seed3, hybrid_seed2.")
+
+
+def test_all_learning_rates_of_an_arm_are_shown(tmp_path):
+    write_going_on(tmp_path, {(arm, seed): (5.0, 4.0) for arm in ("dense", "s2") for seed in (1, 2)})
+    path = tmp_path / "s2_seed2.jsonl"
+    path.write_text(path.read_text().replace('"lr": 0.004', '"lr": 0.002'))
+    text = "\n".join(page.scale_section(scales.read_scale(GOING_ON, tmp_path), "x", pictures=False))
+    assert " % | 0.004, 0.002 | 4.0000" in text
