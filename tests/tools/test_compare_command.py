@@ -117,6 +117,14 @@ def test_several_seeds(tmp_path, capsys):
     assert "nothing to compare but their spread" in capsys.readouterr().out
 
 
+def test_an_arm_of_unlike_runs_is_named(tmp_path, dense, capsys):
+    other = write_loss_log(tmp_path / "other.jsonl", losses(2, 3), seed=2, lr=0.002)
+    assert main([f"dense={dense}", f"dense={other}", "--vary", "lr", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remarks"] == [
+        "The runs of dense differ in lr (0.004 and 0.002): its numbers are means over runs that are not alike."
+    ]
+
+
 def test_batches_of_two_sizes_meet_at_equal_tokens(tmp_path):
     values = losses(1, 2, steps=200)
     twice = (values[::2] + values[1::2]) / 2

@@ -135,6 +135,20 @@ def check_comparable(runs: Sequence[Run], vary: Sequence[str]) -> None:
             )
 
 
+def mixed_settings(arm: Arm) -> dict[str, list[str]]:
+    """{setting that decides what is learnt: its values}, of those that the runs of the arm do not share."""
+    mixed = {}
+    for name in (name for names in CHECKED.values() for name in names):
+        values: list = []
+        for run in arm.runs:
+            value = _value(run.arguments or {}, name)
+            if value is not None and not any(same(value, each) for each in values):
+                values.append(value)
+        if len(values) > 1:
+            mixed[name] = [str(value) for value in values]
+    return mixed
+
+
 def begins_with(run: Run) -> tuple | None:
     """What weights a run goes on from; None for random ones, and where its arguments were not logged. Runs with equal
     values begin with equal weights; the studies' logs name the dense run by its losses, too."""

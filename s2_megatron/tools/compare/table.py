@@ -14,6 +14,7 @@ from s2_megatron.tools.compare.measure import (
     Comparison,
 )
 from s2_megatron.tools.compare.runs import LEARNING_RATE, Run
+from s2_megatron.tools.compare.settings import Arm, mixed_settings
 from s2_megatron.tools.compare.statistics import CONFIDENCE, SPREAD_PAIRS, Difference
 
 AXIS_NAMES = {"tokens": "tokens", "hours": "hours", "flops": "attended FLOPs", "dense-flops": "dense-equivalent FLOPs"}
@@ -120,10 +121,20 @@ def footnote() -> str:
 
 
 def remarks(comparison: Comparison) -> list[str]:
-    """What joining the pieces of each run showed, and which runs were measured in the middle of their schedules."""
+    """Which arms mix runs of different settings, what joining the pieces of each run showed, and which runs were
+    measured in the middle of their schedules."""
     runs = [run for result in comparison.results for run in result.arm.runs]
+    mixed = [line for result in comparison.results for line in _mixed(result.arm)]
     joined = [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
-    return joined + [line for run in runs for line in _unfinished(run, comparison.limits)]
+    return mixed + joined + [line for run in runs for line in _unfinished(run, comparison.limits)]
+
+
+def _mixed(arm: Arm) -> list[str]:
+    """A line on an arm whose runs do not have one name for all that they differ in."""
+    if not (mixed := mixed_settings(arm)):
+        return []
+    differing = ", ".join(f"{name} ({' and '.join(values)})" for name, values in mixed.items())
+    return [f"The runs of {arm.name} differ in {differing}: its numbers are means over runs that are not alike."]
 
 
 def _unfinished(run: Run, limits: dict[str, float]) -> list[str]:
