@@ -23,6 +23,7 @@ from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
 from examples.quality.copies_page import copies_lines
 from examples.quality.figures import draw_arms, draw_curves
+from examples.quality.gaps_page import gaps_section
 from examples.quality.launch import ROOT
 from examples.quality.needles_page import needles_lines
 from examples.quality.positions import losing_lines, position_lines
@@ -77,12 +78,14 @@ def _gap(value: float, baseline: float) -> str:
     return f"{value:.4f} ({_percent(value / baseline - 1)})"
 
 
-def targets(scale: Scale) -> list[str]:
-    """Lines for a language model from random weights; models that go on from others have no target."""
+def targets(scale: Scale, is_whole: bool) -> list[str]:
+    """Lines for a language model from random weights; models that go on from others have no target. is_whole: all of
+    a study's seeds; of some of them only what is asked at equal time, for the rest stands before them."""
     if scale.study.start is not None:
         return []
     planned = read_planned(scale.folder, scale.study.baseline)
-    return target_lines(scale.comparison, planned, scale.study.step_tokens)
+    asked = ("tokens", "time") if is_whole else ("time",)
+    return target_lines(scale.comparison, planned, scale.study.step_tokens, asked)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -108,7 +111,7 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
             [
                 result.arm.name,
                 f"{100 * density(scale.study, result.arm.name):.1f} %",
-                ", ".join(dict.fromkeys(f"{number(run.arguments, 'lr'):g}" for run in result.arm.runs)),
+                f"{number(result.arm.runs[0].arguments, 'lr'):g}",
                 f"{result.validation:.4f}{spread}",
                 paired,
                 _gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
@@ -179,12 +182,12 @@ def _uncompared(scale: Scale) -> str:
     return f" Not compared, for no {scale.study.baseline} run has their seed: {waiting}." if waiting else ""
 
 
-def part_section(scale: Scale, picture: str) -> list[str]:
+def part_section(scale: Scale, picture: str, is_whole: bool) -> list[str]:
     """What compares means over seeds, which all arms have, as lines of Markdown. picture: of the curves, from the
-    page."""
+    page. is_whole: all seeds of the study."""
     comparison = scale.comparison
     return [
-        *([] if scale.study.tasks is not None else _loss_lines(scale, picture)),
+        *([] if scale.study.tasks is not None else _loss_lines(scale, picture, is_whole)),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
         "The same comparison, with all its remarks and intervals:",
@@ -198,9 +201,9 @@ def part_section(scale: Scale, picture: str) -> list[str]:
     ]
 
 
-def _loss_lines(scale: Scale, picture: str) -> list[str]:
+def _loss_lines(scale: Scale, picture: str, is_whole: bool) -> list[str]:
     """Of a study of text; the loss of tasks that are learnt is near zero, where a share of it says nothing."""
-    held = targets(scale)
+    held = targets(scale, is_whole)
     return [
         *([] if scale.study.start is None else _continued_lines(scale, picture)),
         *(f"- {line}" for line in held),
@@ -247,6 +250,8 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
         if pictures:
             draw_recall(study, tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
+    if len(parts) > 1 and study.start is None:
+        lines += gaps_section(scale, table)
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
             for old in scale.folder.glob(f"{kind}*.png"):
@@ -255,7 +260,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
         name = _curves(part, len(parts))
         if len(parts) > 1:
             lines += [f"### {seeds_text(part.seeds).capitalize()}", ""]
-        lines += part_section(part, f"{shown}/{name}")
+        lines += part_section(part, f"{shown}/{name}", len(parts) == 1)
         if pictures:
             picture = scale.folder / name
             draw_curves(part.comparison, picture)

@@ -10,7 +10,7 @@ from examples.quality.results import SHORT, read_json
 from examples.quality.studies import Study
 from s2_megatron.tools.compare.measure import Comparison, compare
 from s2_megatron.tools.compare.readers import read_run
-from s2_megatron.tools.compare.runs import Run
+from s2_megatron.tools.compare.runs import Run, number
 from s2_megatron.tools.compare.settings import check_comparable, make_arms
 
 VARIED = ("lr", "min_lr")
@@ -39,15 +39,14 @@ class Scale:
         return tuple(seed_of(run) for run in self.comparison.results[0].arm.runs)
 
     def parts(self) -> list[Scale]:
-        """One of all seeds with the same arms, for what compares means over seeds; a seed of the baseline alone, or
-        without it, is in none."""
-        arms: dict[str, list[str]] = {}
+        """One of all seeds with the same arms at the same learning rates, for what compares means over seeds; a seed
+        of the baseline alone, or without it, is in none."""
+        arms: dict[str, list[tuple[str, float | None]]] = {}
         for result in self.comparison.results:
             for run in result.arm.runs:
-                arms.setdefault(seed_of(run), []).append(result.arm.name)
-        groups = list(dict.fromkeys(tuple(names) for names in arms.values()))
-        baseline = self.study.baseline
-        fit = [group for group in groups if baseline in group and len(group) > 1]
+                arms.setdefault(seed_of(run), []).append((result.arm.name, number(run.arguments, "lr")))
+        groups = list(dict.fromkeys(tuple(trained) for trained in arms.values()))
+        fit = [group for group in groups if self.study.baseline in dict(group) and len(group) > 1]
         own = [[run for run in self.runs if tuple(arms[seed_of(run)]) == group] for group in fit]
         return [replace(self, comparison=_compared(runs)) for runs in own]
 

@@ -62,14 +62,18 @@ def read_planned(folder: Path, baseline: str) -> list[Planned]:
     return found
 
 
-def target_lines(comparison: Comparison, planned: Sequence[Planned], step_tokens: int) -> list[str]:
+def target_lines(
+    comparison: Comparison, planned: Sequence[Planned], step_tokens: int, at_equal: Sequence[str] = ("tokens", "time")
+) -> list[str]:
     """One line for every target that the results can decide, what is missed first. The first result is the
-    baseline."""
+    baseline. at_equal: the targets that are asked for."""
     found = []
     for result in comparison.results[1:]:
         limit = TARGETS.get(result.arm.name)
-        if limit is not None:
-            found += [_at_equal_tokens(result, limit), _at_equal_time(result, comparison, planned, step_tokens)]
+        if limit is not None and "tokens" in at_equal:
+            found.append(_at_equal_tokens(result, limit))
+        if limit is not None and "time" in at_equal:
+            found.append(_at_equal_time(result, comparison, planned, step_tokens))
     return [text for _, text in sorted(found, key=lambda entry: entry[0])]
 
 

@@ -8,6 +8,7 @@ from examples.quality import page, scales
 from examples.quality.arms import BASELINE, SHARDED
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.results import write_json
+from examples.quality.studies import STUDIES
 from examples.quality.tasks import TASKS
 from tests.quality.rules_logs import TINY, write_rules_log
 
@@ -90,9 +91,33 @@ def test_a_run_without_one_of_the_baseline_is_named(tmp_path):
     assert line.endswith(" Not compared, for no dense run has their seed: s2_seed3, hybrid_seed2.")
 
 
-def test_all_learning_rates_of_an_arm_are_shown(tmp_path):
+def with_rate(path, rate):
+    path.write_text(path.read_text().replace('"lr": 0.004', f'"lr": {rate}'))
+
+
+def test_runs_of_other_learning_rates_share_no_mean(tmp_path):
     write_going_on(tmp_path, {(arm, seed): (5.0, 4.0) for arm in ("dense", "s2") for seed in (1, 2)})
-    path = tmp_path / "s2_seed2.jsonl"
-    path.write_text(path.read_text().replace('"lr": 0.004', '"lr": 0.002'))
+    with_rate(tmp_path / "s2_seed2.jsonl", 0.002)
     text = "\n".join(page.scale_section(scales.read_scale(GOING_ON, tmp_path), "x", pictures=False))
-    assert " % | 0.004, 0.002 | 4.0000" in text
+    _, first, second = text.split("### Seed ")
+    assert " % | 0.004 | 4.0000" in first and " % | 0.002 | 4.0000" in second
+
+
+def test_every_seed_stands_beside_dense_where_means_are_not_alike(tmp_path):
+    """The targets at equal tokens are then held over all seeds, and not again over some of them."""
+    runs = {("dense", 1): 4.0, ("s2", 1): 4.4, ("dense", 2): 2.0, ("s2", 2): 2.1, ("window", 2): 1.8}
+    for (arm, seed), final in runs.items():
+        write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, final)
+        if seed == 2:
+            with_rate(tmp_path / f"{arm}_seed{seed}.jsonl", 0.002)
+    text = "\n".join(page.scale_section(scales.read_scale(STUDIES["lm-tiny"], tmp_path), "x", pictures=False))
+    _, every, first, second = text.split("### ")
+    assert every.startswith("Every seed") and "| arm | pairs | seed 1, 0.004 | seed 2, 0.002 | all seeds |" in every
+    assert "| dense | 100.0 % | 4.0000 | 2.0000 | - |" in every
+    assert " % | 4.4000 (+10.00 %) | 2.1000 (+5.00 %) | +" in every and " % | - | 1.8000 (-10.00 %) | -" in every
+    assert "- s2 at most 1 % above dense at equal tokens: **" in every and "equal time" not in every
+    assert all("s2 ahead of dense at equal time" in part and "equal tokens" not in part for part in (first, second))
+    for path in tmp_path.glob("*_seed2.jsonl"):
+        path.unlink()
+    alone = "\n".join(page.scale_section(scales.read_scale(STUDIES["lm-tiny"], tmp_path), "x", pictures=False))
+    assert "###" not in alone and "at equal tokens: **" in alone and "at equal time: **" in alone

@@ -1,0 +1,63 @@
+"""The part of a study's page that lays every run from random weights beside dense of its seed, where the seeds have
+other arms or other learning rates: means over some of them would not be alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from examples.quality.scales import Scale, seed_of
+from examples.quality.studies import density
+from examples.quality.targets import target_lines
+from s2_megatron.tools.compare.measure import ArmResult
+from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
+
+
+def gaps_section(scale: Scale, table: Callable) -> list[str]:
+    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. table: (header, rows) to
+    lines."""
+    dense, *others = scale.comparison.results
+    runs = {seed_of(run): run for run in dense.arm.runs}
+    held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",))
+    return [
+        "### Every seed by itself",
+        "",
+        *(f"- {line}" for line in held),
+        *([""] if held else []),
+        "Validation loss, and how far it is above that of dense with the same seed (in the heading with the learning "
+        "rate of its runs). At the right the training loss against dense over all seeds of the arm, paired, with its "
+        "95 % interval.",
+        "",
+        *table(
+            ["arm", "pairs", *(f"seed {seed}, {_rates(scale, seed)}" for seed in runs), "all seeds"],
+            [_row(scale, dense, runs), *(_row(scale, result, runs) for result in others)],
+        ),
+        "",
+    ]
+
+
+def _rates(scale: Scale, seed: str) -> str:
+    rates = dict.fromkeys(f"{number(run.arguments, 'lr'):g}" for run in scale.runs if seed_of(run) == seed)
+    return ", ".join(rates)
+
+
+def _row(scale: Scale, result: ArmResult, dense: dict[str, Run]) -> list[str]:
+    own, paired = {seed_of(run): _last(run) for run in result.arm.runs}, "-"
+    if result.difference is not None:
+        mean, low, high = (f"{100 * each:+.2f} %" for each in result.difference.relative)
+        paired = f"{mean} [{low}, {high}]"
+    return [
+        result.arm.name,
+        f"{100 * density(scale.study, result.arm.name):.1f} %",
+        *(_cell(own.get(seed), None if result.difference is None else _last(dense[seed])) for seed in dense),
+        paired,
+    ]
+
+
+def _last(run: Run) -> float:
+    return float(run.series[VALIDATION_LOSS].values[-1])
+
+
+def _cell(own: float | None, dense: float | None) -> str:
+    if own is None:
+        return "-"
+    return f"{own:.4f}" if dense is None else f"{own:.4f} ({100 * (own / dense - 1):+.2f} %)"
