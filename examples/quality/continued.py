@@ -144,7 +144,8 @@ def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job:
     else:
         write_run(place.result(job.label, job.seed), job, place.corpus_of(job), about)
         if job.study.tasks is None and not job.role:
-            outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
+            tests = {} if options.losses_only else place.text_tests(job.arm, job.seed)
+            outcome = measure_text(job, tests, place.corpus, device, budget, tell)
     write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
     if job.study.arm(job.arm).chosen:  # which heads they are, and what was measured, differs from seed to seed
         for suffix in (".yaml", ".json"):

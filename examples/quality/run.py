@@ -99,6 +99,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "time of a step from one of its arm that had such a GPU alone; in studies from a dense model it has no times",
     )
     parser.add_argument(
+        "--losses-only",
+        action="store_true",
+        help="no tests of the trained models: where their loss lies, what they copy from far back (under a minute each)",
+    )
+    parser.add_argument(
         "--keep-checkpoints", action="store_true", help="of finished runs; those that others begin with stay anyway"
     )
     parsed = parser.parse_args(arguments)
@@ -112,6 +117,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(parsed, name)
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
+    if parsed.losses_only and ALL[parsed.study].tasks is not None:
+        parser.error(f"--losses-only: {parsed.study} asks for its tests; expected it with a study of text; remove it")
     if parsed.rate is not None:
         parsed.rate = float(f"{parsed.rate:g}")  # as the runs log it
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
@@ -215,7 +222,8 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     timed = require_times(place, shared, about)
 
     def finished(job: Job, device: str | None) -> str:
-        outcome = measure_text(job, place.text_tests(job.arm, job.seed), place.corpus, device, budget, tell)
+        tests = {} if parsed.losses_only else place.text_tests(job.arm, job.seed)
+        outcome = measure_text(job, tests, place.corpus, device, budget, tell)
         # The losses are kept at once; a test that the budget cut adds to them later.
         times = timed[job.arm] if job.shared.exists() else None
         write_run(place.result(job.arm, job.seed), job, place.corpus, about, times)

@@ -327,12 +327,14 @@ def study(tmp_path_factory, new_runs):
 def arguments(folder, *more):
     tokens = str(STEPS * TINY.step_tokens)
     places = ["--runs", str(folder / "runs"), "--results", str(folder / "results")]
-    return ["rules-tiny", "--arms", "s2", "dense-heads", "--tokens", tokens, *places, *(more or ["--rate", "4e-3"])]
+    arms = ["--arms", "s2", "dense-heads", "--losses-only"]
+    return ["rules-tiny", *arms, "--tokens", tokens, *places, *(more or ["--rate", "4e-3"])]
 
 
 def test_a_study_trains_its_arms_and_none_of_them_again(study):
     found = findings(study / "results")
     assert {arm for arm, _ in found.values["validation loss"]} == {"s2", "dense-heads"}
+    assert not [*study.rglob("*.copies.json"), *study.rglob("*.needles.json"), *study.rglob("checkpoints")]
     (study / "runs" / "rules-tiny").rename(study / "runs" / "moved")  # another machine has the results alone
     said = []
     assert run(parse_arguments(arguments(study)), said.append) == COMPLETE

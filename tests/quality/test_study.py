@@ -168,6 +168,7 @@ def test_arguments_are_refused(capsys):
         "0": "expected 1 or more",
         "1": "--seeds 1: expected each seed once",
         "-1": "--seeds -1: expected each seed once, 0 to",
+        "--losses-only": "from-dense-recall8k asks for its tests; expected it with a study of text",
     }
     for wrong in (
         ["lm8k", "--tokens=-1"],
@@ -176,6 +177,7 @@ def test_arguments_are_refused(capsys):
         ["lm8k", "--runs-per-gpu", "0"],
         ["lm8k", "--seeds", "1", "2", "1"],
         ["lm8k", "--seeds", "-1"],
+        ["from-dense-recall8k", "--losses-only"],
     ):
         with pytest.raises(SystemExit, match="2"):
             parse_arguments(wrong)
