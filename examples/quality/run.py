@@ -101,7 +101,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--losses-only",
         action="store_true",
-        help="no tests of the trained models: where their loss lies, what they copy from far back (under a minute each)",
+        help="no tests of the trained models of text: where their loss lies, what they copy (under a minute each)",
     )
     parser.add_argument(
         "--keep-checkpoints", action="store_true", help="of finished runs; those that others begin with stay anyway"
