@@ -207,9 +207,9 @@ def tell_epochs(study: Study, text: Corpus, tokens: int, tell) -> None:
         tell(f"note: {tokens / 1e6:g}M tokens are {epochs:.1f} times the text that the dense model does not read")
 
 
-def is_kept(place: ContinuedPlace, job: Job) -> bool:
+def is_kept(place: ContinuedPlace, job: Job, losses_only: bool) -> bool:
     """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
-    return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job)
+    return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job, losses_only)
 
 
 def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell) -> int:
@@ -251,7 +251,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         return COMPLETE
 
     asked = make_jobs(place, arms, parsed.seeds, rates)
-    left = [job for job in asked if not is_kept(place, job)]
+    left = [job for job in asked if not is_kept(place, job, parsed.losses_only)]
     jobs = [job for job in asked if job in left or any(each.start == job for each in left)]
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")

@@ -1,9 +1,9 @@
 """The part of a study's page that lays every run from random weights beside dense of its seed, where the seeds have
-other arms or other learning rates: means over some of them would not be alike."""
+other arms or other learning rates, so that a mean over them would mix unlike runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from examples.quality.scales import Scale, seed_of
 from examples.quality.studies import density
@@ -12,26 +12,29 @@ from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
 
 
-def gaps_section(scale: Scale, table: Callable) -> list[str]:
-    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. table: (header, rows) to
-    lines."""
+def gaps_section(scale: Scale, command: Sequence[str], table: Callable) -> list[str]:
+    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. command: lines on how to
+    compare all runs. table: (header, rows) to lines."""
     dense, *others = scale.comparison.results
     runs = {seed_of(run): run for run in dense.arm.runs}
     held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",))
+    rates = {seed: _rates(scale, seed) for seed in runs}
+    mixed = " The seeds have several learning rates." if len(set(rates.values())) > 1 else ""
     return [
         "### Every seed by itself",
         "",
         *(f"- {line}" for line in held),
         *([""] if held else []),
         "Validation loss, and how far it is above that of dense with the same seed (in the heading with the learning "
-        "rate of its runs). At the right the training loss against dense over all seeds of the arm, paired, with its "
-        "95 % interval.",
+        f"rate of its runs). At the right the training loss against dense, paired, over all seeds of the arm.{mixed} "
+        "Three seeds have the 95 % interval of their own spread, fewer one by the distance of equal runs.",
         "",
         *table(
-            ["arm", "pairs", *(f"seed {seed}, {_rates(scale, seed)}" for seed in runs), "all seeds"],
+            ["arm", "pairs attended", *(f"seed {seed}, {rate}" for seed, rate in rates.items()), "all its seeds"],
             [_row(scale, dense, runs), *(_row(scale, result, runs) for result in others)],
         ),
         "",
+        *command,
     ]
 
 
@@ -44,7 +47,7 @@ def _row(scale: Scale, result: ArmResult, dense: dict[str, Run]) -> list[str]:
     own, paired = {seed_of(run): _last(run) for run in result.arm.runs}, "-"
     if result.difference is not None:
         mean, low, high = (f"{100 * each:+.2f} %" for each in result.difference.relative)
-        paired = f"{mean} [{low}, {high}]"
+        paired = f"{mean} [{low}, {high}], seeds: {result.difference.pairs}"
     return [
         result.arm.name,
         f"{100 * density(scale.study, result.arm.name):.1f} %",

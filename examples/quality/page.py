@@ -185,17 +185,23 @@ def _uncompared(scale: Scale) -> str:
 def part_section(scale: Scale, picture: str, is_whole: bool) -> list[str]:
     """What compares means over seeds, which all arms have, as lines of Markdown. picture: of the curves, from the
     page. is_whole: all seeds of the study."""
-    comparison = scale.comparison
     return [
         *([] if scale.study.tasks is not None else _loss_lines(scale, picture, is_whole)),
         f"![Loss over tokens and over time, paired differences, gap by position]({picture})",
         "",
+        *compare_lines(scale),
+    ]
+
+
+def compare_lines(scale: Scale) -> list[str]:
+    """The command that compares these runs."""
+    runs = [(result.arm.name, run) for result in scale.comparison.results for run in result.arm.runs]
+    return [
         "The same comparison, with all its remarks and intervals:",
         "",
         "```bash",
-        "s2-megatron compare "
-        + " ".join(f"{result.arm.name}={_shown(run)}" for result in comparison.results for run in result.arm.runs)
-        + f" --vary {','.join(VARIED)} --html compare.html",
+        f"s2-megatron compare {' '.join(f'{arm}={_shown(run)}' for arm, run in runs)} --vary {','.join(VARIED)} "
+        "--html compare.html",
         "```",
         "",
     ]
@@ -251,7 +257,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
             draw_recall(study, tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
     if len(parts) > 1 and study.start is None:
-        lines += gaps_section(scale, table)
+        lines += gaps_section(scale, compare_lines(scale), table)
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
             for old in scale.folder.glob(f"{kind}*.png"):

@@ -101,7 +101,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--losses-only",
         action="store_true",
-        help="no tests of the trained models of text: where their loss lies, what they copy (under a minute each)",
+        help="no tests of the trained models of text: where their loss lies, what they copy (under a minute each), "
+        "which cannot be made up for once the checkpoints are gone",
     )
     parser.add_argument(
         "--keep-checkpoints", action="store_true", help="of finished runs; those that others begin with stay anyway"
@@ -118,7 +119,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         if value is not None and not value > 0:
             parser.error(f"--{name.replace('_', '-')}={value:g}: expected a number above 0")
     if parsed.losses_only and ALL[parsed.study].tasks is not None:
-        parser.error(f"--losses-only: {parsed.study} asks for its tests; expected it with a study of text; remove it")
+        parser.error(f"--losses-only: {parsed.study} is about its tests; expected a study of text, or no --losses-only")
     if parsed.rate is not None:
         parsed.rate = float(f"{parsed.rate:g}")  # as the runs log it
     parsed.arms = chosen_arms(ALL[parsed.study], parsed, parser)
@@ -216,7 +217,7 @@ def train(place: Place, parsed: argparse.Namespace, rates: dict[str, float], fou
     study, about = place.study, machine(found[0][1])
     on_gpu = found[0][0] is not None
     jobs = [place.job(arm, seed, rates[arm]) for seed in parsed.seeds for arm in parsed.arms]
-    there = [job for job in jobs if has_result(place, job)]
+    there = [job for job in jobs if has_result(place, job, parsed.losses_only)]
     left = [job for job in jobs if job not in there]
     shared = [job.arm for job in left if parsed.runs_per_gpu > 1 or job.shared.exists()]
     timed = require_times(place, shared, about)
@@ -257,14 +258,14 @@ def require_times(place: Place, arms: Sequence[str], about: dict) -> dict[str, P
     return timed
 
 
-def has_result(place: Place, job: Job) -> bool:
-    """Whether all that is kept of a run is there, or cannot be had without training it again. Raises ValueError for a
-    result of another learning rate."""
+def has_result(place: Place, job: Job, losses_only: bool) -> bool:
+    """Whether all that is kept of a run is there, or cannot be had without training it again. losses_only: without
+    the tests of text. Raises ValueError for a result of another learning rate."""
     path = place.result(job.label, job.seed)
     is_tested = job.study.tasks is not None and not job.role
     if not path.exists() or (is_tested and not place.recall(job.arm, job.seed).exists()):
         return False
-    if is_cut_before_its_test(place, job):
+    if not losses_only and is_cut_before_its_test(place, job):
         return False
     rate = trained_rate(path)
     if rate != job.rate:

@@ -23,7 +23,7 @@ TARGETS = {"hybrid": 0.005, "dense-fourth": 0.005, "dense-heads": 0.005, "s2": 0
 # A dense run stands for an arm's time when its own is within this share of it.
 TIME_TOLERANCE = 0.02
 # Of the baseline's run of another length these are the study's own.
-SAME = ("seed", "seq_length", "global_batch_size", "num_layers", "hidden_size")
+SAME = ("seed", "lr", "seq_length", "global_batch_size", "num_layers", "hidden_size")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@
 The first (--all: of every entry, --gluon: of those in Gluon that a second Triton compiles in CI) prints JSON:
 {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes stored,
 "serialised": [codes], "late": exponentials under no product, "over_barriers": words of shared memory that are a barrier
-first and something else later, both of Gluon kernels}}}, all but the first for sm_90; of other GPUs a part is compiled
-to the end (WHOLE). --write takes those of sm_90 down for the installed Triton in ptxas_sm90.json beside this file,
-which CI compares with; for another Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with
-PYTHONPATH=folder. What was measured is stored in Triton's cache folder, for the same Triton, kernel and arguments.
+first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write
+takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
+Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is
+stored in Triton's cache folder, for the same Triton, kernel and arguments.
 """
 
 import contextlib
@@ -26,11 +26,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import triton
-from triton._C.libtriton import llvm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
@@ -43,9 +41,6 @@ from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_k
 from tests.kernels import shared_memory
 
 COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
-# Compiled to the end, by LLVM and ptxas: all of sm_90, and of every other architecture the kernels of one head dim. Of
-# the rest only the shared memory is wanted, which is known when Triton's own lowering is done, in half the time.
-WHOLE = re.compile(r"sm90-|sm\d+-\w+-128-")
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = (
     "ranges_ptr",
@@ -100,28 +95,9 @@ def measured(name: str) -> dict:
     stored = place.get_file("needs.json")
     if stored:
         return json.loads(Path(stored).read_text())
-    found = compile_and_measure(entry) if WHOLE.match(name) else {"shared": lowered_shared(entry)}
+    found = compile_and_measure(entry)
     place.put(json.dumps(found), "needs.json", binary=False)
     return found
-
-
-class _LoweredError(Exception):
-    """In place of LLVM: Triton is done. Its argument: bytes of shared memory a block."""
-
-
-def lowered_shared(entry: Entry) -> int:
-    """Bytes of shared memory a block, from where Triton's compiler reads them, too; without LLVM and ptxas."""
-
-    def stop(module, context):
-        raise _LoweredError(module.get_int_attr("ttg.shared"))
-
-    with patch.object(llvm, "to_module", stop):
-        try:
-            shared = compiled(entry).metadata.shared  # stored by an earlier compilation
-        except _LoweredError as lowered:
-            (shared,) = lowered.args
-    assert isinstance(shared, int), "no ttg.shared: Triton's compiler is another than known"
-    return shared
 
 
 def compile_and_measure(entry: Entry) -> dict:

@@ -111,8 +111,9 @@ def study(tmp_path, corpus, monkeypatch):
     def measure(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
         assert (job.checkpoints / "weights").exists() or all(path.exists() for path in paths.values())
         losses = score(np.ones(len(GROUPS)), np.arange(len(GROUPS)))
-        write_json(paths["copies"], {"sequences": 1, "near": 32, "corpus": "ab", **losses})
-        write_json(paths["needles"], NEEDLES)
+        if paths:  # else --losses-only
+            write_json(paths["copies"], {"sequences": 1, "near": 32, "corpus": "ab", **losses})
+            write_json(paths["needles"], NEEDLES)
         return FINISHED
 
     monkeypatch.setattr(continued, "measure_text", measure)
@@ -196,11 +197,14 @@ def test_studies_share_a_dense_model(study, tmp_path, monkeypatch):
     """Another study of the same dense model, and one of other tokens, begin with the weights that are there."""
     assert study("--from-scratch")[0] == COMPLETE
     monkeypatch.setitem(ALL, "other-tiny", replace(TINY, name="other-tiny"))
-    for more, name in (([], "other-tiny"), (["--tokens", str((STEPS + 10) * TINY.step_tokens)], TINY.name)):
+    longer = ["--tokens", str((STEPS + 10) * TINY.step_tokens)]
+    for more, name in ((["--losses-only"], "other-tiny"), (longer, TINY.name)):
         status, said = study("--from-scratch", *more, name=name)
         assert status == COMPLETE and sorted(started(said)) == ["dense", "s2", "switched-dense", "switched-s2"]
     logs = [*(tmp_path / "results").rglob("*_seed1.jsonl")]
     assert len(logs) == 9 and len({start_of(path) for path in logs} - {None}) == 1
+    tested = {path.parents[1].name for test in ("copies", "needles") for path in tmp_path.rglob(f"*.{test}.json")}
+    assert tested == {TINY.name}
 
 
 def test_a_dense_model_is_trained_by_one_command(study, tmp_path):

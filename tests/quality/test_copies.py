@@ -129,10 +129,10 @@ def test_a_run_whose_test_was_cut_is_not_done(tmp_path, monkeypatch):
     place = Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path)
     job = place.job("s2", 1, 1e-3)
     write_loss_log(place.result("s2", 1), [3.0, 2.0], lr=1e-3)
-    assert run.has_result(place, job)  # its checkpoint is gone
+    assert run.has_result(place, job, losses_only=False)  # its checkpoint is gone
     monkeypatch.setattr(run, "checkpoint_iteration", lambda folder: job.iterations)
     monkeypatch.setattr(run, "final_evaluation", lambda job: {})
     for path in (place.copies("s2", 1), place.needles("s2", 1)):
-        assert not run.has_result(place, job)
+        assert not run.has_result(place, job, losses_only=False) and run.has_result(place, job, losses_only=True)
         path.write_text("{}")
-    assert run.has_result(place, job)
+    assert run.has_result(place, job, losses_only=False)

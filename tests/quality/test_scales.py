@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from examples.quality import page, scales
@@ -55,7 +56,7 @@ def test_seeds_with_other_arms_have_tables_and_pictures_of_their_own(tmp_path):
     assert first.startswith("1\n") and second.startswith("2\n")
     assert "| hybrid | 5.5000 (+10.00 %) | 5.5000 (+10.00 %) |" in first and "| 4.2000 (+5.00 %) |" in first
     assert "| s2 | 3.3000 (+10.00 %) | 3.3000 (+10.00 %) |" in second and "| 2.2000 (+10.00 %) |" in second
-    assert "| s2 |" not in first and "| hybrid |" not in second
+    assert "| s2 |" not in first and "| hybrid |" not in second and "Every seed" not in text
     shown = {f"{kind}-seed{seed}.png" for kind in ("curves", "switch") for seed in (1, 2)} | {"seeds.png"}
     assert {path.name for path in folder.glob("*.png")} == shown and all(f"](x/{name})" in text for name in shown)
 
@@ -109,12 +110,15 @@ def test_every_seed_stands_beside_dense_where_means_are_not_alike(tmp_path):
     for (arm, seed), final in runs.items():
         write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, final)
         if seed == 2:
-            with_rate(tmp_path / f"{arm}_seed{seed}.jsonl", 0.002)
+            with_rate(tmp_path / f"{arm}_seed{seed}.jsonl", 0.001 if arm == "window" else 0.002)
     text = "\n".join(page.scale_section(scales.read_scale(STUDIES["lm-tiny"], tmp_path), "x", pictures=False))
     _, every, first, second = text.split("### ")
-    assert every.startswith("Every seed") and "| arm | pairs | seed 1, 0.004 | seed 2, 0.002 | all seeds |" in every
+    assert every.startswith("Every seed") and "The seeds have several learning rates." in every
+    assert "| arm | pairs attended | seed 1, 0.004 | seed 2, 0.002, 0.001 | all its seeds |" in every
+    assert every.count("_seed1.jsonl ") == 2 and every.count("_seed2.jsonl ") == 3 and "s2-megatron compare " in every
     assert "| dense | 100.0 % | 4.0000 | 2.0000 | - |" in every
-    assert " % | 4.4000 (+10.00 %) | 2.1000 (+5.00 %) | +" in every and " % | - | 1.8000 (-10.00 %) | -" in every
+    assert re.search(r" % \| 4\.4000 \(\+10\.00 %\) \| 2\.1000 \(\+5\.00 %\) \| \+.*\], seeds: 2 \|", every)
+    assert re.search(r" % \| - \| 1\.8000 \(-10\.00 %\) \| -.*\], seeds: 1 \|", every)
     assert "- s2 at most 1 % above dense at equal tokens: **" in every and "equal time" not in every
     assert all("s2 ahead of dense at equal time" in part and "equal tokens" not in part for part in (first, second))
     for path in tmp_path.glob("*_seed2.jsonl"):

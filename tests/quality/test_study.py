@@ -168,7 +168,7 @@ def test_arguments_are_refused(capsys):
         "0": "expected 1 or more",
         "1": "--seeds 1: expected each seed once",
         "-1": "--seeds -1: expected each seed once, 0 to",
-        "--losses-only": "from-dense-recall8k asks for its tests; expected it with a study of text",
+        "--losses-only": "from-dense-recall8k is about its tests; expected a study of text",
     }
     for wrong in (
         ["lm8k", "--tokens=-1"],

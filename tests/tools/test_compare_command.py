@@ -118,10 +118,16 @@ def test_several_seeds(tmp_path, capsys):
 
 
 def test_an_arm_of_unlike_runs_is_named(tmp_path, dense, capsys):
-    other = write_loss_log(tmp_path / "other.jsonl", losses(2, 3), seed=2, lr=0.002)
-    assert main([f"dense={dense}", f"dense={other}", "--vary", "lr", "--json"]) == 0
+    """Settings, also one that was not set, and sparsities; a number that was logged as text is no other one."""
+    other = write_loss_log(
+        tmp_path / "other.jsonl", losses(2, 3), seed=2, lr=0.002, min_lr="2.0e-4", lr_decay_samples=5, **s2_arguments()
+    )
+    third = write_loss_log(tmp_path / "third.jsonl", losses(3, 3), seed=3, lr_decay_samples=None)
+    vary = ["--vary", "lr,lr_decay_samples", "--json"]
+    assert main([f"x={dense}", f"x={other}", f"x={third}", *vary]) == 0
     assert json.loads(capsys.readouterr().out)["remarks"] == [
-        "The runs of dense differ in lr (0.004 and 0.002): its numbers are means over runs that are not alike."
+        "The runs of x differ in lr (0.004, 0.002); lr_decay_samples (5, None); sparsity (dense, quickstart): its "
+        "numbers are means over runs that are not alike."
     ]
 
 

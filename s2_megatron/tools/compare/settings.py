@@ -136,16 +136,20 @@ def check_comparable(runs: Sequence[Run], vary: Sequence[str]) -> None:
 
 
 def mixed_settings(arm: Arm) -> dict[str, list[str]]:
-    """{setting that decides what is learnt: its values}, of those that the runs of the arm do not share."""
+    """{setting that decides what is learnt: its values}, of those that the runs of the arm do not share; of sparsities
+    the names of their YAMLs."""
+    logged = [run for run in arm.runs if run.arguments is not None]
     mixed = {}
     for name in (name for names in CHECKED.values() for name in names):
         values: list = []
-        for run in arm.runs:
-            value = _value(run.arguments or {}, name)
-            if value is not None and not any(same(value, each) for each in values):
+        for value in (_value(run.arguments, name) for run in logged if name in run.arguments):
+            if not any(same(value, each) for each in values):
                 values.append(value)
         if len(values) > 1:
             mixed[name] = [str(value) for value in values]
+    sparsities = {sparsity_of(run): sparsity_name(run) for run in logged}
+    if len(sparsities) > 1:
+        mixed["sparsity"] = list(sparsities.values())
     return mixed
 
 
@@ -203,12 +207,15 @@ def make_arms(runs: Sequence[Run], vary: Sequence[str], named: Sequence[bool]) -
     return arms
 
 
-def _arm_name(run: Run, settings: list[str], groups: dict) -> str:
-    sparsity = sparsity_of(run)
+def sparsity_name(run: Run) -> str:
+    """Of its YAML, where one was given."""
     config = run.arguments.get("s2_config")
-    name = DENSE if sparsity == DENSE else Path(config).stem if config not in (None, "None") else "S2"
+    return DENSE if sparsity_of(run) == DENSE else Path(config).stem if config not in (None, "None") else "S2"
+
+
+def _arm_name(run: Run, settings: list[str], groups: dict) -> str:
     differing = [name for index, name in enumerate(settings) if len({key[1 + index] for key in groups}) > 1]
-    return " ".join([name, *(f"{setting}={_value(run.arguments, setting)}" for setting in differing)])
+    return " ".join([sparsity_name(run), *(f"{setting}={_value(run.arguments, setting)}" for setting in differing)])
 
 
 def seed_of(run: Run) -> int | str:

@@ -133,7 +133,7 @@ def _mixed(arm: Arm) -> list[str]:
     """A line on an arm whose runs do not have one name for all that they differ in."""
     if not (mixed := mixed_settings(arm)):
         return []
-    differing = ", ".join(f"{name} ({' and '.join(values)})" for name, values in mixed.items())
+    differing = "; ".join(f"{name} ({', '.join(values)})" for name, values in mixed.items())
     return [f"The runs of {arm.name} differ in {differing}: its numbers are means over runs that are not alike."]
 
 
