@@ -57,7 +57,6 @@ LONGEST_FILES = (
     "megatron/test_refusals.py",
     "test_slurm_ends.py",
     "huggingface/test_cache.py",
-    "benchmarks/test_loss_measurements.py",
     "quality/test_workers.py",
 )
 

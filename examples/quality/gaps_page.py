@@ -3,8 +3,9 @@ other arms or other learning rates, so that a mean over them would mix unlike ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from examples.quality.cells import gap, last, paired
 from examples.quality.scales import Scale, seed_of
 from examples.quality.studies import density
 from examples.quality.targets import target_lines
@@ -12,9 +13,9 @@ from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
 
 
-def gaps_section(scale: Scale, command: Sequence[str], table: Callable) -> list[str]:
-    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. command: lines on how to
-    compare all runs. table: (header, rows) to lines."""
+def gaps_section(scale: Scale, table: Callable) -> list[str]:
+    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. table: (header, rows) to
+    lines."""
     dense, *others = scale.comparison.results
     runs = {seed_of(run): run for run in dense.arm.runs}
     held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",))
@@ -34,7 +35,6 @@ def gaps_section(scale: Scale, command: Sequence[str], table: Callable) -> list[
             [_row(scale, dense, runs), *(_row(scale, result, runs) for result in others)],
         ),
         "",
-        *command,
     ]
 
 
@@ -44,23 +44,17 @@ def _rates(scale: Scale, seed: str) -> str:
 
 
 def _row(scale: Scale, result: ArmResult, dense: dict[str, Run]) -> list[str]:
-    own, paired = {seed_of(run): _last(run) for run in result.arm.runs}, "-"
-    if result.difference is not None:
-        mean, low, high = (f"{100 * each:+.2f} %" for each in result.difference.relative)
-        paired = f"{mean} [{low}, {high}], seeds: {result.difference.pairs}"
+    own, is_dense = {seed_of(run): run for run in result.arm.runs}, result.difference is None
     return [
         result.arm.name,
         f"{100 * density(scale.study, result.arm.name):.1f} %",
-        *(_cell(own.get(seed), None if result.difference is None else _last(dense[seed])) for seed in dense),
-        paired,
+        *(_cell(own.get(seed), None if is_dense else dense[seed]) for seed in dense),
+        paired(result) + ("" if is_dense else f", seeds: {result.difference.pairs}"),
     ]
 
 
-def _last(run: Run) -> float:
-    return float(run.series[VALIDATION_LOSS].values[-1])
-
-
-def _cell(own: float | None, dense: float | None) -> str:
-    if own is None:
+def _cell(run: Run | None, dense: Run | None) -> str:
+    if run is None:
         return "-"
-    return f"{own:.4f}" if dense is None else f"{own:.4f} ({100 * (own / dense - 1):+.2f} %)"
+    own = last(run, VALIDATION_LOSS)
+    return f"{own:.4f}" if dense is None else gap(own, last(dense, VALIDATION_LOSS))

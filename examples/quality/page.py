@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from examples.quality.cells import gap, last, paired
 from examples.quality.continuations import ALL
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
@@ -42,7 +43,7 @@ from examples.quality.seeds_page import section as seeds_section
 from examples.quality.studies import density
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import ArmResult
-from s2_megatron.tools.compare.runs import Run, number
+from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
 
 PATTERNS, DATA = ROOT / "docs" / "patterns.md", ROOT / "docs" / "quality"
 BEGIN, END = "<!-- results: python -m examples.quality.page -->", "<!-- end of the results -->"
@@ -62,20 +63,8 @@ TITLES = {
 }
 
 
-def _last(run: Run, name: str) -> float:
-    return float(run.series[name].values[-1])
-
-
 def _mean_last(result: ArmResult, name: str) -> float:
-    return float(np.mean([_last(run, name) for run in result.arm.runs]))
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:+.2f} %"
-
-
-def _gap(value: float, baseline: float) -> str:
-    return f"{value:.4f} ({_percent(value / baseline - 1)})"
+    return float(np.mean([last(run, name) for run in result.arm.runs]))
 
 
 def targets(scale: Scale, is_whole: bool) -> list[str]:
@@ -100,11 +89,7 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
     dense = scale.comparison.results[0]
     rows = []
     for result in scale.comparison.results:
-        paired = "-"
-        if result.difference is not None:
-            mean, low, high = result.difference.relative
-            paired = f"{_percent(mean)} [{_percent(low)}, {_percent(high)}]"
-        own, rate = [_last(run, "lm loss validation") for run in result.arm.runs], result.tokens_per_second
+        own, rate = [last(run, VALIDATION_LOSS) for run in result.arm.runs], result.tokens_per_second
         spread = f" ± {np.std(own, ddof=1):.4f}" if len(own) > 1 else ""
         trailing = "lm loss by position/trailing validation"
         rows.append(
@@ -113,10 +98,10 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
                 f"{100 * density(scale.study, result.arm.name):.1f} %",
                 f"{number(result.arm.runs[0].arguments, 'lr'):g}",
                 f"{result.validation:.4f}{spread}",
-                paired,
-                _gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
-                _gap(result.at_equal["hours"], dense.at_equal["hours"]) if "hours" in result.at_equal else "-",
-                _gap(result.at_equal["flops"], dense.at_equal["flops"]),
+                paired(result),
+                gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
+                gap(result.at_equal["hours"], dense.at_equal["hours"]) if "hours" in result.at_equal else "-",
+                gap(result.at_equal["flops"], dense.at_equal["flops"]),
                 "-" if rate is None else f"{1000 * scale.study.step_tokens / rate:.0f}",
                 "-" if result.speed_up is None else f"{result.speed_up:.2f}",
             ]
@@ -257,7 +242,7 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
             draw_recall(study, tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
     if len(parts) > 1 and study.start is None:
-        lines += gaps_section(scale, compare_lines(scale), table)
+        lines += [*gaps_section(scale, table), *compare_lines(scale)]
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
             for old in scale.folder.glob(f"{kind}*.png"):

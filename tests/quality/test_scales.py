@@ -1,4 +1,4 @@
-"""Which runs are compared with each other: those of seeds that have the same arms."""
+"""Which runs are compared with each other: those of seeds that have the same arms at the same learning rates."""
 
 from __future__ import annotations
 

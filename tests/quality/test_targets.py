@@ -82,9 +82,16 @@ def test_every_seed_takes_its_dense_run(folder):
 
 @pytest.mark.parametrize(
     ("steps", "more"),
-    [(240, {}), (260, {}), (250, {"corpus": "def"}), (250, {"seed": 2}), (250, {"num_layers": 5})],
+    [
+        (240, {}),
+        (260, {}),
+        (250, {"corpus": "def"}),
+        (250, {"seed": 2}),
+        (250, {"num_layers": 5}),
+        (250, {"lr": 0.002}),
+    ],
 )
-def test_other_lengths_corpora_seeds_and_models_do_not(folder, steps, more):
+def test_other_lengths_corpora_seeds_models_and_rates_do_not(folder, steps, more):
     planned(folder, steps, 0.1, **more)
     assert "**not decided**. It takes" in at_equal_time(folder)
 

@@ -130,7 +130,7 @@ def remarks(comparison: Comparison) -> list[str]:
 
 
 def _mixed(arm: Arm) -> list[str]:
-    """A line on an arm whose runs do not have one name for all that they differ in."""
+    """A line on an arm whose runs differ in what decides what is learnt; none on others."""
     if not (mixed := mixed_settings(arm)):
         return []
     differing = "; ".join(f"{name} ({', '.join(values)})" for name, values in mixed.items())
