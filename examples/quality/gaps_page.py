@@ -1,24 +1,49 @@
-"""The part of a study's page that lays every run from random weights beside dense of its seed, where the seeds have
-other arms or other learning rates, so that a mean over them would mix unlike runs."""
+"""What a study's page says of runs from random weights by seed: every run beside dense of its seed, where the seeds
+have other arms or other learning rates, so that a mean over them would mix unlike runs; how far like ones scatter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from examples.quality.cells import gap, last, paired
+from examples.quality.effects import fit
 from examples.quality.scales import Scale, seed_of
 from examples.quality.studies import density
 from examples.quality.targets import target_lines
 from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
+from s2_megatron.tools.compare.statistics import SPREAD_PAIRS
+
+
+def decides(part: Scale) -> bool:
+    """Whether so many seeds with the same arms and learning rates have an interval of their own spread."""
+    return len(part.seeds) >= SPREAD_PAIRS
+
+
+def noise_lines(part: Scale) -> list[str]:
+    """Lines of Markdown: how far the runs of these seeds are from each other, from all arms together. [] where other
+    seeds or arms are wanted for it, and for runs that go on, whose gaps differ from seed to seed by more than noise."""
+    if part.study.start is not None or not decides(part) or len(part.comparison.results) < 3:
+        return []
+    runs = [(result.arm.name, run) for result in part.comparison.results for run in result.arm.runs]
+    effects = fit({(arm, seed_of(run)): last(run, VALIDATION_LOSS) for arm, run in runs})
+    dense, other = effects.arms[:2]
+    half = 100 * effects.half_width(other, dense) / effects.mean(dense)
+    return [
+        f"Beside what arm and seed explain, the validation losses of these runs scatter by {effects.noise:.4f} nats "
+        f"(standard deviation, {effects.freedom} degrees of freedom). By it, in place of the spread of each arm alone, "
+        f"an arm's gap to dense in validation loss has a 95 % interval of ± {half:.2f} %.",
+        "",
+    ]
 
 
 def gaps_section(scale: Scale, table: Callable) -> list[str]:
-    """Lines of Markdown: the targets at equal tokens over all seeds, and the losses by seed. table: (header, rows) to
-    lines."""
+    """Lines of Markdown: the losses by seed, and the targets at equal tokens over all seeds unless like ones decide.
+    table: (header, rows) to lines."""
     dense, *others = scale.comparison.results
     runs = {seed_of(run): run for run in dense.arm.runs}
-    held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",))
+    is_left = not any(decides(part) for part in scale.parts())
+    held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",)) if is_left else []
     rates = {seed: _rates(scale, seed) for seed in runs}
     mixed = " The seeds have several learning rates." if len(set(rates.values())) > 1 else ""
     return [
@@ -28,7 +53,7 @@ def gaps_section(scale: Scale, table: Callable) -> list[str]:
         *([""] if held else []),
         "Validation loss, and how far it is above that of dense with the same seed (in the heading with the learning "
         f"rate of its runs). At the right the training loss against dense, paired, over all seeds of the arm.{mixed} "
-        "Three seeds have the 95 % interval of their own spread, fewer one by the distance of equal runs.",
+        "Three seeds or more have the 95 % interval of their own spread, fewer one by the distance of equal runs.",
         "",
         *table(
             ["arm", "pairs attended", *(f"seed {seed}, {rate}" for seed, rate in rates.items()), "all its seeds"],

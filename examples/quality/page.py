@@ -24,7 +24,7 @@ from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
 from examples.quality.copies_page import copies_lines
 from examples.quality.figures import draw_arms, draw_curves
-from examples.quality.gaps_page import gaps_section
+from examples.quality.gaps_page import decides, gaps_section, noise_lines
 from examples.quality.launch import ROOT
 from examples.quality.needles_page import needles_lines
 from examples.quality.positions import losing_lines, position_lines
@@ -69,11 +69,12 @@ def _mean_last(result: ArmResult, name: str) -> float:
 
 def targets(scale: Scale, is_whole: bool) -> list[str]:
     """Lines for a language model from random weights; models that go on from others have no target. is_whole: all of
-    a study's seeds; of some of them only what is asked at equal time, for the rest stands before them."""
+    a study's seeds. Of fewer than decide by themselves only what is asked at equal time: the rest stands before
+    them."""
     if scale.study.start is not None:
         return []
     planned = read_planned(scale.folder, scale.study.baseline)
-    asked = ("tokens", "time") if is_whole else ("time",)
+    asked = ("tokens", "time") if is_whole or decides(scale) else ("time",)
     return target_lines(scale.comparison, planned, scale.study.step_tokens, asked)
 
 
@@ -201,6 +202,7 @@ def _loss_lines(scale: Scale, picture: str, is_whole: bool) -> list[str]:
         *([""] if held else []),
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
+        *noise_lines(scale),
         *position_lines(scale.comparison, table),
         *(line for lines_of in TEXT_TESTS.values() for line in _tested_lines(scale, lines_of)),
     ]

@@ -90,17 +90,20 @@ def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
 def _at_equal_time(
     result: ArmResult, comparison: Comparison, planned: Sequence[Planned], step_tokens: int
 ) -> tuple[int, str]:
-    """By validation losses of every seed; decided when the mean difference is beyond twice its standard error, which
-    for fewer than three seeds is that of runs of equal settings."""
+    """By validation losses of every seed that has a planned run; decided when the mean difference is beyond twice its
+    standard error, which for fewer than three seeds is that of runs of equal settings."""
     name = f"{result.arm.name} ahead of dense at equal time"
-    pairs = []
+    pairs, left = [], []
     for run in result.arm.runs:
         near = [each for each in planned if each.seed == seed_of(run)]
         near = [each for each in near if abs(each.seconds / seconds(run) - 1) <= TIME_TOLERANCE]
         if near:
             pairs.append((run, min(near, key=lambda each: abs(each.seconds - seconds(run)))))
-    if len(pairs) < len(result.arm.runs):
-        return 1, f"{name}: **not decided**. {_wanted(result, comparison.results[0], step_tokens)}"
+        else:
+            left.append(run)
+    wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left else ""
+    if not pairs:
+        return 1, f"{name}: **not decided**.{wanted}"
     gaps = np.array([float(run.series[VALIDATION_LOSS].values[-1]) - each.validation for run, each in pairs])
     one = np.std(gaps, ddof=1) if len(gaps) > 2 else np.sqrt(2) * comparison.run_offset.nats
     error = 2 * float(one) / np.sqrt(len(gaps))
@@ -109,16 +112,17 @@ def _at_equal_time(
     own, other = np.mean([seconds(run) for run, _ in pairs]), np.mean([each.seconds for _, each in pairs])
     return order, (
         f"{name}: **{verdict}** (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
-        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, seeds: {len(pairs)})."
+        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, seeds: "
+        f"{', '.join(each.seed for _, each in pairs)}).{wanted}"
     )
 
 
-def _wanted(result: ArmResult, dense: ArmResult, step_tokens: int) -> str:
-    """The command of the dense runs that are missing."""
-    spent = float(np.mean([seconds(run) for run in result.arm.runs]))
+def _wanted(runs: Sequence[Run], dense: ArmResult, step_tokens: int) -> str:
+    """The command of the dense runs that these runs of an arm still want."""
+    spent = float(np.mean([seconds(run) for run in runs]))
     run = dense.arm.runs[0]
     tokens = float(run.axis("tokens")[-1]) * spent / seconds(run) // step_tokens * step_tokens
-    seeds = " ".join(seed_of(each) for each in result.arm.runs)
+    seeds = " ".join(map(seed_of, runs))
     return (
         f"It takes dense runs whose schedules end after {spent:.0f} s: `--arms dense --tokens {tokens / 1e6:.4g}e6 "
         f"--seeds {seeds} --rate {number(run.arguments, 'lr'):g}`."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from scipy import stats
+
 from examples.quality import page, scales
 from examples.quality.arms import BASELINE, SHARDED
 from examples.quality.continuations import CONTINUATIONS
@@ -125,3 +127,20 @@ def test_every_seed_stands_beside_dense_where_means_are_not_alike(tmp_path):
         path.unlink()
     alone = "\n".join(page.scale_section(scales.read_scale(STUDIES["lm-tiny"], tmp_path), "x", pictures=False))
     assert "###" not in alone and "at equal tokens: **" in alone and "at equal time: **" in alone
+    assert "Beside what arm and seed explain" not in text + alone
+
+
+def test_three_like_seeds_decide_by_themselves(tmp_path):
+    """Their targets are not held over other seeds too, and all their runs tell how far runs scatter."""
+    arms = {"dense": 2.0, "s2": 2.1, "window": 1.8}
+    for seed in (1, 2, 3, 4):
+        for arm, final in arms.items() if seed > 1 else (("dense", 3.0), ("s2", 3.3)):
+            # 0.1 more in one of nine runs: a residual of 4/9 of it, over 4 degrees of freedom.
+            write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, final + 0.1 * (arm == "s2" and seed == 4))
+    text = "\n".join(page.scale_section(scales.read_scale(STUDIES["lm-tiny"], tmp_path), "x", pictures=False))
+    _, every, first, like = text.split("### ")
+    assert "equal tokens" not in every + first and "- s2 at most 1 % above dense at equal tokens: **" in like
+    noise = (0.1**2 * 4 / 9 / 4) ** 0.5
+    half = 100 * stats.t.ppf(0.975, 4) * noise * (2 / 3) ** 0.5 / 2.0
+    assert f"scatter by {noise:.4f} nats (standard deviation, 4 degrees of freedom)" in like
+    assert f"has a 95 % interval of ± {half:.2f} %." in like and "scatter" not in every + first

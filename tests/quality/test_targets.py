@@ -74,10 +74,13 @@ def test_a_gap_within_its_error_decides_nothing(folder):
 
 def test_every_seed_takes_its_dense_run(folder):
     write(folder, 2)
-    planned(folder, 250, 0.1)
     assert "--seeds 1 2 --rate" in at_equal_time(folder, (1, 2))
+    planned(folder, 250, 0.1)
+    one = at_equal_time(folder, (1, 2))
+    assert "**met**" in one and "seeds: 1). It takes" in one and "--seeds 2 --rate" in one
     planned(folder, 250, 0.1, seed=2)
-    assert "**met**" in at_equal_time(folder, (1, 2)) and at_equal_time(folder, (1, 2)).endswith("seeds: 2).")
+    both = at_equal_time(folder, (1, 2))
+    assert "**met**" in both and both.endswith("seeds: 1, 2).")
 
 
 @pytest.mark.parametrize(
