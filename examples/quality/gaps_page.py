@@ -4,6 +4,7 @@ have other arms or other learning rates, so that a mean over them would mix unli
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from examples.quality.cells import gap, last, paired
 from examples.quality.effects import fit
@@ -28,22 +29,24 @@ def noise_lines(part: Scale) -> list[str]:
     runs = [(result.arm.name, run) for result in part.comparison.results for run in result.arm.runs]
     effects = fit({(arm, seed_of(run)): last(run, VALIDATION_LOSS) for arm, run in runs})
     dense, other = effects.arms[:2]
-    half = 100 * effects.half_width(other, dense) / effects.mean(dense)
+    gaps = len(effects.arms) - 1
+    half = 100 * effects.half_width(other, dense, gaps) / effects.mean(dense)
     return [
         f"Beside what arm and seed explain, the validation losses of these runs scatter by {effects.noise:.4f} nats "
         f"(standard deviation, {effects.freedom} degrees of freedom). By it, in place of the spread of each arm alone, "
-        f"an arm's gap to dense in validation loss has a 95 % interval of ± {half:.2f} %.",
+        f"the gaps to dense in validation loss have intervals of ± {half:.2f} %, at 95 % for all {gaps} together.",
         "",
     ]
 
 
 def gaps_section(scale: Scale, table: Callable) -> list[str]:
-    """Lines of Markdown: the losses by seed, and the targets at equal tokens over all seeds unless like ones decide.
-    table: (header, rows) to lines."""
+    """Lines of Markdown: the losses by seed, and the targets at equal tokens over all seeds of the arms of which not
+    enough seeds are alike to decide. table: (header, rows) to lines."""
     dense, *others = scale.comparison.results
     runs = {seed_of(run): run for run in dense.arm.runs}
-    is_left = not any(decides(part) for part in scale.parts())
-    held = target_lines(scale.comparison, [], scale.study.step_tokens, ("tokens",)) if is_left else []
+    decided = {result.arm.name for part in scale.parts() if decides(part) for result in part.comparison.results}
+    asked = replace(scale.comparison, results=[dense, *(each for each in others if each.arm.name not in decided)])
+    held = target_lines(asked, [], scale.study.step_tokens, ("tokens",))
     rates = {seed: _rates(scale, seed) for seed in runs}
     mixed = " The seeds have several learning rates." if len(set(rates.values())) > 1 else ""
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.results import SHORT, header
+from examples.quality.scales import seed_of, seeds_text
 from s2_megatron.tools.compare.measure import ArmResult, Comparison
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
@@ -38,10 +39,6 @@ class Planned:
 
 def seconds(run: Run) -> float:
     return 3600 * float(run.axis("hours")[-1])
-
-
-def seed_of(run: Run) -> str:
-    return str((run.arguments or {}).get("seed"))
 
 
 def read_planned(folder: Path, baseline: str) -> list[Planned]:
@@ -109,11 +106,12 @@ def _at_equal_time(
     error = 2 * float(one) / np.sqrt(len(gaps))
     gap = gaps.mean()
     order, verdict = (2, "met") if gap < -error else (0, "missed") if gap > error else (1, "not decided")
+    share = f" in {len(pairs)} of {len(result.arm.runs)} seeds" if left else ""
     own, other = np.mean([seconds(run) for run, _ in pairs]), np.mean([each.seconds for _, each in pairs])
     return order, (
-        f"{name}: **{verdict}** (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
-        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, seeds: "
-        f"{', '.join(each.seed for _, each in pairs)}).{wanted}"
+        f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
+        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, "
+        f"{seeds_text(tuple(each.seed for _, each in pairs))}).{wanted}"
     )
 
 

@@ -59,7 +59,7 @@ def test_it_decides(folder, gap, verdict):
     planned(folder, 250, gap)
     said = at_equal_time(folder)
     assert f"at equal time: **{verdict}** (validation loss " in said
-    assert said.endswith("planned for 0.5M tokens, 150 s against 150 s, seeds: 1).")
+    assert said.endswith("planned for 0.5M tokens, 150 s against 150 s, seed 1).")
 
 
 def test_a_gap_within_its_error_decides_nothing(folder):
@@ -77,10 +77,10 @@ def test_every_seed_takes_its_dense_run(folder):
     assert "--seeds 1 2 --rate" in at_equal_time(folder, (1, 2))
     planned(folder, 250, 0.1)
     one = at_equal_time(folder, (1, 2))
-    assert "**met**" in one and "seeds: 1). It takes" in one and "--seeds 2 --rate" in one
+    assert "**met** in 1 of 2 seeds (" in one and "seed 1). It takes" in one and "--seeds 2 --rate" in one
     planned(folder, 250, 0.1, seed=2)
     both = at_equal_time(folder, (1, 2))
-    assert "**met**" in both and both.endswith("seeds: 1, 2).")
+    assert "**met**" in both and both.endswith("seeds 1, 2).") and "of 2" not in both
 
 
 @pytest.mark.parametrize(
