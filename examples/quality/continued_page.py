@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.cells import gap, last
 from examples.quality.continued import SCRATCH, START, SWITCHED
 from examples.quality.results import read_json
 from examples.quality.scales import seed_of
@@ -61,11 +62,7 @@ def _read_runs(folder: Path, label: str, comparison: Comparison) -> list[Run]:
 
 
 def _last_validation(runs: Sequence[Run]) -> float:
-    return float(np.mean([run.series[VALIDATION_LOSS].values[-1] for run in runs]))
-
-
-def _beside(value: float, other: float) -> str:
-    return f"{value:.4f} ({100 * (value / other - 1):+.2f} %)"
+    return float(np.mean([last(run, VALIDATION_LOSS) for run in runs]))
 
 
 def _switched_of_both(folder: Path, arm: str, comparison: Comparison) -> tuple[list[dict], list[dict]]:
@@ -83,7 +80,7 @@ def _switched_cells(folder: Path, arm: str, comparison: Comparison) -> list[str]
     means = [
         [float(np.mean([record[name] for record in records])) for records in both] for name in (TRAINING_LOSS, TRAILING)
     ]
-    return [_beside(*pair) for pair in means]
+    return [gap(*pair) for pair in means]
 
 
 def section(start: Start, folder: Path, comparison: Comparison, picture: str, table: Callable) -> list[str]:
@@ -99,8 +96,8 @@ def section(start: Start, folder: Path, comparison: Comparison, picture: str, ta
                 name,
                 *_switched_cells(folder, name, comparison),
                 *(["-"] * len(LIMITS) if result is dense else [_returned(comparison, name, each) for each in LIMITS]),
-                _beside(own, _last_validation(dense.arm.runs)),
-                _beside(_last_validation(scratch), own) if scratch else "-",
+                gap(own, _last_validation(dense.arm.runs)),
+                gap(_last_validation(scratch), own) if scratch else "-",
             ]
         )
     lines = []

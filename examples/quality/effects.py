@@ -61,6 +61,13 @@ class Effects:
         return float(quantile) * self.noise * math.sqrt(2 / seeds)
 
 
+def deviation_interval(deviation: float, freedom: int) -> tuple[float, float]:
+    """Of a standard deviation with so many degrees of freedom, at 95 %, for values that are normally distributed."""
+    shares = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
+    low, high = (deviation * math.sqrt(freedom / float(stats.chi2.ppf(share, freedom))) for share in shares)
+    return low, high
+
+
 def fit(values: Mapping[tuple[str, str], float]) -> Effects:
     """values: {(arm, seed): value of its run}. Every arm shares a seed with another one, directly or over others."""
     arms = tuple(dict.fromkeys(arm for arm, _ in values))

@@ -3,11 +3,12 @@ have other arms or other learning rates, so that a mean over them would mix unli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from examples.quality.cells import gap, last, paired
-from examples.quality.effects import fit
+from examples.quality.effects import deviation_interval, fit
 from examples.quality.scales import Scale, seed_of
 from examples.quality.studies import density
 from examples.quality.targets import target_lines
@@ -29,12 +30,14 @@ def noise_lines(part: Scale) -> list[str]:
     runs = [(result.arm.name, run) for result in part.comparison.results for run in result.arm.runs]
     effects = fit({(arm, seed_of(run)): last(run, VALIDATION_LOSS) for arm, run in runs})
     dense, other = effects.arms[:2]
-    gaps = len(effects.arms) - 1
-    half = 100 * effects.half_width(other, dense, gaps) / effects.mean(dense)
+    low, high = deviation_interval(effects.noise, effects.freedom)
+    gaps, pairs = len(effects.arms) - 1, math.comb(len(effects.arms), 2)
+    half, widest = (100 * effects.half_width(other, dense, n) / effects.mean(dense) for n in (gaps, pairs))
     return [
         f"Beside what arm and seed explain, the validation losses of these runs scatter by {effects.noise:.4f} nats "
-        f"(standard deviation, {effects.freedom} degrees of freedom). By it, in place of the spread of each arm alone, "
-        f"the gaps to dense in validation loss have intervals of ± {half:.2f} %, at 95 % for all {gaps} together.",
+        f"(standard deviation, {effects.freedom} degrees of freedom, 95 % interval {low:.4f} to {high:.4f}). By it, in "
+        f"place of the spread of each arm alone, the gaps to dense in validation loss have intervals of ± {half:.2f} % "
+        f"of dense's, at 95 % for all {gaps} together; those between any two arms ± {widest:.2f} %, for all {pairs}.",
         "",
     ]
 

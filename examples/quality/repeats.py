@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
+from examples.quality.cells import percent
 from examples.quality.continued import SWITCHED
 from examples.quality.continued_page import read_switched
+from examples.quality.effects import deviation_interval
 from examples.quality.results import header
 from examples.quality.studies import BASELINE
 from s2_megatron.tools.compare.measure import VERDICT_SHARE, paired_steps
@@ -77,8 +78,8 @@ def run_offset(repeats: dict[str, dict[str, Run]]) -> Offset | None:
     if not freedom:
         return None
     squares = sum((len(runs) - 1) * spread(runs) ** 2 for runs in groups)
-    low, high = (math.sqrt(squares / float(stats.chi2.ppf(share, freedom))) for share in (0.975, 0.025))
-    return Offset(math.sqrt(squares / freedom), low, high)
+    deviation = math.sqrt(squares / freedom)
+    return Offset(deviation, *deviation_interval(deviation, freedom))
 
 
 def gaps(own: Run, dense: Run, last_step: int) -> list[tuple[int, float, float] | None]:
@@ -133,7 +134,7 @@ def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) ->
     windows = zip(["0", *edges], edges)
     columns = (f"`{arm}` minus dense, training loss", *(f"from {start} to {end} tokens" for start, end in windows))
     rows = [
-        [f"repeat {repeat}", *("-" if part is None else f"{part[1]:+.4f} ({100 * part[2]:+.2f} %)" for part in each)]
+        [f"repeat {repeat}", *("-" if part is None else f"{part[1]:+.4f} ({percent(part[2])})" for part in each)]
         for repeat, each in found.items()
     ]
     return [*table(columns, rows), ""]
@@ -160,7 +161,7 @@ def section(folder: Path, table: Callable) -> list[str]:
     for arm in (arm for arm in arms if arm != BASELINE):
         pairs = [
             f"{own[TRAINING_LOSS]:.4f} for {other[TRAINING_LOSS]:.4f} "
-            f"({100 * (own[TRAINING_LOSS] / other[TRAINING_LOSS] - 1):+.2f} %)"
+            f"({percent(own[TRAINING_LOSS] / other[TRAINING_LOSS] - 1)})"
             for repeat, own in read_switched(folder, arm, MARK).items()
             if (other := dense.get(repeat)) is not None
         ]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.quality.cells import last
 from examples.quality.continued_page import read_switched
 from examples.quality.scales import seed_of
 from examples.quality.studies import BASELINE, Study, density
@@ -23,7 +24,7 @@ def losses(folder: Path, comparison: Comparison) -> dict[tuple[str, str], tuple[
     """{(arm, seed): (validation loss right after the switch, at the end)}, each minus dense's of that seed, as a share
     of it."""
     at_end = {
-        (result.arm.name, seed_of(run)): float(run.series[VALIDATION_LOSS].values[-1])
+        (result.arm.name, seed_of(run)): last(run, VALIDATION_LOSS)
         for result in comparison.results
         for run in result.arm.runs
     }

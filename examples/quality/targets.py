@@ -7,17 +7,21 @@ rate has not come down yet. So it is compared with a dense run whose schedule en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
+from examples.quality.cells import last, percent
 from examples.quality.results import SHORT, header
 from examples.quality.scales import seed_of, seeds_text
 from s2_megatron.tools.compare.measure import ArmResult, Comparison
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
+from s2_megatron.tools.compare.statistics import CONFIDENCE, SPREAD_PAIRS
 
 # Largest gap to dense at equal tokens.
 TARGETS = {"hybrid": 0.005, "dense-fourth": 0.005, "dense-heads": 0.005, "s2": 0.01}
@@ -54,8 +58,8 @@ def read_planned(folder: Path, baseline: str) -> list[Planned]:
         alike = all(about["arguments"].get(name) == other["arguments"].get(name) for name in SAME)
         if alike and about.get("machine", {}).get("device") == other.get("machine", {}).get("device"):
             run = read_run(f"{baseline}={path}")[0]
-            loss = float(run.series[VALIDATION_LOSS].values[-1])
-            found.append(Planned(seed_of(run), float(run.axis("tokens")[-1]), seconds(run), loss))
+            tokens, loss = float(run.axis("tokens")[-1]), last(run, VALIDATION_LOSS)
+            found.append(Planned(seed_of(run), tokens, seconds(run), loss))
     return found
 
 
@@ -75,7 +79,7 @@ def target_lines(
 
 
 def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
-    mean, low, high = (f"{100 * each:+.2f} %" for each in result.difference.relative)
+    mean, low, high = map(percent, result.difference.relative)
     _, lowest, highest = result.difference.relative
     order, verdict = (2, "met") if highest <= limit else (0, "missed") if lowest > limit else (1, "not decided")
     return order, (
@@ -87,8 +91,8 @@ def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
 def _at_equal_time(
     result: ArmResult, comparison: Comparison, planned: Sequence[Planned], step_tokens: int
 ) -> tuple[int, str]:
-    """By validation losses of every seed that has a planned run; decided when the mean difference is beyond twice its
-    standard error, which for fewer than three seeds is that of runs of equal settings."""
+    """By validation losses of every seed that has a planned run; decided when the 95 % interval of the mean difference
+    leaves out zero: that of the seeds' spread, for fewer than three seeds two standard errors of equal runs."""
     name = f"{result.arm.name} ahead of dense at equal time"
     pairs, left = [], []
     for run in result.arm.runs:
@@ -101,9 +105,11 @@ def _at_equal_time(
     wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left else ""
     if not pairs:
         return 1, f"{name}: **not decided**.{wanted}"
-    gaps = np.array([float(run.series[VALIDATION_LOSS].values[-1]) - each.validation for run, each in pairs])
-    one = np.std(gaps, ddof=1) if len(gaps) > 2 else np.sqrt(2) * comparison.run_offset.nats
-    error = 2 * float(one) / np.sqrt(len(gaps))
+    gaps = np.array([last(run, VALIDATION_LOSS) - each.validation for run, each in pairs])
+    if len(gaps) < SPREAD_PAIRS:
+        error = 2 * math.sqrt(2 / len(gaps)) * comparison.run_offset.nats
+    else:
+        error = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
     gap = gaps.mean()
     order, verdict = (2, "met") if gap < -error else (0, "missed") if gap > error else (1, "not decided")
     share = f" in {len(pairs)} of {len(result.arm.runs)} seeds" if left else ""

@@ -7,10 +7,10 @@
 The first (--all: of every entry, --gluon: of those in Gluon that a second Triton compiles in CI) prints JSON:
 {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes stored,
 "serialised": [codes], "late": exponentials under no product, "over_barriers": words of shared memory that are a barrier
-first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write
-takes those down for the installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another
-Triton: `pip install --no-deps --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is
-stored in Triton's cache folder, for the same Triton, kernel and arguments.
+first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write takes those down for the
+installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps
+--target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is stored in Triton's cache
+folder, for the same Triton, kernel and arguments.
 """
 
 import contextlib

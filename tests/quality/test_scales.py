@@ -144,9 +144,15 @@ def test_three_like_seeds_decide_by_themselves(tmp_path):
     assert "equal tokens" not in first and "- s2 at most 1 % above dense at equal tokens: **" in like
     assert "- hybrid at most 0.5 % above dense at equal tokens: **" in every and "- s2 at most" not in every
     noise = (0.1**2 * 4 / 9 / 4) ** 0.5
-    half = 100 * stats.t.ppf(1 - 0.05 / 2 / 2, 4) * noise * (2 / 3) ** 0.5 / (2.0 + 0.3 * 3)
-    assert f"scatter by {noise:.4f} nats (standard deviation, 4 degrees of freedom)" in like
-    assert f"intervals of ± {half:.2f} %, at 95 % for all 2 together." in like and "scatter" not in every + first
+    low, high = (noise * (4 / stats.chi2.ppf(share, 4)) ** 0.5 for share in (0.975, 0.025))
+    half, widest = (
+        100 * stats.t.ppf(1 - 0.05 / 2 / gaps, 4) * noise * (2 / 3) ** 0.5 / (2.0 + 0.3 * 3) for gaps in (2, 3)
+    )
+    assert f"scatter by {noise:.4f} nats (standard deviation, 4 degrees of freedom, 95 % interval {low:.4f} to " in like
+    assert f" to {high:.4f})." in like and "scatter" not in every + first
+    assert (
+        f"± {half:.2f} % of dense's, at 95 % for all 2 together;" in like and f" ± {widest:.2f} %, for all 3." in like
+    )
     scale = scales.read_scale(STUDIES["lm-tiny"], tmp_path).parts()[1]
     assert noise_lines(scale) and not noise_lines(replace(scale, study=GOING_ON))
     two_arms = replace(scale.comparison, results=scale.comparison.results[:2])

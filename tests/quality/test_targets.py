@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from examples.quality.targets import read_planned, target_lines
 from s2_megatron.tools.compare.measure import compare
@@ -70,6 +72,23 @@ def test_a_gap_within_its_error_decides_nothing(folder):
     )
     planned(folder, 250, 1.001 * own / other - 1)  # a thousandth
     assert "**not decided** (validation loss -0.00" in at_equal_time(folder)
+
+
+def test_three_seeds_decide_by_the_interval_of_their_spread(folder):
+    """Two of their standard errors are no 95 % interval: that has 4.3."""
+    seeds = (1, 2, 3)
+    for seed in seeds[1:]:
+        write(folder, seed)
+    for shares, verdict in (((0.1, 0.2, 0.4), "not decided"), ((0.2, 0.21, 0.22), "met")):
+        gaps = []
+        for seed, share in zip(seeds, shares):
+            planned(folder, 250, share, seed=seed)
+            paths = (folder / f"s2_seed{seed}.jsonl", folder.parent / "250-abc" / f"dense_seed{seed}.jsonl")
+            own, other = (read_run(f"run={path}")[0].series[VALIDATION_LOSS].values[-1] for path in paths)
+            gaps.append(own - other)
+        error = stats.t.ppf(0.975, 2) * np.std(gaps, ddof=1) / 3**0.5
+        assert -np.mean(gaps) > 2 / 4.3 * error
+        assert f"**{verdict}** (validation loss {np.mean(gaps):+.4f} ± {error:.4f} " in at_equal_time(folder, seeds)
 
 
 def test_every_seed_takes_its_dense_run(folder):
