@@ -91,9 +91,9 @@ def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
 def _at_equal_time(
     result: ArmResult, comparison: Comparison, planned: Sequence[Planned], step_tokens: int
 ) -> tuple[int, str]:
-    """By validation losses of every seed that has a planned run, enough of which stand for all; decided when the 95 %
-    interval of the mean difference leaves out zero: that of the seeds' spread, for fewer than three seeds two standard
-    errors of equal runs."""
+    """By validation losses of the seeds that have a planned run; decided when the 95 % interval of the mean difference
+    leaves out zero: that of the seeds' spread, for fewer than three seeds two standard errors of equal runs. The other
+    seeds are asked for where there are fewer than three, or nothing is decided."""
     name = f"{result.arm.name} ahead of dense at equal time"
     pairs, left = [], []
     for run in result.arm.runs:
@@ -103,18 +103,19 @@ def _at_equal_time(
             pairs.append((run, min(near, key=lambda each: abs(each.seconds - seconds(run)))))
         else:
             left.append(run)
-    has_spread = len(pairs) >= SPREAD_PAIRS
-    wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left and not has_spread else ""
+    wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left else ""
     if not pairs:
         return 1, f"{name}: **not decided**.{wanted}"
     gaps = np.array([last(run, VALIDATION_LOSS) - each.validation for run, each in pairs])
-    if has_spread:
-        error = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
-    else:
+    if len(gaps) < SPREAD_PAIRS:
         error = 2 * math.sqrt(2 / len(gaps)) * comparison.run_offset.nats
+    else:
+        error = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
     gap = gaps.mean()
     order, verdict = (2, "met") if gap < -error else (0, "missed") if gap > error else (1, "not decided")
-    share = f" in {len(pairs)} of {len(result.arm.runs)} seeds" if wanted else ""
+    share = f" in {len(pairs)} of {len(result.arm.runs)} seeds" if left else ""
+    if len(gaps) >= SPREAD_PAIRS and verdict != "not decided":
+        wanted = ""
     own, other = np.mean([seconds(run) for run, _ in pairs]), np.mean([each.seconds for _, each in pairs])
     return order, (
         f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
