@@ -1,6 +1,8 @@
-"""How a number stands in the tables of a study's page."""
+"""The tables of a study's page, and how a number stands in them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from s2_megatron.tools.compare.measure import ArmResult
 from s2_megatron.tools.compare.runs import Run
@@ -25,3 +27,12 @@ def paired(result: ArmResult) -> str:
         return "-"
     mean, low, high = result.difference.relative
     return f"{percent(mean)} [{percent(low)}, {percent(high)}]"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of Markdown."""
+    return [
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]

@@ -3,12 +3,12 @@ back at dense's, and what the same compute gives from random weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from examples.quality.cells import gap, last
+from examples.quality.cells import gap, last, table
 from examples.quality.continued import SCRATCH, START, SWITCHED
 from examples.quality.results import read_json
 from examples.quality.scales import seed_of
@@ -83,8 +83,8 @@ def _switched_cells(folder: Path, arm: str, comparison: Comparison) -> list[str]
     return [gap(*pair) for pair in means]
 
 
-def section(start: Start, folder: Path, comparison: Comparison, picture: str, table: Callable) -> list[str]:
-    """The lines of one scale. folder: of its results. table: (header, rows) to lines of Markdown."""
+def section(start: Start, folder: Path, comparison: Comparison, picture: str) -> list[str]:
+    """The lines of one scale. folder: of its results."""
     dense = comparison.results[0]
     before = _read_runs(folder, f"{START}-{BASELINE}", comparison)
     rows = []

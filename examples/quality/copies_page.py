@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from examples.quality.cells import table
 from examples.quality.copies import GROUPS
 from examples.quality.scales import read_text_tests, seeds_text, untested
 
@@ -26,8 +27,8 @@ def shares(score: dict) -> np.ndarray:
     return np.array(score["tokens"]) / sum(score["tokens"])
 
 
-def copies_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str], table: Callable) -> list[str]:
-    """Lines of Markdown; [] without data. table: (header, rows) to lines."""
+def copies_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str]) -> list[str]:
+    """Lines of Markdown; [] without data."""
     found = read_text_tests("copies", ("tokens", "near", "corpus"), folder, arms, baseline, seeds)
     if not found:
         return []

@@ -4,11 +4,10 @@ have other arms or other learning rates, so that a mean over them would mix unli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-from examples.quality.cells import gap, last, paired
-from examples.quality.effects import deviation_interval, fit
+from examples.quality.cells import gap, last, paired, percent, table
+from examples.quality.effects import Effects, deviation_interval, fit
 from examples.quality.scales import Scale, seed_of
 from examples.quality.studies import density
 from examples.quality.targets import target_lines
@@ -27,24 +26,48 @@ def noise_lines(part: Scale) -> list[str]:
     seeds or arms are wanted for it, and for runs that go on, whose gaps differ from seed to seed by more than noise."""
     if part.study.start is not None or not decides(part) or len(part.comparison.results) < 3:
         return []
-    runs = [(result.arm.name, run) for result in part.comparison.results for run in result.arm.runs]
-    effects = fit({(arm, seed_of(run)): last(run, VALIDATION_LOSS) for arm, run in runs})
-    dense, other = effects.arms[:2]
+    losses = {
+        (result.arm.name, seed_of(run)): last(run, VALIDATION_LOSS)
+        for result in part.comparison.results
+        for run in result.arm.runs
+    }
+    effects = fit(losses)
     low, high = deviation_interval(effects.noise, effects.freedom)
-    gaps, pairs = len(effects.arms) - 1, math.comb(len(effects.arms), 2)
-    half, widest = (100 * effects.half_width(other, dense, n) / effects.mean(dense) for n in (gaps, pairs))
+    gaps, pairs = _comparisons(effects)
+    fewer = {seed: fit({key: loss for key, loss in losses.items() if key[1] != seed}) for seed in part.seeds}
     return [
         f"Beside what arm and seed explain, the validation losses of these runs scatter by {effects.noise:.4f} nats "
         f"(standard deviation, {effects.freedom} degrees of freedom, 95 % interval {low:.4f} to {high:.4f}). By it, in "
-        f"place of the spread of each arm alone, the gaps to dense in validation loss have intervals of ± {half:.2f} % "
-        f"of dense's, at 95 % for all {gaps} together; those between any two arms ± {widest:.2f} %, for all {pairs}.",
+        f"place of the spread of each arm alone, the gaps to dense in validation loss have 95 % intervals for all "
+        f"{gaps} together, those between any two arms for all {pairs}; both in percent of dense's loss. What hangs on "
+        "one seed changes where it is left out:",
+        "",
+        *table(
+            ["seeds", *effects.arms[1:], f"interval of {gaps}", f"of {pairs}"],
+            [_gap_row("all", effects), *(_gap_row(f"without {seed}", each) for seed, each in fewer.items())],
+        ),
         "",
     ]
 
 
-def gaps_section(scale: Scale, table: Callable) -> list[str]:
+def _comparisons(effects: Effects) -> tuple[int, int]:
+    """How many gaps to the first arm there are, and how many between any two."""
+    return len(effects.arms) - 1, math.comb(len(effects.arms), 2)
+
+
+def _gap_row(title: str, effects: Effects) -> list[str]:
+    dense, *others = effects.arms
+    halves = (effects.half_width(others[0], dense, count) for count in _comparisons(effects))
+    return [
+        title,
+        *(percent(effects.difference(arm, dense) / effects.mean(dense)) for arm in others),
+        *(f"± {100 * half / effects.mean(dense):.2f} %" for half in halves),
+    ]
+
+
+def gaps_section(scale: Scale) -> list[str]:
     """Lines of Markdown: the losses by seed, and the targets at equal tokens over all seeds of the arms of which not
-    enough seeds are alike to decide. table: (header, rows) to lines."""
+    enough seeds are alike to decide."""
     dense, *others = scale.comparison.results
     runs = {seed_of(run): run for run in dense.arm.runs}
     decided = {result.arm.name for part in scale.parts() if decides(part) for result in part.comparison.results}

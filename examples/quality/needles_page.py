@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from examples.quality.cells import table
 from examples.quality.recall_page import percent
 from examples.quality.scales import read_text_tests, seeds_text, untested
 
@@ -16,8 +17,8 @@ def mean(scores: Sequence[dict], name: str) -> float | np.ndarray:
     return np.mean(np.array([each[name] for each in scores], float), axis=0)
 
 
-def needles_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str], table: Callable) -> list[str]:
-    """Lines of Markdown; [] without data. table: (header, rows) to lines."""
+def needles_lines(folder: Path, arms: Sequence[str], baseline: str, seeds: Sequence[str]) -> list[str]:
+    """Lines of Markdown; [] without data."""
     found = read_text_tests("needles", ("questions", "sequences", "corpus"), folder, arms, baseline, seeds)
     if not found:
         return []

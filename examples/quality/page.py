@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from examples.quality.cells import gap, last, paired
+from examples.quality.cells import gap, last, paired, table
 from examples.quality.continuations import ALL
 from examples.quality.continued_page import draw as draw_continued
 from examples.quality.continued_page import section as continued_section
@@ -76,14 +76,6 @@ def targets(scale: Scale, is_whole: bool) -> list[str]:
     planned = read_planned(scale.folder, scale.study.baseline)
     asked = ("tokens", "time") if is_whole or decides(scale) else ("time",)
     return target_lines(scale.comparison, planned, scale.study.step_tokens, asked)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(header)} |",
-        f"|{'---|' * len(header)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
 
 
 def _loss_rows(scale: Scale) -> list[list[str]]:
@@ -203,7 +195,7 @@ def _loss_lines(scale: Scale, picture: str, is_whole: bool) -> list[str]:
         *table(LOSS_COLUMNS, _loss_rows(scale)),
         "",
         *noise_lines(scale),
-        *position_lines(scale.comparison, table),
+        *position_lines(scale.comparison),
         *(line for lines_of in TEXT_TESTS.values() for line in _tested_lines(scale, lines_of)),
     ]
 
@@ -211,7 +203,7 @@ def _loss_lines(scale: Scale, picture: str, is_whole: bool) -> list[str]:
 def _tested_lines(part: Scale, lines_of: Callable) -> list[str]:
     """lines_of: of TEXT_TESTS."""
     arms = [result.arm.name for result in part.comparison.results]
-    return lines_of(part.folder, arms, part.study.baseline, part.seeds, table)
+    return lines_of(part.folder, arms, part.study.baseline, part.seeds)
 
 
 def _by_seed(scale: Scale, shown: str, pictures: bool) -> list[str]:
@@ -220,11 +212,11 @@ def _by_seed(scale: Scale, shown: str, pictures: bool) -> list[str]:
         return []
     if pictures:
         draw_seeds(scale.study, scale.folder, scale.comparison, scale.folder / "seeds.png")
-    return seeds_section(scale.study, scale.folder, scale.comparison, shown, table)
+    return seeds_section(scale.study, scale.folder, scale.comparison, shown)
 
 
 def _continued_lines(scale: Scale, picture: str) -> list[str]:
-    return continued_section(scale.study.start, scale.folder, scale.comparison, switch_picture(picture), table)
+    return continued_section(scale.study.start, scale.folder, scale.comparison, switch_picture(picture))
 
 
 def _curves(part: Scale, count: int) -> str:
@@ -239,12 +231,12 @@ def scale_section(scale: Scale, shown: str, pictures: bool) -> list[str]:
     tests = {} if study.tasks is None else read_tests(study, scale.folder)
     lines = about_runs(scale)
     if tests:
-        lines += recall_section(study, tests, f"{shown}/{RECALL_PICTURE}", table)
+        lines += recall_section(study, tests, f"{shown}/{RECALL_PICTURE}")
         if pictures:
             draw_recall(study, tests, scale.folder / RECALL_PICTURE)
     lines += _by_seed(scale, shown, pictures)
     if len(parts) > 1 and study.start is None:
-        lines += [*gaps_section(scale, table), *compare_lines(scale)]
+        lines += [*gaps_section(scale), *compare_lines(scale)]
     if pictures:
         for kind in ("curves", "switch"):  # of other parts, when there were fewer seeds
             for old in scale.folder.glob(f"{kind}*.png"):
@@ -284,7 +276,7 @@ def study_text(name: str, data: Path, pictures: bool) -> str:
     study, scales = ALL[name], read_scales(ALL[name], data)
     if not scales:
         return ""
-    lines = [f"# {TITLES[name]}", "", ABOUT, "", *rates_table(study, data, table)]
+    lines = [f"# {TITLES[name]}", "", ABOUT, "", *rates_table(study, data)]
     for scale in scales:
         shown = scale.folder.name
         if not study.questions:
@@ -294,7 +286,7 @@ def study_text(name: str, data: Path, pictures: bool) -> str:
         if pictures:
             for question in (each for each in study.questions if found.answered(each)):
                 draw_arms(scale.comparison, question.arms, scale.folder / f"{question.name}.png")
-        lines += [*about_runs(scale), *_by_seed(scale, shown, pictures), *rules_section(found, shown, table)]
+        lines += [*about_runs(scale), *_by_seed(scale, shown, pictures), *rules_section(found, shown)]
         for heading, lines_of in TEXT_TESTS.items():
             if tested := [line for part in scale.parts() for line in _tested_lines(part, lines_of)]:
                 lines += [f"### {heading}", "", *tested]
@@ -307,7 +299,7 @@ def repeats_text(data: Path) -> str:
     if not folders:
         return ""
     return "\n".join(
-        ["# Repeats of one seed", "", ABOUT, "", *(line for each in folders for line in repeats_section(each, table))]
+        ["# Repeats of one seed", "", ABOUT, "", *(line for each in folders for line in repeats_section(each))]
     )
 
 
@@ -327,7 +319,7 @@ def rules_text(data: Path) -> str:
             device = _devices(scale)
             if study.questions:
                 found = read_findings(study, scale.comparison, recall_folder(study, data))
-                lines += rules_summary(found, scale.tokens, device, table)
+                lines += rules_summary(found, scale.tokens, device)
             else:
                 lines += [f"At {study.model.seq_length // 1024}K, {scale.tokens / 1e6:.0f}M tokens a run, on {device}, "
                           "validation loss by position:", "", *losing_lines(scale.comparison)]  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from examples.quality.cells import table
 from s2_megatron.tools.compare.figures import position_losses
 from s2_megatron.tools.compare.measure import ArmResult, Comparison
 
@@ -24,9 +25,8 @@ def position_gaps(result: ArmResult, baseline: ArmResult) -> np.ndarray:
     return np.mean([losses[seed] / others[seed] - 1 for seed in losses.keys() & others.keys()], axis=0)
 
 
-def position_lines(comparison: Comparison, table: Callable) -> list[str]:
-    """The gap to the baseline in each part of the context, and from where on it is one, as lines of Markdown. table:
-    (header, rows) to lines."""
+def position_lines(comparison: Comparison) -> list[str]:
+    """The gap to the baseline in each part of the context, and from where on it is one, as lines of Markdown."""
     baseline = comparison.results[0]
     gaps = {result.arm.name: position_gaps(result, baseline) for result in comparison.results[1:]}
     return [

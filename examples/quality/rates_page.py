@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
+from examples.quality.cells import table
 from examples.quality.results import chosen_rate, read_json
 from examples.quality.scales import Scale
 from examples.quality.studies import Study
 from s2_megatron.tools.compare.runs import number
 
 
-def rates_table(study: Study, data: Path, table: Callable) -> list[str]:
-    """The short runs that chose the learning rates; the chosen ones are bold. Empty where there are none. table:
-    (header, rows) to lines."""
+def rates_table(study: Study, data: Path) -> list[str]:
+    """The short runs that chose the learning rates; the chosen ones are bold. Empty where there are none."""
     content = read_json(data / study.name / "learning_rates.json", None)
     if content is None:
         return []

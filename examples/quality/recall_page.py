@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from examples.quality.arms import BASELINE
+from examples.quality.cells import table
 from examples.quality.recall import BEYOND, LONGER
 from examples.quality.results import read_json
 from examples.quality.studies import Study
@@ -61,9 +62,8 @@ def target_lines(tests: dict[tuple[str, int], dict]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def section(study: Study, tests: dict[tuple[str, int], dict], picture: str, table: Callable) -> list[str]:
-    """The lines of one scale, of the tasks that all of its tests have. picture: what `draw` drew, from the page. table:
-    (header, rows) to lines of Markdown."""
+def section(study: Study, tests: dict[tuple[str, int], dict], picture: str) -> list[str]:
+    """The lines of one scale, of the tasks that all of its tests have. picture: what `draw` drew, from the page."""
     names = run_names(tests)
     tasks = [task for task in TASKS if all(task in test for test in tests.values())]
     rows = [[names[run], *(percent(test[task]["accuracy"]) for task in tasks)] for run, test in tests.items()]
@@ -77,21 +77,21 @@ def section(study: Study, tests: dict[tuple[str, int], dict], picture: str, tabl
         "",
         f"By the residue of the value's block modulo the stride of {study.stride} (needle, then recall):",
         "",
-        *_by(tests, names, "by_residue", ("needle", "recall"), table),
+        *_by(tests, names, "by_residue", ("needle", "recall")),
         "",
         "By depth, from the start of the context to its end (needle, then recall):",
         "",
-        *_by(tests, names, "by_depth", ("needle", "recall"), table),
+        *_by(tests, names, "by_depth", ("needle", "recall")),
         "",
     ]
     if "tracking" in tasks:
-        lines += ["Variable tracking by hops:", "", *_by(tests, names, "by_hops", ("tracking",), table), ""]
+        lines += ["Variable tracking by hops:", "", *_by(tests, names, "by_hops", ("tracking",)), ""]
     longer = {run: test for run, test in tests.items() if BEYOND in test}
     if longer:
         count = next(iter(longer.values()))[BEYOND]["questions"]
         length = f"{LONGER * study.model.seq_length:,}"
         lines += [f"{count} needles in sequences of {length} tokens, {LONGER} times the training's, by depth:", ""]
-        lines += [*_by(longer, names, "by_depth", (BEYOND,), table), ""]
+        lines += [*_by(longer, names, "by_depth", (BEYOND,)), ""]
     return lines
 
 
@@ -141,7 +141,6 @@ def _by(
     names: dict[tuple[str, int], str],
     kind: str,
     tasks: Sequence[str],
-    table: Callable,
 ) -> list[str]:
     rows = [
         [f"{names[run]}, {task}", *(percent(share) for share in shares(test, task, kind))]

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from examples.quality.cells import percent
+from examples.quality.cells import percent, table
 from examples.quality.continued import SWITCHED
 from examples.quality.continued_page import read_switched
 from examples.quality.effects import deviation_interval
@@ -102,7 +102,7 @@ def _last_common(own: Run, dense: Run) -> int:
     return min(int(run.series[TRAINING_LOSS].steps[-1]) for run in (own, dense))
 
 
-def _scratch_lines(repeats: dict[str, dict[str, Run]], table: Callable) -> list[str]:
+def _scratch_lines(repeats: dict[str, dict[str, Run]]) -> list[str]:
     rows = []
     for label, each in from_scratch(repeats).items():
         validation = ", ".join(f"{run.series[VALIDATION_LOSS].values[-1]:.4f}" for run in each)
@@ -119,7 +119,7 @@ def _scratch_lines(repeats: dict[str, dict[str, Run]], table: Callable) -> list[
     return [*table(columns, rows), ""]
 
 
-def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) -> list[str]:
+def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str) -> list[str]:
     common = sorted(set(repeats[arm]) & set(repeats.get(BASELINE, ())))
     if not common:
         return []
@@ -140,7 +140,7 @@ def _gap_lines(repeats: dict[str, dict[str, Run]], arm: str, table: Callable) ->
     return [*table(columns, rows), ""]
 
 
-def section(folder: Path, table: Callable) -> list[str]:
+def section(folder: Path) -> list[str]:
     """The part of a page about one folder of repeats."""
     repeats = read_repeats(folder)
     machine = header(next(iter(sorted(folder.glob("*.jsonl")))))["machine"]
@@ -151,10 +151,10 @@ def section(folder: Path, table: Callable) -> list[str]:
             f" From random weights, runs of equal settings end {offset.nats:.3f} nats apart (standard deviation over "
             f"the labels, 95 % interval {offset.low:.3f} to {offset.high:.3f})."
         )
-        lines += _scratch_lines(repeats, table)
+        lines += _scratch_lines(repeats)
     going_on = [arm for arm, runs in repeats.items() if all(begins_with(run) is not None for run in runs.values())]
     for arm in (arm for arm in going_on if arm != BASELINE):
-        lines += _gap_lines(repeats, arm, table)
+        lines += _gap_lines(repeats, arm)
     dense = read_switched(folder, BASELINE, MARK)
     arms = dict.fromkeys(path.stem.removeprefix(f"{SWITCHED}-").rpartition(MARK)[0]
                          for path in sorted(folder.glob(f"{SWITCHED}-*{MARK}*.json")))  # fmt: skip
@@ -175,9 +175,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     if not any(folder.glob(f"*{MARK}*.jsonl")):
         parser.error(f"{folder}: no <label>_repeat<n>.jsonl there; expected thinned losses of repeated runs")
-    from examples.quality.page import table
-
-    print("\n".join(section(folder, table)))
+    print("\n".join(section(folder)))
 
 
 if __name__ == "__main__":

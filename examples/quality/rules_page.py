@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from examples.quality.arms import Question
+from examples.quality.cells import table
 from examples.quality.effects import Effects, Verdict, fit, judge
 from examples.quality.estimate import GPU, step_seconds
 from examples.quality.results import read_json
@@ -131,7 +131,7 @@ def _difference(effects: Effects, arm: str, base: str, comparisons: int) -> str:
     return f"{round(effects.difference(arm, base), 9):+.4f}{spread}"
 
 
-def question_table(found: Findings, question: Question, table: Callable) -> list[str]:
+def question_table(found: Findings, question: Question) -> list[str]:
     """One row an arm; the differences are to the first arm that is there."""
     study, arms = found.study, found.answered(question)
     base, comparisons = arms[0], max(math.comb(len(found.competing(question)), 2), len(arms) - 1)
@@ -186,9 +186,9 @@ def cheapest(found: Findings, verdict: Verdict) -> str:
     return min(verdict.level, key=lambda arm: round(density(found.study, arm), 3))
 
 
-def section(found: Findings, pictures: str, table: Callable) -> list[str]:
+def section(found: Findings, pictures: str) -> list[str]:
     """Lines of Markdown: a table, the verdicts and a picture for every question that has data. pictures: the folder of
-    them, from the page. table: (header, rows) to lines."""
+    them, from the page."""
     alone = found.study.start is not None
     lines = [
         "Noise is estimated from the arms of each question alone."
@@ -204,7 +204,7 @@ def section(found: Findings, pictures: str, table: Callable) -> list[str]:
     for question in found.study.questions:
         if not found.answered(question):
             continue
-        lines += [f"### {question.text}", "", *question_table(found, question, table), ""]
+        lines += [f"### {question.text}", "", *question_table(found, question), ""]
         lines += [f"- By {name}: {verdict_text(found, question, name)}." for name in found.measures(question)]
         lines += [f"- {_spread(found, question)}"] if alone else []
         caption = f"{question.text}: loss against {base} over tokens and by position"
@@ -244,7 +244,7 @@ def seeds_needed(loss: Effects) -> str:
     )
 
 
-def summary(found: Findings, tokens: float, device: str, table: Callable) -> list[str]:
+def summary(found: Findings, tokens: float, device: str) -> list[str]:
     """What docs/patterns.md says: one row a question."""
     questions = [question for question in found.study.questions if found.answered(question)]
     if not questions:

@@ -4,12 +4,12 @@ step, and what it has lost at the end."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from examples.quality.cells import last
+from examples.quality.cells import last, table
 from examples.quality.continued_page import read_switched
 from examples.quality.scales import seed_of
 from examples.quality.studies import BASELINE, Study, density
@@ -40,9 +40,8 @@ def losses(folder: Path, comparison: Comparison) -> dict[tuple[str, str], tuple[
     }
 
 
-def section(study: Study, folder: Path, comparison: Comparison, pictures: str, table: Callable) -> list[str]:
-    """Lines of Markdown; [] without a run of another arm. pictures: the folder of them, from the page. table: (header,
-    rows) to lines."""
+def section(study: Study, folder: Path, comparison: Comparison, pictures: str) -> list[str]:
+    """Lines of Markdown; [] without a run of another arm. pictures: the folder of them, from the page."""
     found = {key: both for key, both in losses(folder, comparison).items() if key[0] != BASELINE}
     if not found:
         return []

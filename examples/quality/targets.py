@@ -1,8 +1,9 @@
 """What the language models are held to, and whether it was met: at equal tokens, and at equal time.
 
 At equal time dense attention has seen fewer tokens. A dense run of the full length is no measure there: its learning
-rate has not come down yet. So it is compared with a dense run whose schedule ends at about that time: `--arms dense
---tokens ...` writes one, beside the study, in a folder of its own tokens.
+rate has not come down yet. So a dense run is asked for whose schedule ends at about that time: `--arms dense --tokens
+...` writes one, beside the study, in a folder of its own tokens. A schedule can also come down too soon. So dense has
+the lower of two losses, that of this run and that of the full one by then.
 """
 
 from __future__ import annotations
@@ -95,33 +96,41 @@ def _at_equal_time(
     leaves out zero: that of the seeds' spread, for fewer than three seeds two standard errors of equal runs. The other
     seeds are asked for where there are fewer than three, or nothing is decided."""
     name = f"{result.arm.name} ahead of dense at equal time"
-    pairs, left = [], []
+    full = {seed_of(run): run for run in comparison.results[0].arm.runs}
+    gaps, taken, left = [], [], []
     for run in result.arm.runs:
         near = [each for each in planned if each.seed == seed_of(run)]
         near = [each for each in near if abs(each.seconds / seconds(run) - 1) <= TIME_TOLERANCE]
         if near:
-            pairs.append((run, min(near, key=lambda each: abs(each.seconds - seconds(run)))))
+            taken.append(min(near, key=lambda each: abs(each.seconds - seconds(run))))
+            dense = min(taken[-1].validation, _validation_after(full[seed_of(run)], seconds(run)))
+            gaps.append(last(run, VALIDATION_LOSS) - dense)
         else:
             left.append(run)
     wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left else ""
-    if not pairs:
+    if not gaps:
         return 1, f"{name}: **not decided**.{wanted}"
-    gaps = np.array([last(run, VALIDATION_LOSS) - each.validation for run, each in pairs])
     if len(gaps) < SPREAD_PAIRS:
         error = 2 * math.sqrt(2 / len(gaps)) * comparison.run_offset.nats
     else:
         error = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(gaps) - 1) * np.std(gaps, ddof=1)) / math.sqrt(len(gaps))
-    gap = gaps.mean()
+    gap = np.mean(gaps)
     order, verdict = (2, "met") if gap < -error else (0, "missed") if gap > error else (1, "not decided")
-    share = f" in {len(pairs)} of {len(result.arm.runs)} seeds" if left else ""
+    share = f" in {len(gaps)} of {len(result.arm.runs)} seeds" if left else ""
     if len(gaps) >= SPREAD_PAIRS and verdict != "not decided":
         wanted = ""
-    own, other = np.mean([seconds(run) for run, _ in pairs]), np.mean([each.seconds for _, each in pairs])
     return order, (
-        f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense runs planned for "
-        f"{pairs[0][1].tokens / 1e6:.1f}M tokens, {own:.0f} s against {other:.0f} s, "
-        f"{seeds_text(tuple(each.seed for _, each in pairs))}).{wanted}"
+        f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense after "
+        f"{np.mean([each.seconds for each in taken]):.0f} s, the better of a run planned for "
+        f"{taken[0].tokens / 1e6:.1f}M tokens and the full one by then, "
+        f"{seeds_text(tuple(each.seed for each in taken))}).{wanted}"
     )
+
+
+def _validation_after(run: Run, spent: float) -> float:
+    """The validation loss after so many seconds, interpolated between two evaluations."""
+    series = run.series[VALIDATION_LOSS]
+    return float(np.interp(spent, 3600 * run.at(series.steps, "hours"), series.values))
 
 
 def _wanted(runs: Sequence[Run], dense: ArmResult, step_tokens: int) -> str:

@@ -13,7 +13,6 @@ from examples.quality.copies import GROUPS, ORDERS, groups_of, last_distances, s
 from examples.quality.copies_page import copies_lines, gaps
 from examples.quality.corpus import Corpus
 from examples.quality.launch import Job
-from examples.quality.page import table
 from examples.quality.results import Place
 from examples.quality.studies import STUDIES
 from examples.quality.workers import CUT, FINISHED, Budget
@@ -85,7 +84,7 @@ def test_the_page(tmp_path):
         (tmp_path / f"{arm}_seed{seed}.copies.json").write_text(json.dumps(content))
 
     def lines():
-        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", ["1"], table)
+        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", ["1"])
 
     write("s2", 1, scores(6.0))
     assert lines() == []

@@ -10,7 +10,6 @@ import torch
 
 from examples.quality.needles import END_OF_DOCUMENT, NEAR, SEQUENCES, make_sequences, needle_blocks, score
 from examples.quality.needles_page import needles_lines
-from examples.quality.page import table
 from examples.quality.recall import DEPTHS, ask
 from examples.quality.results import write_json
 from examples.quality.studies import STUDIES
@@ -153,7 +152,7 @@ def test_the_page(tmp_path):
         write_json(tmp_path / f"{arm}_seed{seed}.needles.json", content | changed)
 
     def lines():
-        return needles_lines(tmp_path, ("hybrid", "s2", "dense"), "dense", ("1", "2"), table)
+        return needles_lines(tmp_path, ("hybrid", "s2", "dense"), "dense", ("1", "2"))
 
     write("s2", 1, 0.5)
     assert lines() == []

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from examples.quality.launch import ROOT
-from examples.quality.page import table
 from examples.quality.repeats import gaps, read_repeats, run_offset, section
 from s2_megatron.tools.compare.measure import compare
 from s2_megatron.tools.compare.readers import read_run
@@ -50,7 +49,7 @@ def test_the_spread_is_that_of_the_last_quarter_pooled_over_the_labels(tmp_path)
     assert (found.low, found.high) == pytest.approx(
         (found.nats * np.sqrt(4 / 11.143), found.nats * np.sqrt(4 / 0.4844)), 1e-3
     )
-    text = "\n".join(section(tmp_path, table))
+    text = "\n".join(section(tmp_path))
     assert "`one`" in text and "`alone`" not in text and "`s2`" not in text
 
 
@@ -65,7 +64,7 @@ def test_gaps_are_of_equal_parts_of_the_steps_that_both_have(tmp_path):
     # One that was cut has the parts that it went through.
     write(tmp_path, "dense_repeat2", dense[:30], pretrained_checkpoint="start-dense")
     write(tmp_path, "s2_repeat2", dense[:30] + 0.2, pretrained_checkpoint="start-dense")
-    text = "\n".join(section(tmp_path, table))
+    text = "\n".join(section(tmp_path))
     assert "from 0 to 0.1M tokens" in text and "| repeat 1 | +0.4000 (+10.00 %)" in text
     assert "| repeat 2 | +0.2000 (+5.00 %) | - | - | - |" in text
 

@@ -213,7 +213,7 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
             write_rules_log(tmp_path / f"{arm}_seed{seed}.jsonl", arm, seed, (3 + seed) * (1 + at_end))
             write_json(tmp_path / f"switched-{arm}_seed{seed}.json", {"lm loss": (4 + seed) * (1 + switched * seed)})
     scale = scales.read_scale(replace(study, baseline="dense"), tmp_path)
-    lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
+    lines = seeds_page.section(study, tmp_path, scale.comparison, "x")
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
     assert [row[0] for row in rows] == ["`s2`", "`hybrid`"]
     assert scale.seeds == ("2", "10")
@@ -222,7 +222,7 @@ def test_every_dense_model_is_shown_by_itself(tmp_path, monkeypatch):
     assert rows[1][2:] == ["+0.20, +0.00", "-"]
     assert lines[-2].endswith("(x/seeds.png)") and "Over these" not in "\n".join(lines)
     monkeypatch.setattr(seeds_page, "FEWEST", 3)
-    lines = seeds_page.section(study, tmp_path, scale.comparison, "x", page.table)
+    lines = seeds_page.section(study, tmp_path, scale.comparison, "x")
     assert "Over these 3 runs the correlation of the two is" in lines[-4]
     heights = seeds_page._heights(("s2", "hybrid"), ("2", "10"), {("s2", "2"), ("s2", "10"), ("hybrid", "10")})
     assert heights == {("s2", "2"): -0.2, ("s2", "10"): 0.2, ("hybrid", "10"): 1.0}  # beside its own label
@@ -256,7 +256,7 @@ def findings(data):
 
 
 def test_the_page_says_who_won(results):
-    text = "\n".join(rules_page.section(findings(results), "pictures", page.table))
+    text = "\n".join(rules_page.section(findings(results), "pictures"))
     placement, stride = text.split("### ")[1:]  # the questions that have data
     assert placement.startswith("Which layers are dense") and stride.startswith("Stride")
     assert "- By validation loss: **every fourth layer dense** won." in placement

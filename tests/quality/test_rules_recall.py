@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from examples.quality import page, rules_page, scales
+from examples.quality import rules_page, scales
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.results import write_json
 from tests.quality.rules_logs import write_rules_log
@@ -35,7 +35,7 @@ def findings(results):
 
 
 def section(results) -> str:
-    return "\n".join(rules_page.section(findings(results), "pictures", page.table))
+    return "\n".join(rules_page.section(findings(results), "pictures"))
 
 
 def cells(results) -> dict[str, list[str] | None]:
@@ -49,7 +49,7 @@ def cells(results) -> dict[str, list[str] | None]:
 
 
 def summary(results) -> list[list[str]]:
-    lines = rules_page.summary(findings(results), 1e6, "X", page.table)
+    lines = rules_page.summary(findings(results), 1e6, "X")
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
 
 

@@ -150,9 +150,10 @@ def test_three_like_seeds_decide_by_themselves(tmp_path):
     )
     assert f"scatter by {noise:.4f} nats (standard deviation, 4 degrees of freedom, 95 % interval {low:.4f} to " in like
     assert f" to {high:.4f})." in like and "scatter" not in every + first
-    assert (
-        f"± {half:.2f} % of dense's, at 95 % for all 2 together;" in like and f" ± {widest:.2f} %, for all 3." in like
-    )
+    gaps = (f"{100 * gap / (2.0 + 0.3 * 3):+.2f} %" for gap in (0.1 + 0.1 / 3, -0.2))
+    assert f"| all | {' | '.join(gaps)} | ± {half:.2f} % | ± {widest:.2f} % |" in like
+    gaps = (f"{100 * gap / (2.0 + 0.3 * 2.5):+.2f} %" for gap in (0.1, -0.2))
+    assert f"| without 4 | {' | '.join(gaps)} | ± 0.00 % | ± 0.00 % |" in like
     scale = scales.read_scale(STUDIES["lm-tiny"], tmp_path).parts()[1]
     assert noise_lines(scale) and not noise_lines(replace(scale, study=GOING_ON))
     two_arms = replace(scale.comparison, results=scale.comparison.results[:2])

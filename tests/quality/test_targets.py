@@ -23,9 +23,12 @@ def lines(folder, seeds=(1,)):
     return target_lines(comparison, read_planned(folder, "dense"), STEP_TOKENS)
 
 
-def write(folder, seed):
-    """300 steps: s2 is 3 % worse, and takes five sixths of the time."""
-    write_loss_log(folder / f"dense_seed{seed}.jsonl", losses(seed, 10 + seed), seconds=0.6, seed=seed)
+def write(folder, seed, before=4.0):
+    """300 steps: s2 is 3 % worse, and takes five sixths of the time. before: by how much dense's evaluations are higher
+    at 100 and 200 steps."""
+    dense = losses(seed, 10 + seed)
+    dense[[99, 199]] += before
+    write_loss_log(folder / f"dense_seed{seed}.jsonl", dense, seconds=0.6, seed=seed)
     s2 = losses(seed, 20 + seed, gap=0.03)
     write_loss_log(folder / f"s2_seed{seed}.jsonl", s2, **s2_arguments() | {"seed": seed})
 
@@ -61,7 +64,18 @@ def test_it_decides(folder, gap, verdict):
     planned(folder, 250, gap)
     said = at_equal_time(folder)
     assert f"at equal time: **{verdict}** (validation loss " in said
-    assert said.endswith("planned for 0.5M tokens, 150 s against 150 s, seed 1).")
+    assert "against dense after 150 s, the better of a run planned for 0.5M tokens" in said and "seed 1)." in said
+
+
+def test_a_full_dense_run_that_is_lower_by_then_counts(folder):
+    """Half-way between the evaluations after 200 and 300 steps."""
+    write(folder, 1, before=0.0)
+    planned(folder, 250, 0.1)
+    dense, own = (
+        read_run(f"run={folder / arm}_seed1.jsonl")[0].series[VALIDATION_LOSS].values for arm in ("dense", "s2")
+    )
+    gap = own[-1] - (dense[1] + dense[2]) / 2
+    assert gap > 0.05 and f"**missed** (validation loss {gap:+.4f} ± " in at_equal_time(folder)
 
 
 def test_a_gap_within_its_error_decides_nothing(folder):

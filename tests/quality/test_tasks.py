@@ -12,7 +12,6 @@ from examples.quality import recall, recall_page
 from examples.quality.continuations import CONTINUATIONS
 from examples.quality.continued import require_new_sequences
 from examples.quality.corpus import Corpus
-from examples.quality.page import table
 from examples.quality.recall import BEYOND, DEPTHS, held_out_sequences, longer_sequences, score
 from examples.quality.results import write_json
 from examples.quality.tasks import (
@@ -165,7 +164,7 @@ def test_a_missed_needle_is_said_first():
         (arm, 1): {task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}
         for arm, own in (("dense-fourth", group), ("chosen-few", found), ("chosen-window", found), ("s2", group))
     }
-    text = recall_page.section(TINY, tests, "x.png", table)
+    text = recall_page.section(TINY, tests, "x.png")
     assert text[2:6] == [
         "- dense-fourth finds every needle, at every depth and residue: **missed** (worst group 50.0 %).",
         "- chosen-few finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
@@ -187,7 +186,7 @@ def test_tests_are_read_in_the_order_of_arms_and_seeds(tmp_path):
 def test_tests_without_tracking_are_shown_without_it():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     tests = {("dense", 1): {"recall": group, "needle": group}}
-    text = recall_page.section(TINY, tests, "x.png", table)
+    text = recall_page.section(TINY, tests, "x.png")
     assert "![Right answers on recall by residue and by depth](x.png)" in text
     assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
     assert not [line for line in text if "racking" in line or "longer" in line]
@@ -225,7 +224,7 @@ def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
     group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
     both = {"recall": group, "needle": group}
     longer = {"questions": 4, "by_depth": [0.25] * 4 + [1.0] * 4}
-    text = recall_page.section(TINY, {("dense", 1): both, ("dense", 2): both | {BEYOND: longer}}, "x.png", table)
+    text = recall_page.section(TINY, {("dense", 1): both, ("dense", 2): both | {BEYOND: longer}}, "x.png")
     at = text.index("4 needles in sequences of 2,048 tokens, 2 times the training's, by depth:")
     assert text[at + 4 : at + 6] == [f"| dense, seed 2, longer needle |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
 
