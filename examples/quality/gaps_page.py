@@ -37,13 +37,14 @@ def noise_lines(part: Scale) -> list[str]:
     fewer = {seed: fit({key: loss for key, loss in losses.items() if key[1] != seed}) for seed in part.seeds}
     return [
         f"Beside what arm and seed explain, the validation losses of these runs scatter by {effects.noise:.4f} nats "
-        f"(standard deviation, {effects.freedom} degrees of freedom, 95 % interval {low:.4f} to {high:.4f}). By it, in "
-        f"place of the spread of each arm alone, the gaps to dense in validation loss have 95 % intervals for all "
-        f"{gaps} together, those between any two arms for all {pairs}; both in percent of dense's loss. What hangs on "
-        "one seed changes where it is left out:",
+        f"(standard deviation, {effects.freedom} degrees of freedom, 95 % interval {low:.4f} to {high:.4f}). The table "
+        "has the gaps to dense in validation loss, in percent of dense's. By this scatter, in place of the spread of "
+        f"each arm alone, every gap of a row has the same 95 % interval: for the {gaps} gaps to dense together, and, "
+        f"wider, for all {pairs} between any two arms. The rows below the first leave out one seed: a gap that is "
+        "larger than its interval in every row does not depend on a single seed.",
         "",
         *table(
-            ["seeds", *effects.arms[1:], f"interval of {gaps}", f"of {pairs}"],
+            ["seeds", *effects.arms[1:], f"± for {gaps} gaps to dense", f"± for all {pairs} gaps"],
             [_gap_row("all", effects), *(_gap_row(f"without {seed}", each) for seed, each in fewer.items())],
         ),
         "",
@@ -56,6 +57,7 @@ def _comparisons(effects: Effects) -> tuple[int, int]:
 
 
 def _gap_row(title: str, effects: Effects) -> list[str]:
+    """Every seed has every arm, so that one interval is that of all."""
     dense, *others = effects.arms
     halves = (effects.half_width(others[0], dense, count) for count in _comparisons(effects))
     return [

@@ -1,9 +1,9 @@
 """What the language models are held to, and whether it was met: at equal tokens, and at equal time.
 
-At equal time dense attention has seen fewer tokens. A dense run of the full length is no measure there: its learning
-rate has not come down yet. So a dense run is asked for whose schedule ends at about that time: `--arms dense --tokens
-...` writes one, beside the study, in a folder of its own tokens. A schedule can also come down too soon. So dense has
-the lower of two losses, that of this run and that of the full one by then.
+At equal time dense attention has seen fewer tokens. A dense run of the full length alone is no fair measure there: its
+learning rate has not come down yet. So a dense run is asked for whose schedule ends at about that time: `--arms dense
+--tokens ...` writes one, beside the study, in a folder of its own tokens. A schedule can also come down too soon. So
+dense has, seed by seed, the lower of two losses: that of this run, and that of the full run when the arm ended.
 """
 
 from __future__ import annotations
@@ -92,18 +92,20 @@ def _at_equal_tokens(result: ArmResult, limit: float) -> tuple[int, str]:
 def _at_equal_time(
     result: ArmResult, comparison: Comparison, planned: Sequence[Planned], step_tokens: int
 ) -> tuple[int, str]:
-    """By validation losses of the seeds that have a planned run; decided when the 95 % interval of the mean difference
-    leaves out zero: that of the seeds' spread, for fewer than three seeds two standard errors of equal runs. The other
-    seeds are asked for where there are fewer than three, or nothing is decided."""
+    """By validation losses of the seeds that have a planned run; dense's is its last one, or that of the full run when
+    the arm ended, if this is lower. Decided when the 95 % interval of the mean difference leaves out zero: that of the
+    seeds' spread, for fewer than three seeds two standard errors of the ends of equal runs. The other seeds are asked
+    for where there are fewer than three, or nothing is decided."""
     name = f"{result.arm.name} ahead of dense at equal time"
     full = {seed_of(run): run for run in comparison.results[0].arm.runs}
-    gaps, taken, left = [], [], []
+    gaps, spent, taken, left = [], [], [], []
     for run in result.arm.runs:
         near = [each for each in planned if each.seed == seed_of(run)]
         near = [each for each in near if abs(each.seconds / seconds(run) - 1) <= TIME_TOLERANCE]
         if near:
-            taken.append(min(near, key=lambda each: abs(each.seconds - seconds(run))))
-            dense = min(taken[-1].validation, _validation_after(full[seed_of(run)], seconds(run)))
+            spent.append(seconds(run))
+            taken.append(min(near, key=lambda each: abs(each.seconds - spent[-1])))
+            dense = min(taken[-1].validation, _validation_after(full[seed_of(run)], spent[-1]))
             gaps.append(last(run, VALIDATION_LOSS) - dense)
         else:
             left.append(run)
@@ -121,14 +123,15 @@ def _at_equal_time(
         wanted = ""
     return order, (
         f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense after "
-        f"{np.mean([each.seconds for each in taken]):.0f} s, the better of a run planned for "
+        f"{np.mean(spent):.0f} s, the better of a run planned for "
         f"{taken[0].tokens / 1e6:.1f}M tokens and the full one by then, "
         f"{seeds_text(tuple(each.seed for each in taken))}).{wanted}"
     )
 
 
 def _validation_after(run: Run, spent: float) -> float:
-    """The validation loss after so many seconds, interpolated between two evaluations."""
+    """The validation loss after so many seconds, on a straight line between two evaluations, which is a little above
+    the curve where that flattens; the first or last one outside of them."""
     series = run.series[VALIDATION_LOSS]
     return float(np.interp(spent, 3600 * run.at(series.steps, "hours"), series.values))
 
