@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from examples.quality.cells import gap, last, paired, percent, table
 from examples.quality.effects import Effects, deviation_interval, fit
-from examples.quality.scales import Scale, seed_of
+from examples.quality.scales import Scale, runs_by_key, seed_of
 from examples.quality.studies import density
 from examples.quality.targets import target_lines
 from s2_megatron.tools.compare.measure import ArmResult
@@ -26,11 +26,7 @@ def noise_lines(part: Scale) -> list[str]:
     seeds or arms are wanted for it, and for runs that go on, whose gaps differ from seed to seed by more than noise."""
     if part.study.start is not None or not decides(part) or len(part.comparison.results) < 3:
         return []
-    losses = {
-        (result.arm.name, seed_of(run)): last(run, VALIDATION_LOSS)
-        for result in part.comparison.results
-        for run in result.arm.runs
-    }
+    losses = {key: last(run, VALIDATION_LOSS) for key, run in runs_by_key(part.comparison).items()}
     effects = fit(losses)
     low, high = deviation_interval(effects.noise, effects.freedom)
     gaps, pairs = _comparisons(effects)

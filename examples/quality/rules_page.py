@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from examples.quality.arms import Question
-from examples.quality.cells import table
+from examples.quality.cells import last, table
 from examples.quality.effects import Effects, Verdict, fit, judge
 from examples.quality.estimate import GPU, step_seconds
 from examples.quality.results import read_json
-from examples.quality.scales import seeds_text
+from examples.quality.scales import runs_by_key, seeds_text
 from examples.quality.studies import Study, density, sparsity
 from examples.quality.tasks import TASKS
 from examples.quickstart.launch import Model
@@ -88,11 +88,9 @@ def recall_folder(study: Study, data: Path) -> Path | None:
 
 def read_findings(study: Study, comparison: Comparison, recalled: Path | None) -> Findings:
     """comparison: of the study's runs. recalled: recall_folder."""
-    runs = {
-        (result.arm.name, str(run.arguments["seed"])): run for result in comparison.results for run in result.arm.runs
-    }
+    runs = runs_by_key(comparison)
     values = {
-        name: {key: float(run.series[series].values[-1]) for key, run in runs.items()}
+        name: {key: last(run, series) for key, run in runs.items()}
         for name, series in ((LOSS, VALIDATION_LOSS), (TRAILING_LOSS, TRAILING))
     }
     accuracies = {

@@ -55,6 +55,11 @@ def seed_of(run: Run) -> str:
     return str(run.arguments["seed"])
 
 
+def runs_by_key(comparison: Comparison) -> dict[tuple[str, str], Run]:
+    """{(arm, seed): its run}."""
+    return {(result.arm.name, seed_of(run)): run for result in comparison.results for run in result.arm.runs}
+
+
 def seeds_text(seeds: tuple[str, ...]) -> str:
     """ "seed 1", "seeds 1, 2"."""
     return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(seeds)}"

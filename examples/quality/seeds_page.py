@@ -11,7 +11,7 @@ import numpy as np
 
 from examples.quality.cells import last, table
 from examples.quality.continued_page import read_switched
-from examples.quality.scales import seed_of
+from examples.quality.scales import runs_by_key
 from examples.quality.studies import BASELINE, Study, density
 from s2_megatron.tools.compare.figures import COLOURS
 from s2_megatron.tools.compare.measure import Comparison
@@ -23,11 +23,7 @@ FEWEST = 10  # runs that make a correlation
 def losses(folder: Path, comparison: Comparison) -> dict[tuple[str, str], tuple[float, float]]:
     """{(arm, seed): (validation loss right after the switch, at the end)}, each minus dense's of that seed, as a share
     of it."""
-    at_end = {
-        (result.arm.name, seed_of(run)): last(run, VALIDATION_LOSS)
-        for result in comparison.results
-        for run in result.arm.runs
-    }
+    at_end = {key: last(run, VALIDATION_LOSS) for key, run in runs_by_key(comparison).items()}
     switched = {
         (result.arm.name, seed): record[TRAINING_LOSS]
         for result in comparison.results

@@ -18,7 +18,7 @@ from scipy import stats
 
 from examples.quality.cells import last, percent
 from examples.quality.results import SHORT, header
-from examples.quality.scales import seed_of, seeds_text
+from examples.quality.scales import seed_of
 from s2_megatron.tools.compare.measure import ArmResult, Comparison
 from s2_megatron.tools.compare.readers import read_run
 from s2_megatron.tools.compare.runs import VALIDATION_LOSS, Run, number
@@ -98,15 +98,17 @@ def _at_equal_time(
     for where there are fewer than three, or nothing is decided."""
     name = f"{result.arm.name} ahead of dense at equal time"
     full = {seed_of(run): run for run in comparison.results[0].arm.runs}
-    gaps, spent, taken, left = [], [], [], []
+    gaps, spent, tokens, losses, left = [], [], [], [], []
     for run in result.arm.runs:
         near = [each for each in planned if each.seed == seed_of(run)]
         near = [each for each in near if abs(each.seconds / seconds(run) - 1) <= TIME_TOLERANCE]
         if near:
             spent.append(seconds(run))
-            taken.append(min(near, key=lambda each: abs(each.seconds - spent[-1])))
-            dense = min(taken[-1].validation, _validation_after(full[seed_of(run)], spent[-1]))
-            gaps.append(last(run, VALIDATION_LOSS) - dense)
+            dense = min(near, key=lambda each: abs(each.seconds - spent[-1]))
+            own, by_then = last(run, VALIDATION_LOSS), _validation_after(full[dense.seed], spent[-1])
+            gaps.append(own - min(dense.validation, by_then))
+            tokens.append(dense.tokens)
+            losses.append(f"seed {dense.seed}: {own:.4f} against {dense.validation:.4f} and {by_then:.4f}")
         else:
             left.append(run)
     wanted = f" {_wanted(left, comparison.results[0], step_tokens)}" if left else ""
@@ -123,9 +125,8 @@ def _at_equal_time(
         wanted = ""
     return order, (
         f"{name}: **{verdict}**{share} (validation loss {gap:+.4f} ± {error:.4f} against dense after "
-        f"{np.mean(spent):.0f} s, the better of a run planned for "
-        f"{taken[0].tokens / 1e6:.1f}M tokens and the full one by then, "
-        f"{seeds_text(tuple(each.seed for each in taken))}).{wanted}"
+        f"{np.mean(spent):.0f} s, the better of a run planned for {np.mean(tokens) / 1e6:.1f}M tokens and the full one "
+        f"by then; {'; '.join(losses)}).{wanted}"
     )
 
 

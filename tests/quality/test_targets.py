@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -64,7 +66,15 @@ def test_it_decides(folder, gap, verdict):
     planned(folder, 250, gap)
     said = at_equal_time(folder)
     assert f"at equal time: **{verdict}** (validation loss " in said
-    assert "against dense after 150 s, the better of a run planned for 0.5M tokens" in said and "seed 1)." in said
+    paths = [folder / f"{arm}_seed1.jsonl" for arm in ("s2", "dense")]
+    own, full, other = (
+        read_run(f"run={path}")[0].series[VALIDATION_LOSS].values
+        for path in (*paths, folder.parent / "250-abc" / "dense_seed1.jsonl")
+    )
+    assert said.endswith(
+        "against dense after 150 s, the better of a run planned for 0.5M tokens and the full one by then; "
+        f"seed 1: {own[-1]:.4f} against {other[-1]:.4f} and {(full[1] + full[2]) / 2:.4f})."
+    )
 
 
 def test_a_full_dense_run_that_is_lower_by_then_counts(folder):
@@ -114,7 +124,9 @@ def test_three_seeds_that_decide_need_no_planned_run_of_the_others(folder, last,
     assert "--seeds 3 4 --rate" in at_equal_time(folder, (1, 2, 3, 4))
     planned(folder, 250, last, seed=3)
     three = at_equal_time(folder, (1, 2, 3, 4))
-    assert f"**{verdict}** in 3 of 4 seeds (" in three and "seeds 1, 2, 3)." in three
+    assert f"**{verdict}** in 3 of 4 seeds (" in three
+    assert re.findall(r"; seed (\d): ", three) == ["1", "2", "3"]
+    assert three.endswith(").") == (verdict == "met")
     assert ("--seeds 4 --rate" in three) == (verdict == "not decided")
 
 
@@ -123,10 +135,15 @@ def test_every_seed_takes_its_dense_run(folder):
     assert "--seeds 1 2 --rate" in at_equal_time(folder, (1, 2))
     planned(folder, 250, 0.1)
     one = at_equal_time(folder, (1, 2))
-    assert "**met** in 1 of 2 seeds (" in one and "seed 1). It takes" in one and "--seeds 2 --rate" in one
+    assert (
+        "**met** in 1 of 2 seeds (" in one
+        and "; seed 1: " in one
+        and "). It takes" in one
+        and "--seeds 2 --rate" in one
+    )
     planned(folder, 250, 0.1, seed=2)
     both = at_equal_time(folder, (1, 2))
-    assert "**met**" in both and both.endswith("seeds 1, 2).") and "of 2" not in both
+    assert "**met**" in both and both.endswith(").") and "; seed 2: " in both and "of 2" not in both
 
 
 @pytest.mark.parametrize(
