@@ -1,8 +1,7 @@
 """Package metadata. `make pretrain` and `make test` call this through `pip install -e .[dev]`.
 
-The packages are listed by hand because `s2_megatron.kernels` is a PEP 420 folder (no `__init__.py`) reached through
-the symlink `s2_megatron/kernels -> ../kernels`; automatic discovery would skip it, or add `kernels` as a second,
-top-level package that shadows the PyPI package of that name.
+The packages are listed by hand: `s2_megatron/kernels` has no `__init__.py` (CONTRIBUTING.md says why), and automatic
+discovery skips such a folder.
 """
 
 import re

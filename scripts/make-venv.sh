@@ -38,7 +38,7 @@ if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".
 fi
 
 # The Hopper kernels run on several releases of Triton. Tests compile them with the one that torch brings, and with the oldest, beside it.
-oldest=$(sed -n 's/^MEASURED = ((\([0-9]*\), \([0-9]*\)).*/\1.\2/p' "$(dirname "$0")/../kernels/trial.py")
+oldest=$(sed -n 's/^MEASURED = ((\([0-9]*\), \([0-9]*\)).*/\1.\2/p' "$(dirname "$0")/../s2_megatron/kernels/trial.py")
 case $("$venv/bin/python" -m pip show triton 2>/dev/null | sed -n 's/^Version: //p') in
 "" | "$oldest".*) ;;
 *)

@@ -24,7 +24,7 @@ from s2_megatron.kernels.trial import OLDEST
 from s2_megatron.tools import env_report
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt_s2.py", "s2_megatron", "kernels")
+PACKAGED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt_s2.py", "s2_megatron")
 # The module is found, not imported: the question is where it comes from, and Triton's import takes seconds.
 IMPORT_KERNELS = (
     "import importlib.util; print(importlib.util.find_spec('s2_megatron.kernels.hopper.d256.forward').origin); "
@@ -71,21 +71,19 @@ def needs_setuptools() -> None:
 
 def test_a_checkout_imports_its_kernels(tmp_path):
     origin = origin_of_kernels(run(sys.executable, "-c", IMPORT_KERNELS, cwd=ROOT))
-    assert origin.samefile(ROOT / "kernels" / KERNEL)
+    assert origin.samefile(ROOT / "s2_megatron" / "kernels" / KERNEL)
 
 
 def test_no_top_level_kernels_package():
     # It would shadow the PyPI package of that name, which transformers looks for.
     assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert (ROOT / "s2_megatron" / "kernels").is_symlink()
-    assert os.readlink(ROOT / "s2_megatron" / "kernels") == "../kernels"
+    assert os.readlink(ROOT / "kernels") == "s2_megatron/kernels"
 
 
 def modules_of(folder: Path) -> set[str]:
     """Every module of the package, kernels included, and the training script."""
     package = {path.relative_to(folder).as_posix() for path in (folder / "s2_megatron").rglob("*.py")}
-    kernels = {f"s2_megatron/{path.relative_to(folder).as_posix()}" for path in (folder / "kernels").rglob("*.py")}
-    return package | kernels | {"pretrain_gpt_s2.py"}
+    return package | {"pretrain_gpt_s2.py"}
 
 
 def git(*arguments, cwd: Path) -> None:
@@ -185,7 +183,7 @@ def test_every_imported_package_is_declared(release):
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     required = re.findall(r"^Requires-Dist: ([A-Za-z0-9_-]+)", archive.read(metadata).decode(), re.MULTILINE)
     declared = {name.lower() for name in required}
-    folders = ("s2_megatron", "kernels", "examples")
+    folders = ("s2_megatron", "examples")
     paths = [ROOT / "pretrain_gpt_s2.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     imported = third_party_imports(paths)
     assert {"torch", "megatron", "rich", "tokenizers"} <= set(imported)
@@ -222,7 +220,7 @@ def test_an_editable_installation_imports_the_checkouts_kernels(source, tmp_path
     )
     assert pip.returncode == 0, pip.stdout + pip.stderr
     origin = origin_of_kernels(run(python, "-c", IMPORT_KERNELS, cwd=tmp_path))
-    assert origin.samefile(source / "kernels" / KERNEL)
+    assert origin.samefile(source / "s2_megatron" / "kernels" / KERNEL)
 
 
 def executable(path: Path, text: str) -> Path:

@@ -78,7 +78,7 @@ def paths_in(line: str) -> set[str]:
 NOT_OURS = {
     "pattern.png", "exchange.png", "table.json", "file.npz", "mask.npz", "my.yaml", "pretrain_gpt.py", "summary.json",
     "pattern.json", "run_status.json", "chosen.yaml",
-    "losses.jsonl", "train.log", "config.json", "metadata.json", "kernels/__init__.py", "kernels/blackwell",
+    "losses.jsonl", "train.log", "config.json", "metadata.json", "kernels/__init__.py", "s2_megatron/kernels/blackwell",
 }  # fmt: skip
 
 
@@ -209,8 +209,9 @@ def test_prose_lines_are_short(page):
 
 
 def test_every_kernel_file_is_in_the_tour():
-    tour = set(re.findall(r"\]\(\.\./kernels/([\w/.]+)\)", (ROOT / "docs" / "kernels.md").read_text()))
-    files = {path.relative_to(ROOT / "kernels").as_posix() for path in (ROOT / "kernels").rglob("*.py")}
+    tour = set(re.findall(r"\]\(\.\./s2_megatron/kernels/([\w/.]+)\)", (ROOT / "docs" / "kernels.md").read_text()))
+    kernels = ROOT / "s2_megatron" / "kernels"
+    files = {path.relative_to(kernels).as_posix() for path in kernels.rglob("*.py")}
     assert not sorted(file for file in files if file not in tour and str(Path(file).parent) not in tour)
 
 
