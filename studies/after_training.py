@@ -13,12 +13,13 @@ from studies.launch import ROOT, Job, environment
 from studies.results import read_json
 from studies.workers import CUT, FAILED, FINISHED, Budget
 
+TEXT_TESTS = ("copies", "needles")  # modules that test a language model
+
 
 def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, path: Path, more: Sequence[str]) -> str:
     """Run `python -m studies.<module>`, which writes `path`. Returns the outcome; CUT when the budget ends
     first."""
     seconds = budget.left()
-    path.parent.mkdir(parents=True, exist_ok=True)
     words = ["-m", f"studies.{module}", job.study.name, f"--load={job.checkpoints}", f"--json={path}", *more]
     with job.log.open("a") as output:
         try:
@@ -40,9 +41,10 @@ def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, pa
     return FINISHED
 
 
-def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tell) -> str:
+def measure_recall(job: Job, device: str | None, budget: Budget, tell) -> str:
     """Test a finished run's model on its tasks, unless that has been done. Returns the outcome; the next command tests
     what was CUT."""
+    path = job.test_file("recall")
     if path.exists():
         return FINISHED
     outcome = run_test(job, device, budget, tell, "recall", path, [])
@@ -52,15 +54,16 @@ def measure_recall(job: Job, path: Path, device: str | None, budget: Budget, tel
     return outcome
 
 
-def measure_text(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-    """Test a finished language model, each test unless it has been made. paths: {its module: the file}. Returns CUT
-    where the next command makes the rest. A test that fails is told, and the run stands without it."""
-    for module, path in paths.items():
+def measure_text(job: Job, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+    """Test a finished language model, each test unless it has been made. Returns CUT where the next command makes the
+    rest. A test that fails is told, and the run stands without it."""
+    for module in TEXT_TESTS:
+        path = job.test_file(module)
         if path.exists():
             continue
         outcome = run_test(job, device, budget, tell, module, path, [f"--data={corpus.folder}"])
         if outcome == CUT:
             return CUT
         if outcome == FAILED:
-            tell(f"{job.name}: its result has no {path.name}")
+            tell(f"{job.name}: its result has no {path.stem}")
     return FINISHED

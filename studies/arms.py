@@ -1,4 +1,4 @@
-"""The arms of the studies, one model with many sparsities, and the questions that they answer.
+"""The arms of the studies: one model with many sparsities.
 
 `s2` is all layers with a window and, beyond it, one block in the stride, another one in each KV head. The other arms
 change one thing of it: which layers are dense, which heads, the stride, the window, or the offsets.
@@ -36,17 +36,6 @@ class Arm:
     window_alone: bool = False
     chosen: int = 0
     own_choice: bool = False
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a set of arms answers. name: of `--question`. text: its heading. arms: {name of an arm: what it is among the
-    others}. reference: an arm that stands beside the others and cannot win."""
-
-    name: str
-    text: str
-    arms: Mapping[str, str]
-    reference: str | None = None
 
 
 _DENSE = Arm(BASELINE, dense="all")
@@ -121,64 +110,3 @@ def _strides(stride: int) -> tuple[int, ...]:
 
 def _windows(window: int) -> tuple[int, ...]:
     return window // 4, window // 2, window, 2 * window
-
-
-def chosen_question(arms: tuple[Arm, ...]) -> Question:
-    """Of chosen_arms, beside no dense head and all of them. Not beside places that nobody measured: what these give
-    differs from model to model, which would pass here for noise between runs."""
-    measured = {arm.name: f"the {arm.chosen} that matter most{_beside(arm)}" for arm in arms}
-    return Question(
-        "chosen",
-        "How many dense KV heads, if they are measured",
-        {**measured, SHARDED: "none", BASELINE: "all"},
-        reference=BASELINE,
-    )
-
-
-def _beside(arm: Arm) -> str:
-    if arm.own_choice:
-        return ", windows of as many pairs beside them, under which they were measured"
-    if arm.window_alone:
-        return ", windows of as many pairs beside them"
-    return (
-        f", a window of {arm.spec['local_tokens']} and a stride of {arm.spec['stride']} beside them" if arm.spec else ""
-    )
-
-
-def rules_questions(window: int, stride: int, dense_heads: int) -> tuple[Question, ...]:
-    """Of rules_arms, the one that matters most first; `s2` or `hybrid` is an arm of each."""
-    placed = {
-        "hybrid": "first two layers dense",
-        "dense-middle": "two layers in the middle dense",
-        "dense-last": "last two layers dense",
-        "dense-fourth": "every fourth layer dense",
-    }
-    one = {"dense-one": "one layer in the middle dense"}
-    offsets = {
-        SHARDED: "by head",
-        "offsets-layer": "by layer",
-        "offsets-both": "by head and layer",
-        "offsets-half": "by head and layer, half of all in a layer",
-        "one-offset": "one for all",
-    }
-    every_head = f"{dense_heads} dense KV heads in every layer"
-    return (
-        Question(
-            "placement",
-            "Which layers are dense",
-            {SHARDED: "no layer dense", **placed, **one, BASELINE: "every layer dense"},
-            reference=BASELINE,
-        ),
-        Question(
-            "stride",
-            "Stride",
-            {SHARDED if each == stride else f"stride-{each}": f"stride {each}" for each in _strides(stride)},
-        ),
-        Question("offsets", "Offsets", offsets),
-        Question(
-            "window",
-            "Window",
-            {SHARDED if each == window else f"window-{each}": f"{each} tokens" for each in _windows(window)},
-        ),
-        Question("heads", "Dense heads instead of dense layers, at equal pairs", {"dense-heads": every_head, **placed}),
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from studies.arms import WINDOW, chosen_arms, chosen_question
+from studies.arms import WINDOW, chosen_arms
 from studies.studies import BASELINE, STUDIES, Start, Study, pairs, sparsity
 from studies.tasks import VOCABULARY, TaskSettings
 
@@ -19,14 +19,11 @@ def _continued(
     name: str, start: Start, tokens: int, *, arms=None, more=(), chosen=0, tasks=None, from_scratch=(), **changed
 ) -> Study:
     """Goes on from the dense model of `start` as these arms of its study (None: as all) and `more`. chosen: as
-    chosen_arms. The questions of that study are asked where all of its arms go on over text."""
+    chosen_arms."""
     study = start.study
     trained = tuple(arm for arm in study.arms if arms is None or arm.name in arms)
     measured = chosen_arms(chosen, study.local_tokens, study.stride) if chosen else ()
-    asks = arms is None and tasks is None
-    questions = (*study.questions, chosen_question(measured)) if study.questions and asks else ()
-    baseline = study.baseline if asks else BASELINE
-    changed |= dict(arms=(*trained, *more, *measured), questions=questions, baseline=baseline, tasks=tasks)
+    changed |= dict(arms=(*trained, *more, *measured), baseline=BASELINE, tasks=tasks)
     return replace(study, name=name, tokens=tokens, start=replace(start, from_scratch=tuple(from_scratch)), **changed)
 
 
@@ -51,7 +48,7 @@ CONTINUATIONS = {
     for study in (
         _continued("from-dense8k", LM_START, 40_000_000, chosen=12, from_scratch=("dense-fourth", "s2")),
         # In from-dense8k the gap of `s2` has opened by 25M tokens; these steps are half as long.
-        _continued("from-dense-rules8k", RULES_START, 20_000_000, chosen=16, recall="from-dense-recall8k"),
+        _continued("from-dense-rules8k", RULES_START, 20_000_000, chosen=16),
         # The heads of the chosen arms are chosen at the length of the dense model.
         _continued("extend32k", LM_START, 40_000_000, arms=ARMS, more=(WINDOW,), chosen=12, **_longer(LM_START, 2)),
         _continued(

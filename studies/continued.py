@@ -23,17 +23,17 @@ from pathlib import Path
 from studies.after_training import measure_recall, measure_text
 from studies.continuations import tokens_from_scratch
 from studies.corpus import Corpus, prepare_corpus
+from studies.data import select
 from studies.estimate import estimate_continued
-from studies.launch import Job, chosen_yaml
+from studies.launch import Job
 from studies.parts import split_corpus
-from studies.results import Place, losses_hash, machine, start_of, write_json, write_run
+from studies.results import Place, losses_hash, machine, start_of
 from studies.run import (
     COMPLETE,
     FAILURE,
     choose_rates,
     compare_runs,
     has_result,
-    remove_stale_tests,
     start_job,
     tell_end,
     tell_missing_rates,
@@ -41,7 +41,6 @@ from studies.run import (
 from studies.studies import BASELINE, Study
 from studies.tasks import TRAINING_SHARE, prepare_tasks
 from studies.workers import FINISHED, Budget, devices, final_evaluation, remove_checkpoints, run_jobs
-from s2_megatron.tools.outputs import write_file
 
 START, SWITCHED, SCRATCH = "start", "switched", "scratch"  # roles of runs; those that go on have none
 CHOICE = "choice"  # no run: what dense heads are chosen on
@@ -75,14 +74,6 @@ class ContinuedPlace(Place):
 
     def scratch_folder(self, arm: str, seed: int, rate: float) -> Path:
         return self.runs / self.study.name / self.scale / f"{SCRATCH}-{arm}_seed{seed}_{rate:g}"
-
-    def results_of(self, seed: int) -> list[Path]:
-        """The thinned losses that are there."""
-        return sorted(self.result(BASELINE, seed).parent.glob(f"*_seed{seed}.jsonl"))
-
-    def switched(self, arm: str, seed: int) -> Path:
-        """The file of its evaluation."""
-        return self.result(f"{SWITCHED}-{arm}", seed).with_suffix(".json")
 
 
 def make_corpora(study: Study, tokens: int, runs: Path, tell) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
@@ -133,24 +124,15 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
 
 
 def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job: Job, device) -> str:
-    """Write what stays of a finished run; the outcome."""
+    """Keep what stays of a finished run; the outcome."""
+    outcome = FINISHED
     if job.study.tasks is not None and not job.role:
-        outcome = measure_recall(job, place.recall(job.arm, job.seed), device, budget, tell)
+        outcome = measure_recall(job, device, budget, tell)
         if outcome != FINISHED:
             return outcome
-    outcome = FINISHED
-    if job.role == SWITCHED:
-        write_json(place.switched(job.arm, job.seed), final_evaluation(job))
-    else:
-        write_run(place.result(job.label, job.seed), job, place.corpus_of(job), about)
-        if job.study.tasks is None and not job.role:
-            tests = {} if options.losses_only else place.text_tests(job.arm, job.seed)
-            outcome = measure_text(job, tests, place.corpus, device, budget, tell)
-    write_json(place.result(job.label, job.seed).with_name("corpus.json"), place.corpus.description)
-    if job.study.arm(job.arm).chosen:  # which heads they are, and what was measured, differs from seed to seed
-        for suffix in (".yaml", ".json"):
-            made = chosen_yaml(job).with_suffix(suffix)
-            write_file(place.result(job.arm, job.seed).with_suffix(suffix), made.read_bytes())
+    elif not job.role and not options.losses_only:
+        outcome = measure_text(job, place.corpus, device, budget, tell)
+    place.keep(job, place.corpus_of(job), about, options.command)
     # The dense weights stay: other studies begin with them.
     if outcome == FINISHED and job.role != START and not options.keep_checkpoints:
         remove_checkpoints(job)
@@ -192,12 +174,12 @@ def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
         if all(final_evaluation(job) is not None for job in jobs if job.start == dense):
             continue
         own = losses_hash(dense) if dense.checkpoints.exists() else None
-        begun = {path.stem.rpartition("_seed")[0]: start_of(path) for path in place.results_of(dense.seed)}
+        begun = {run.arm: start_of(run) for run in select(place.kept, scale=place.scale, seed=dense.seed)}
         if there := sorted(name for name, start in begun.items() if start is not None and start != own):
             raise ValueError(
                 f"seed {dense.seed} has results of {', '.join(there)} that went on from other weights than those of "
-                f"{dense.folder}; expected all arms of a seed from one dense run; use another seed, or move its files "
-                f"out of {place.result(BASELINE, dense.seed).parent} to train all of it again"
+                f"{dense.folder}; expected all arms of a seed from one dense run; use another seed, or another "
+                "--results folder to train all of it again"
             )
 
 
@@ -205,11 +187,6 @@ def tell_epochs(study: Study, text: Corpus, tokens: int, tell) -> None:
     """One line where what goes on reads its text more than once."""
     if study.tasks is None and (epochs := tokens / text.description["training_tokens"]) > 1:
         tell(f"note: {tokens / 1e6:g}M tokens are {epochs:.1f} times the text that the dense model does not read")
-
-
-def is_kept(place: ContinuedPlace, job: Job, losses_only: bool) -> bool:
-    """Whether all that is kept of a run is there. Raises ValueError for a result of another learning rate."""
-    return place.switched(job.arm, job.seed).exists() if job.role == SWITCHED else has_result(place, job, losses_only)
 
 
 def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell) -> int:
@@ -251,13 +228,12 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
         return COMPLETE
 
     asked = make_jobs(place, arms, parsed.seeds, rates)
-    left = [job for job in asked if not is_kept(place, job, parsed.losses_only)]
+    left = [job for job in asked if not has_result(place, job, parsed.losses_only)]
     jobs = [job for job in asked if job in left or any(each.start == job for each in left)]
     if len(jobs) < len(asked):
-        tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.result('', 0).parent} already")
+        tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.results} already")
     require_one_start(place, jobs)
     begin_again(jobs, tell)
-    remove_stale_tests(place, jobs)
     on_gpu = found[0][0] is not None
 
     def start_run(job: Job) -> list[str]:

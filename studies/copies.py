@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from s2_megatron.tools.losses import evenly_chosen, token_losses
 from studies.corpus import Corpus
 from studies.studies import Study
 from studies.trained import TOKENS_AT_ONCE, load_trained, text_test
-from s2_megatron.tools.losses import evenly_chosen, token_losses
 
 ORDERS = (2, 4, 8)  # of n-grams; each twice the one before
 GROUPS = ("new", *(f"{order} {where}" for order in ORDERS for where in ("near", "far")))

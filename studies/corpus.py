@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.files import Document, Root, file_texts, find_files, machine_roots, make_documents, scan
 from examples.quickstart.dataset import train_byte_pairs, write_documents
+from studies.files import Document, Root, file_texts, find_files, machine_roots, make_documents, scan
 
 FORMAT_VERSION = 1
 ORDER_SEED = 17  # of the documents; the seed of a run only decides how Megatron reads them

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from studies.continuations import tokens_from_scratch
-from studies.studies import BASELINE, Study, density, sparsity
 from examples.quickstart.launch import Model, model_flags
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.tools.forecast.flags import read_flags
 from s2_megatron.tools.forecast.run import training_run
 from s2_megatron.tools.forecast.step_time import step_time
 from s2_megatron.tools.forecast.tables import Tables, load_tables
+from studies.continuations import tokens_from_scratch
+from studies.studies import BASELINE, Study, density, sparsity
 
 GPU = "NVIDIA H200"
 START_SECONDS = 45.0  # of a run: imports, the model, the kernels' first call, a checkpoint

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import yaml
 
+from examples.quickstart.launch import ROOT, model_flags
 from studies.arms import SHARDED
 from studies.corpus import Corpus
 from studies.studies import Study, plan_before_choice, sparsity
 from studies.tasks import ANSWERS
-from examples.quickstart.launch import ROOT, model_flags
 
 INIT_STD = 0.02
 WARM_UP_SHARE = 0.05
@@ -75,6 +75,10 @@ class Job:
     @property
     def log(self) -> Path:
         return self.folder / "train.log"
+
+    def test_file(self, module: str) -> Path:
+        """What a test of the trained model (the module that makes it) has found."""
+        return self.folder / f"{module}.json"
 
 
 def chosen_yaml(job: Job) -> Path:

@@ -3,13 +3,15 @@
 Every arm is the same model with another sparsity. `s2` is all layers with a window and, beyond it, one block in
 `stride`, another one in each KV head; `hybrid` has its first two layers dense. Two arms are controls: `window` attends
 as many pairs as `s2` in a window alone, `one-offset` gives every head and layer the same blocks. `rules8k` has more of
-them, around one `s2`, and a question for each set: `--question`.
+them, around one `s2`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from examples.quickstart.launch import Model
+from s2_megatron.config.load import SparsityConfig
 from studies.arms import (
     BASELINE,
     BY_QUERY_HEAD,
@@ -18,16 +20,12 @@ from studies.arms import (
     SHARDED,
     WITH_HYBRIDS,
     Arm,
-    Question,
     long_arms,
     rules_arms,
-    rules_questions,
     stride_arm,
 )
 from studies.corpus import CorpusSettings
 from studies.tasks import TaskSettings
-from examples.quickstart.launch import Model
-from s2_megatron.config.load import SparsityConfig
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Study:
     where they begin with random weights.
 
     arms: what is trained; baseline: what the others are compared with. own_rates: each arm takes its own best rate;
-    otherwise all take the baseline's. questions: of --question. recall: the study of tasks with the same arms whose
-    accuracies stand beside this one's losses.
+    otherwise all take the baseline's.
     """
 
     name: str
@@ -65,8 +62,6 @@ class Study:
     arms: tuple[Arm, ...] = CONTROLLED
     baseline: str = BASELINE
     own_rates: bool = True
-    questions: tuple[Question, ...] = ()
-    recall: str | None = None
 
     @property
     def arm_names(self) -> tuple[str, ...]:
@@ -74,9 +69,6 @@ class Study:
 
     def arm(self, name: str) -> Arm:
         return next(arm for arm in self.arms if arm.name == name)
-
-    def question(self, name: str) -> Question:
-        return next(question for question in self.questions if question.name == name)
 
     @property
     def step_tokens(self) -> int:
@@ -122,7 +114,6 @@ def _rules(settings: dict) -> dict:
         local_tokens=settings["window"],
         stride=settings["stride"],
         arms=rules_arms(**settings),
-        questions=rules_questions(**settings),
         baseline=SHARDED,
         own_rates=False,
     )

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from studies.corpus import Corpus
 from examples.quickstart.dataset import write_documents
+from studies.corpus import Corpus
 
 FORMAT_VERSION = 2
 TASKS = ("recall", "needle", "tracking")

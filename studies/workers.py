@@ -19,11 +19,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from studies.launch import ROOT, Job, environment
 from examples.quickstart.failures import last_lines, own_output
 from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
 from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 from s2_megatron.megatron.processes import signal_when_parent_ends
+from studies.launch import ROOT, Job, environment
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 30.0

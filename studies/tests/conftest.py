@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import (  # noqa: F401 - the suite's own rules: the interpreter, equal random numbers, GPU marks
+    memory_for_other_workers,
+    pytest_collection_modifyitems,
+    pytest_configure,
+    same_numbers,
+    same_numbers_in_fixtures,
+)
+
 
 @pytest.fixture(scope="session")
 def new_runs(tmp_path_factory):

@@ -16,11 +16,6 @@ from studies.run import parse_arguments
 TINY = CONTINUATIONS["from-dense-tiny"]
 
 
-def test_a_question_brings_the_arms_it_is_compared_with():
-    assert parse_arguments(["from-dense-rules-tiny", "--question", "stride"]).arms == [
-        "s2", "dense", "stride-2", "stride-8", "stride-16"]  # fmt: skip
-
-
 def test_runs_from_random_weights_take_the_same_flops():
     start, vocabulary = TINY.start, 512
     tokens = tokens_from_scratch(TINY, "s2", 60_000, 30_000, vocabulary)
@@ -81,5 +76,5 @@ def test_results_of_tasks_after_two_texts_are_apart(tmp_path):
     for text in ("ab", "ef"):
         corpora = {continued.START: Corpus(tmp_path, {"sha256": text * 32})}
         place = continued.ContinuedPlace(study, tasks, study.tokens, tmp_path, tmp_path, study.start.tokens, corpora)
-        found |= {place.result("dense", 1), place.start_folder(1, 1e-3)}
+        found |= {place.scale, place.start_folder(1, 1e-3)}
     assert len(found) == 4

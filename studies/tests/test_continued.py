@@ -13,27 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from studies import continued, page, scales
+from studies import continued
+from studies.after_training import TEXT_TESTS
 from studies.continuations import ALL, CONTINUATIONS, token_flops
 from studies.continued import make_jobs
-from studies.continued_page import read_switched, tokens_to_return
-from studies.copies import GROUPS, score
 from studies.corpus import Corpus, write_documents
+from studies.data import Run, read_study
 from studies.launch import Job, chosen_yaml, command
 from studies.parts import split_corpus
-from studies.results import start_of, write_json
+from studies.results import add_run, start_of, write_json, write_study
 from studies.run import AGAIN, COMPLETE, parse_arguments, run
 from studies.studies import density
 from studies.workers import CUT, FINISHED, Budget
-from s2_megatron.megatron.loss_log import read_records
-from s2_megatron.tools.compare.measure import Paired
 
 TINY = CONTINUATIONS["from-dense-tiny"]
 LONGER = CONTINUATIONS["extend32k"]
 DOCUMENTS, WIDTH = 60, 1000
 STEPS = 60
-NEEDLES = {"questions": 8, "accuracy": 0.5, "whole": 0.25, "near": 1.0, "by_depth": [0.5, None], "by_residue": [0.5],
-           "sequences": 1, "corpus": "ab"}  # fmt: skip
 
 # Stands in for pretrain_gpt_s2.py: the dense curve, and above it what the switch costs, which fades.
 TRAINER = """
@@ -108,12 +104,10 @@ def study(tmp_path, corpus, monkeypatch):
 
     monkeypatch.setattr("studies.run.command", trainer)
 
-    def measure(job: Job, paths: dict[str, Path], corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-        assert (job.checkpoints / "weights").exists() or all(path.exists() for path in paths.values())
-        losses = score(np.ones(len(GROUPS)), np.arange(len(GROUPS)))
-        if paths:  # else --losses-only
-            write_json(paths["copies"], {"sequences": 1, "near": 32, "corpus": "ab", **losses})
-            write_json(paths["needles"], NEEDLES)
+    def measure(job: Job, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
+        assert (job.checkpoints / "weights").exists() or all(job.test_file(test).exists() for test in TEXT_TESTS)
+        for test in TEXT_TESTS:
+            write_json(job.test_file(test), {"of": test})
         return FINISHED
 
     monkeypatch.setattr(continued, "measure_text", measure)
@@ -128,59 +122,49 @@ def study(tmp_path, corpus, monkeypatch):
     return run_study
 
 
-def test_a_study_from_the_dense_run_to_the_page(study, tmp_path):
+def kept(tmp_path, name: str = TINY.name) -> dict[str, Run]:
+    """{label: run} of a study's seed 1."""
+    runs = read_study(name, tmp_path / "results")
+    return {f"{run.about['role']}-{run.arm}".removeprefix("-"): run for run in runs}
+
+
+def forget(tmp_path, *labels: str) -> list[Run]:
+    """Take these runs out of the results, as another folder of results would be without them."""
+    runs = kept(tmp_path)
+    write_study(tmp_path / "results", TINY.name, [run for label, run in runs.items() if label not in labels])
+    return [runs[label] for label in labels]
+
+
+def test_a_study_from_the_dense_run_to_its_results(study, tmp_path):
     status, said = study()
     assert status == COMPLETE, "\n".join(said)
     # 20 of the 54 documents to train on are left to it.
     assert "note: 0.06144M tokens are 3.1 times the text that the dense model does not read" in said
-    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
-    kept = {path.name for path in folder.iterdir()}
-    logs = {f"{label}_seed1.jsonl" for label in ("start-dense", "dense", "s2", "scratch-s2")}
-    tests = {f"{arm}_seed1.{test}.json" for arm in ("dense", "s2") for test in ("copies", "needles")}
-    assert kept == logs | tests | {"switched-dense_seed1.json", "switched-s2_seed1.json", "corpus.json"}
-    header = read_records(folder / "s2_seed1.jsonl")[0]["run"]["arguments"]
-    assert header["pretrained_checkpoint"] == "start-dense" and "finetune" not in header
-    assert "secret" not in json.dumps(header)
+    found = kept(tmp_path)
+    assert sorted(found) == ["dense", "s2", "scratch-s2", "start-dense", "switched-dense", "switched-s2"]
+    assert {label for label, run in found.items() if "tests" in run.about} == {"dense", "s2"}
+    settings = found["s2"].about["settings"]
+    assert settings["pretrained_checkpoint"] == "start-dense" and "finetune" not in settings
+    assert "secret" not in json.dumps([run.about for run in found.values()])
     # What waits for nothing runs beside the dense model.
     assert started(said)[:2] == ["start-dense", "scratch-s2"] and len(started(said)) == 6
     assert checkpoints_left(tmp_path) == [], "all but the dense model's go"
-
-    (scale,) = scales.read_scales(TINY, tmp_path / "results")
-    assert read_switched(folder, "s2")["1"]["lm loss"] == 4.5
-    text = "\n".join(page.scale_section(scale, "x", pictures=False))
-    assert "0.1M tokens at a length of 256, validation loss 4.0000 there" in text
-    assert "Where the loss lies" in text and "](x/switch.png)" in text and "at most 1 % above" not in text
-    (row,) = [line for line in text.splitlines() if line.startswith("| s2 | 4.5")]
-    # Right after the switch, at the end of the context; within 0.5 % and 0.1 %; the end; from random weights.
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:3] == ["4.5000 (+12.50 %)", "5.5000 (+37.50 %)"]
-    first, second = (float(cell.removesuffix("M")) * 1e6 / TINY.step_tokens for cell in cells[3:5])
-    assert 8 < first < second < 40
-    assert cells[5:] == ["3.0000 (+0.00 %)", "4.0000 (+33.33 %)"]
+    switched = found["switched-s2"]
+    assert switched.train == {} and switched.last_loss == 4.5 and switched.validation["loss_trailing"].tolist() == [5.5]
+    assert switched.by_position(128, 256) - switched.by_position(0, 128) == 0.5
+    assert [found[label].last_loss for label in ("start-dense", "dense", "s2", "scratch-s2")] == [4.0, 3.0, 3.0, 4.0]
+    (compared,) = (tmp_path / "runs").rglob("compare.html")
+    assert (compared.parent / "logs").is_dir()
     status, said = study()
     assert status == COMPLETE and not [line for line in said if line.startswith(("started", "finished"))]
-    with pytest.raises(ValueError, match=r"was trained with the learning rate 0\.004; expected 0\.003"):
+    with pytest.raises(ValueError, match=r"trained with the learning rate 0\.004; expected 0\.003"):
         study(rate="3e-3")
-    page.draw_continued(scale.folder, scale.comparison, tmp_path / "switch.png")
-    assert (tmp_path / "switch.png").stat().st_size > 20_000
 
 
 def test_runs_beside_each_other_have_no_times(study, tmp_path):
     status, said = study("--runs-per-gpu", "2")
     assert status == COMPLETE, "\n".join(said)
-    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
-    for path in folder.glob("*.jsonl"):
-        assert not any("time" in record for record in read_records(path)), path
-    (scale,) = scales.read_scales(TINY, tmp_path / "results")
-    text = "\n".join(page.scale_section(scale, "x", pictures=False))
-    assert "Runs that shared their GPU: 2. Without times for that reason: 2." in text
-    lines = text.splitlines()
-    (head,) = [number for number, line in enumerate(lines) if line.startswith("| arm | pairs attended |")]
-    (row,) = [line for line in lines[head : head + 4] if line.startswith("| s2 |")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[6] == "-" and cells[7] != "-" and cells[8:] == ["-", "-"]  # time, FLOPs, ms a step and speed-up
-    page.draw_curves(scale.comparison, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 20_000
+    assert not any("seconds" in run.train for run in kept(tmp_path).values())
 
 
 def test_what_is_there_already_is_not_trained_again(study, tmp_path):
@@ -201,10 +185,12 @@ def test_studies_share_a_dense_model(study, tmp_path, monkeypatch):
     for more, name in ((["--losses-only"], "other-tiny"), (longer, TINY.name)):
         status, said = study("--from-scratch", *more, name=name)
         assert status == COMPLETE and sorted(started(said)) == ["dense", "s2", "switched-dense", "switched-s2"]
-    logs = [*(tmp_path / "results").rglob("*_seed1.jsonl")]
-    assert len(logs) == 9 and len({start_of(path) for path in logs} - {None}) == 1
-    tested = {path.parents[1].name for test in ("copies", "needles") for path in tmp_path.rglob(f"*.{test}.json")}
-    assert tested == {TINY.name}
+    runs = {name: read_study(name, tmp_path / "results") for name in (TINY.name, "other-tiny")}
+    assert [len(each) for each in runs.values()] == [10, 5]
+    assert len({start_of(run) for each in runs.values() for run in each if run.about["role"] == ""}) == 1
+    assert not any("tests" in run.about for run in runs["other-tiny"]) and any(
+        "tests" in run.about for run in runs[TINY.name]
+    )
 
 
 def test_a_dense_model_is_trained_by_one_command(study, tmp_path):
@@ -215,8 +201,7 @@ def test_a_dense_model_is_trained_by_one_command(study, tmp_path):
         assert study("--from-scratch", "--arms", "dense", "s2", "window")[0] == COMPLETE, "it is trained already"
         shutil.rmtree(folder / "checkpoints")
         (folder / "losses.jsonl").unlink()
-        for path in (tmp_path / "results").rglob("*_seed1.jsonl"):
-            path.unlink()
+        (tmp_path / "results" / f"{TINY.name}.npz").unlink()
         with pytest.raises(ValueError, match=r"seed1_0\.004: another command trains this dense model"):
             study("--from-scratch")
 
@@ -234,19 +219,17 @@ def test_arms_of_a_seed_begin_with_one_dense_run(study, tmp_path):
     ):
         study("--arms", "dense", "s2", "window", "hybrid")
     assert (weights.parent / "losses.jsonl").exists(), "nothing is lost"
-    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
-    assert not list(tmp_path.rglob("hybrid_*")) and (folder / "s2_seed1.jsonl").exists()
-    for arm in ("dense", "s2", "window"):
-        (folder / f"{arm}_seed1.jsonl").rename(tmp_path / f"{arm}.jsonl")
+    assert not list(tmp_path.rglob("hybrid_*")) and "s2" in kept(tmp_path)
+    *_, window = forget(tmp_path, *(f"{role}{arm}" for arm in ("dense", "s2", "window") for role in ("switched-", "")))
     status, said = study("--arms", "dense", "s2", "hybrid")
     assert status == COMPLETE and {"start-dense", "dense", "s2", "hybrid"} <= set(started(said))
     assert "scratch-s2" not in started(said)
     (aside,) = (line.rpartition(" ")[2] for line in said if "are gone: it is trained again" in line)
     assert (Path(aside) / "losses.jsonl").exists()
-    assert len({start_of(folder / f"{arm}_seed1.jsonl") for arm in ("dense", "s2")}) == 1
+    assert len({start_of(kept(tmp_path)[arm]) for arm in ("dense", "s2")}) == 1
     # Of other weights than the others.
-    lines = (tmp_path / "window.jsonl").read_text().replace('"start_losses": "', '"start_losses": "0')
-    (folder / "window_seed1.jsonl").write_text(lines)
+    window.about["settings"]["start_losses"] += "0"
+    add_run(tmp_path / "results", TINY.name, window)
     with pytest.raises(ValueError, match=r"seed 1 has results of window that went on from other weights"):
         study("--arms", "dense", "s2", "one-offset")
 
@@ -264,23 +247,20 @@ def test_a_test_that_the_budget_cut_is_made_up_for(study, tmp_path, monkeypatch)
     monkeypatch.setattr("studies.run.checkpoint_iteration", lambda folder: STEPS)
     status, said = study()
     assert status == COMPLETE and not [line for line in said if line.startswith("started")]
-    assert list((tmp_path / "results").rglob("s2_seed1.copies.json")) and checkpoints_left(tmp_path) == []
+    assert "copies" in kept(tmp_path)["s2"].about["tests"] and checkpoints_left(tmp_path) == []
 
 
 def test_which_heads_were_chosen_is_kept(study, tmp_path):
-    """While the folder of the runs may go; the page has the arm's pairs."""
+    """While the folder of the runs may go."""
     assert study("--arms", "dense", "s2", "chosen-few", "--from-scratch")[0] == COMPLETE
-    (folder,) = (tmp_path / "results" / "from-dense-tiny").iterdir()
-    kept = {suffix: (folder / f"chosen-few_seed1.{suffix}").read_text() for suffix in ("yaml", "json")}
-    assert kept == {"yaml": "# chosen-few, 1", "json": '["chosen-few"]'}
-    (scale,) = scales.read_scales(TINY, tmp_path / "results")
-    share = f"{100 * density(TINY, 'chosen-few'):.1f} %"
-    assert f"| chosen-few | {share} |" in "\n".join(page.scale_section(scale, "x", pictures=False))
+    run = kept(tmp_path)["chosen-few"]
+    assert run.about["choice"] == {"yaml": "# chosen-few, 1", "ranking": ["chosen-few"]}
+    assert run.about["density"] == pytest.approx(density(TINY, "chosen-few"), abs=1e-5)
 
 
 def test_runs_from_random_weights_can_be_left_out(study, tmp_path, capsys):
     assert study("--from-scratch")[0] == COMPLETE
-    assert not list(tmp_path.rglob("scratch-*"))
+    assert not [label for label in kept(tmp_path) if label.startswith("scratch")]
     assert [line.split()[0] for line in study("--from-scratch", "dense", "--stage", "estimate")[1][1:-1]] == [
         "start-dense", "switched-dense", "dense", "switched-s2", "s2", "scratch-dense"]  # fmt: skip
     for words, said in (
@@ -354,13 +334,3 @@ def test_arms_that_go_on_differ_in_their_sparsity_alone(flags):
         return [flag.replace(f"/{label}_", "/") for flag in flags[label] if "--s2-config" not in flag]
 
     assert without_paths("s2") == without_paths("dense")
-
-
-def test_a_model_is_back_where_it_stays():
-    baseline, tokens = np.full(8, 2.0), np.arange(1, 9) * 100.0
-    above = np.array([0.2, 0.1, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0])
-    paired = Paired(np.arange(1, 9), baseline + above, baseline)
-    assert tokens_to_return(paired, tokens, 1, 0.01) == 500.0
-    assert tokens_to_return(paired, tokens, 2, 0.01) == 600.0
-    assert tokens_to_return(paired, tokens, 1, 0.2) == 0.0
-    assert tokens_to_return(Paired(paired.steps, baseline + 0.2, baseline), tokens, 1, 0.01) is None

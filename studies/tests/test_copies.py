@@ -1,23 +1,20 @@
-"""Where the loss of a language model lies: the groups of predictions, and what a page says of them."""
+"""Where the loss of a language model lies: the groups of predictions."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
 
+from examples.quickstart.dataset import write_documents
 from studies import run
-from studies.after_training import measure_text
+from studies.after_training import TEXT_TESTS, measure_text
 from studies.copies import GROUPS, ORDERS, groups_of, last_distances, score, validation_sequences
-from studies.copies_page import copies_lines, gaps
 from studies.corpus import Corpus
+from studies.data import Run
 from studies.launch import Job
-from studies.results import Place
+from studies.results import Place, add_run
 from studies.studies import STUDIES
 from studies.workers import CUT, FINISHED, Budget
-from examples.quickstart.dataset import write_documents
-from tests.tools.logged_runs import write_loss_log
 
 TINY = STUDIES["lm-tiny"]
 
@@ -67,41 +64,9 @@ def test_only_documents_that_training_never_sees(tmp_path):
         validation_sequences(TINY, corpus)
 
 
-def scores(last: float) -> dict:
-    about = {"sequences": 4, "near": 512, "corpus": "abc"}
-    return about | score(np.array([1.0, 2.0, 3.0, last]), np.array([0, 0, 0, 6]))
-
-
-def test_scores_and_gaps():
-    dense, own = scores(4.0), scores(6.0)
-    assert dense["tokens"] == [3, 0, 0, 0, 0, 0, 1] and dense["losses"] == [2.0, *[None] * 5, 4.0]
-    # The groups' parts add up to the difference of the means over all tokens: 3.0 - 2.5.
-    assert gaps([own], [dense]).tolist() == [0, 0, 0, 0, 0, 0, pytest.approx(0.5)]
-
-
-def test_the_page(tmp_path):
-    def write(arm, seed, content):
-        (tmp_path / f"{arm}_seed{seed}.copies.json").write_text(json.dumps(content))
-
-    def lines():
-        return copies_lines(tmp_path, ("dense", "hybrid", "s2"), "dense", ["1"])
-
-    write("s2", 1, scores(6.0))
-    assert lines() == []
-    write("dense", 2, scores(1.0))
-    assert lines() == []  # no seed of both
-    write("dense", 1, scores(4.0))
-    found = lines()
-    assert "| share of the tokens | 75.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 0.0 % | 25.0 % |  |" in found
-    assert any(line.startswith("| dense | 2.000 |") and line.endswith("| 4.000 | 2.500 |") for line in found)
-    assert any(line.startswith("| s2 | 2.000 (+0.000) |") and line.endswith("| 6.000 (+0.500) | 3.000 (+0.500) |")
-               for line in found)  # fmt: skip
-    assert found[0].endswith("Left out, for not every seed has scores: `hybrid`.")
-    write("hybrid", 1, scores(5.0))
-    assert "Left out" not in lines()[0]
-    write("s2", 1, scores(6.0) | {"near": 256})
-    with pytest.raises(ValueError, match="the copies of s2 are not over the predictions of dense's"):
-        lines()
+def test_scores():
+    found = score(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0, 0, 0, 6]))
+    assert found == {"tokens": [3, 0, 0, 0, 0, 0, 1], "losses": [2.0, *[None] * 5, 4.0]}
 
 
 def test_a_test_that_the_budget_cuts_comes_later(tmp_path):
@@ -109,29 +74,33 @@ def test_a_test_that_the_budget_cuts_comes_later(tmp_path):
     said, job = [], Job(TINY, "s2", 1, 1e-3, 20 * TINY.step_tokens, tmp_path / "run")
     job.folder.mkdir()
     corpus = Corpus(tmp_path, {"sha256": "0" * 64})
-    paths = {test: tmp_path / f"s2.{test}.json" for test in ("copies", "needles")}
-    assert measure_text(job, paths, corpus, None, Budget(1e-3), said.append) == CUT
+    assert measure_text(job, corpus, None, Budget(1e-3), said.append) == CUT
     assert len(said) == 1 and "its test (copies); repeat the command to test it" in said[0]
-    paths["copies"].write_text("{}")
-    assert measure_text(job, paths, corpus, None, Budget(1e-3), said.append) == CUT
+    job.test_file("copies").write_text("{}")
+    assert measure_text(job, corpus, None, Budget(1e-3), said.append) == CUT
     assert len(said) == 2 and "its test (needles); repeat the command to test it" in said[1]
-    paths["copies"].unlink()
-    assert measure_text(job, paths, corpus, None, Budget(None), said.append) == FINISHED
-    assert [line.split("its ")[1] for line in said[3::2]] == [f"result has no s2.{test}.json" for test in paths]
+    job.test_file("copies").unlink()
+    assert measure_text(job, corpus, None, Budget(None), said.append) == FINISHED
+    assert [line.split("its ")[1] for line in said[3::2]] == [f"result has no {test}" for test in TEXT_TESTS]
     assert "its test (copies) ended with status 2" in said[2] and "its test (needles) ended with status 2" in said[4]
     assert job.log.read_text().count("no corpus.json; expected the folder of a prepared corpus") == 2
-    assert measure_text(job, dict.fromkeys(paths, job.log), corpus, None, Budget(1e-3), said.append) == FINISHED
+    for test in TEXT_TESTS:
+        job.test_file(test).write_text("{}")
+    assert measure_text(job, corpus, None, Budget(1e-3), said.append) == FINISHED
 
 
 def test_a_run_whose_test_was_cut_is_not_done(tmp_path, monkeypatch):
     corpus = Corpus(tmp_path, {"sha256": "0" * 64})
-    place = Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path)
+    place = Place(TINY, corpus, 20 * TINY.step_tokens, tmp_path, tmp_path / "results")
     job = place.job("s2", 1, 1e-3)
-    write_loss_log(place.result("s2", 1), [3.0, 2.0], lr=1e-3)
+    job.folder.mkdir(parents=True)
+    assert not run.has_result(place, job, losses_only=False)
+    about = {"scale": place.scale, "role": "", "arm": "s2", "seed": 1, "settings": {"lr": 1e-3}}
+    add_run(place.results, TINY.name, Run(about))
     assert run.has_result(place, job, losses_only=False)  # its checkpoint is gone
     monkeypatch.setattr(run, "checkpoint_iteration", lambda folder: job.iterations)
     monkeypatch.setattr(run, "final_evaluation", lambda job: {})
-    for path in (place.copies("s2", 1), place.needles("s2", 1)):
+    for test in TEXT_TESTS:
         assert not run.has_result(place, job, losses_only=False) and run.has_result(place, job, losses_only=True)
-        path.write_text("{}")
+        job.test_file(test).write_text("{}")
     assert run.has_result(place, job, losses_only=False)

@@ -1,4 +1,4 @@
-"""Needles in text: where they lie, how answers are scored, and what a page says of them."""
+"""Needles in text: where they lie, and how answers are scored."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from studies.needles import END_OF_DOCUMENT, NEAR, SEQUENCES, make_sequences, needle_blocks, score
-from studies.needles_page import needles_lines
-from studies.recall import DEPTHS, ask
-from studies.results import write_json
-from studies.studies import STUDIES
 from s2_megatron.config.load import SparsityConfig
+from studies.needles import END_OF_DOCUMENT, NEAR, SEQUENCES, make_sequences, needle_blocks, score
+from studies.recall import DEPTHS, ask
+from studies.studies import STUDIES
 
 TINY = STUDIES["lm-tiny"]
 VOCABULARY = 64
@@ -141,33 +139,3 @@ def test_scores_by_depth_and_residue():
     assert found["by_depth"][:7] == [round(float(right[depths == which].mean()), 4) for which in range(7)]
     assert found["by_residue"][2] == 0 < found["by_residue"][0] < 1 and found["near"] == 1.0
     assert found["whole"] == round(float(np.mean(right == 1)), 4) and 0 < found["whole"] < found["accuracy"] < 1
-
-
-def test_the_page(tmp_path):
-    def write(arm, seed, accuracy, **changed):
-        content = {
-            "questions": 4096, "sequences": 256, "corpus": "abc", "accuracy": accuracy, "whole": accuracy / 2,
-            "near": 1.0, "by_depth": [accuracy, 0.1 * seed, None], "by_residue": [0.5 * seed, 0.75 - 0.25 * seed],
-        }  # fmt: skip
-        write_json(tmp_path / f"{arm}_seed{seed}.needles.json", content | changed)
-
-    def lines():
-        return needles_lines(tmp_path, ("hybrid", "s2", "dense"), "dense", ("1", "2"))
-
-    write("s2", 1, 0.5)
-    assert lines() == []
-    write("dense", 2, 0.9)
-    assert lines() == []  # no seed of both
-    write("dense", 1, 0.8)
-    assert lines() == []  # s2 lacks one of dense's
-    write("s2", 2, 0.3)
-    write("hybrid", 1, 0.3)
-    head, _, names, _, *rows, _ = lines()
-    assert head.startswith("Copying 16 random tokens from far back, in 256 validation sequences (seeds 1, 2).")
-    assert head.endswith("Left out, for not every seed has scores: `hybrid`.")
-    assert names == "| arm | far | whole needles | near | worst depth | worst residue |"
-    # The worst group of the means over the seeds: depths 0.15, residues 0.75 and 0.375.
-    assert rows == ["| dense | 85.0 | 42.5 | 100.0 | 15.0 | 37.5 |", "| s2 | 40.0 | 20.0 | 100.0 | 15.0 | 37.5 |"]
-    write("s2", 2, 0.3, corpus="abd")
-    with pytest.raises(ValueError, match="the needles of s2 are not over the predictions of dense's"):
-        lines()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from studies import recall, recall_page
+from studies import recall
 from studies.continuations import CONTINUATIONS
 from studies.continued import require_new_sequences
 from studies.corpus import Corpus
-from studies.recall import BEYOND, DEPTHS, held_out_sequences, longer_sequences, score
-from studies.results import write_json
+from studies.recall import DEPTHS, held_out_sequences, longer_sequences, score
 from studies.tasks import (
     ANSWERS,
     KEYS,
@@ -157,54 +155,6 @@ def test_equal_settings_give_equal_data(tmp_path):
     assert first.sha256 == again.sha256 != other.sha256 and first.description["tokens"] == 64 * 128
 
 
-def test_a_missed_needle_is_said_first():
-    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0, None, 0.5, 1.0]}
-    found = {**group, "by_residue": [1.0] * 4}
-    tests = {
-        (arm, 1): {task: {**own, "by_hops": [1.0, 0.25]} for task in TASKS}
-        for arm, own in (("dense-fourth", group), ("chosen-few", found), ("chosen-window", found), ("s2", group))
-    }
-    text = recall_page.section(TINY, tests, "x.png")
-    assert text[2:6] == [
-        "- dense-fourth finds every needle, at every depth and residue: **missed** (worst group 50.0 %).",
-        "- chosen-few finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
-        "- chosen-window finds every needle, at every depth and residue: **met** (worst group 100.0 %).",
-        "",
-    ]
-    assert "| s2, needle | 100.0 | - | 50.0 | 100.0 |" in text and "| s2, tracking | 100.0 | 25.0 |" in text
-
-
-def test_tests_are_read_in_the_order_of_arms_and_seeds(tmp_path):
-    for arm, seed in (("s2", 10), ("s2", 9), ("dense", 10), ("chosen-few", 9)):
-        write_json(tmp_path / f"{arm}_seed{seed}.recall.json", {"of": f"{arm} {seed}"})
-    found = recall_page.read_tests(TINY, tmp_path)
-    order = sorted(found, key=lambda run: (TINY.arm_names.index(run[0]), run[1]))
-    assert list(found) == order and len(order) == 4 and order.index(("s2", 9)) < order.index(("s2", 10))
-    assert all(test == {"of": f"{arm} {seed}"} for (arm, seed), test in found.items())
-
-
-def test_tests_without_tracking_are_shown_without_it():
-    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
-    tests = {("dense", 1): {"recall": group, "needle": group}}
-    text = recall_page.section(TINY, tests, "x.png")
-    assert "![Right answers on recall by residue and by depth](x.png)" in text
-    assert "| arm | recall | needle |" in text and "| dense | 90.0 | 90.0 |" in text
-    assert not [line for line in text if "racking" in line or "longer" in line]
-
-
-def test_the_picture_shows_dense_first_and_no_empty_group(tmp_path):
-    def scores(*by_residue):
-        return {"recall": {"by_residue": list(by_residue), "by_depth": [0.5] * 8}}
-
-    tests = {("s2", 1): scores(0.5, None), ("s2", 2): scores(0.0, None), ("dense", 1): scores(1.0, None)}
-    names, shares = recall_page.recall_shares(tests)
-    assert names == ["dense, seed 1", "s2, seed 1", "s2, seed 2"]  # not a mean: one model learnt it, or did not
-    np.testing.assert_array_equal(shares["by_residue"], [[100.0, np.nan], [50.0, np.nan], [0.0, np.nan]])
-    assert shares["by_depth"].shape == (3, 8)
-    recall_page.draw(TINY, tests, tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 5_000
-
-
 def test_without_memory_for_longer_needles_the_rest_is_kept(monkeypatch, capsys):
     import torch
 
@@ -218,25 +168,6 @@ def test_without_memory_for_longer_needles_the_rest_is_kept(monkeypatch, capsys)
     found = recall.score_checkpoint(TINY, "runs/x")
     assert found.keys() == set(TASKS) and found["needle"]["accuracy"] == 1.0
     assert capsys.readouterr().out.startswith("runs/x: no longer needle, for the GPU has no memory for 2048 tokens")
-
-
-def test_the_page_has_needles_beyond_the_training_where_they_were_tested():
-    group = {"accuracy": 0.9, "by_depth": [1.0] * 8, "by_residue": [1.0] * 4}
-    both = {"recall": group, "needle": group}
-    longer = {"questions": 4, "by_depth": [0.25] * 4 + [1.0] * 4}
-    text = recall_page.section(TINY, {("dense", 1): both, ("dense", 2): both | {BEYOND: longer}}, "x.png")
-    at = text.index("4 needles in sequences of 2,048 tokens, 2 times the training's, by depth:")
-    assert text[at + 4 : at + 6] == [f"| dense, seed 2, longer needle |{' 25.0 |' * 4}{' 100.0 |' * 4}", ""]
-
-
-def test_the_flag_takes_an_id(capsys):
-    from s2_megatron.megatron.arguments import add_s2_arguments
-
-    parser = add_s2_arguments(argparse.ArgumentParser())
-    assert parser.parse_args(["--s2-loss-from-token", "1792"]).s2_loss_from_token == 1792
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--s2-loss-from-token=-1"])
-    assert "expected the id of a token, 0 or more" in capsys.readouterr().err
 
 
 def test_no_sequence_is_trained_on_twice():

@@ -8,21 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.megatron.loss_log import read_loss_log
 from studies.corpus import Corpus
 from studies.launch import ROOT, Job, command
-from studies.results import LearningRates, Place, thinned, timed_result, training_seconds, write_run
-from studies.run import parse_arguments, remove_stale_tests, train
+from studies.results import Place, thinned, training_seconds
+from studies.run import choose_rates, has_result, parse_arguments, train
 from studies.studies import STUDIES, equal_window, pairs, sparsity
-from studies.workers import CUT, FAILED, FINISHED, Budget, final_evaluation, run_jobs
-from s2_megatron.config.load import SparsityConfig
-from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
+from studies.workers import CUT, FAILED, FINISHED, Budget, run_jobs
 
 TINY, FULL = STUDIES["lm-tiny"], STUDIES["lm8k"]
 CORPUS = Corpus(None, {"sha256": "ab" * 32, "vocabulary": 512, "tokens": 10**6, "split": "98,2,0"})
@@ -38,7 +37,8 @@ signal.signal(signal.SIGTERM, lambda *_: told.append(True))
 log = open(f"{folder}/losses.jsonl", "a")
 def write(record):
     log.write(json.dumps(record) + "\\n"); log.flush()
-arguments = {"lr": 0.1, "seed": 1, "data_path": ["/secret/text"], "s2_config": "/secret/x.yaml", "save": "/secret"}
+arguments = {"lr": float(sys.argv[4]), "seed": 1, "data_path": ["/secret/text"], "s2_config": "/secret/x.yaml",
+             "save": "/secret"}
 write({"run": {"arguments": arguments, "flops_per_token": {"attended": 1.0, "dense": 2.0}}, "iteration": start + 1,
        "time": 0.0})
 for step in range(start + 1, steps + 1):
@@ -71,7 +71,8 @@ def make_job(folder, arm="s2", seed=1, steps=30):
 
 
 def trainer(seconds=0.0, steps=None):
-    return lambda job: [sys.executable, "-c", TRAINER, str(job.folder), str(steps or job.iterations), str(seconds)]
+    return lambda job: [sys.executable, "-c", TRAINER, str(job.folder), str(steps or job.iterations), str(seconds),
+                        f"{job.rate:g}"]  # fmt: skip
 
 
 def quiet(*arguments):
@@ -197,48 +198,19 @@ def test_seconds_are_those_of_training_steps():
     assert training_seconds([5.0]).tolist() == [0.0]
 
 
-def test_a_thinned_log_keeps_means_and_no_paths(tmp_path, monkeypatch):
+def test_what_is_kept_are_means_and_no_paths(tmp_path, monkeypatch):
     job = make_job(tmp_path, steps=31)
     run_jobs([job], [None], trainer(), Budget(), ends_well, quiet)
     monkeypatch.setattr("studies.results.MOST_RECORDS", 8)
-    records = thinned(job, CORPUS, {"device": "CPU"})
-    arguments = records[0][HEADER]["arguments"]
-    assert arguments["data_path"] == ["corpus/abababababab"] and arguments["s2_config"] == "s2.yaml"
-    assert "secret" not in json.dumps(records)
-    steps = [record["iteration"] for record in records[1:-1]]
-    assert steps == [3, 7, 11, 15, 19, 23, 27, 31]
-    assert records[2]["lm loss"] == pytest.approx(5 - (4 + 5 + 6 + 7) / 4 / 31, abs=1e-5)
-    assert records[1]["lm loss"] == pytest.approx(5 - (1 + 2 + 3) / 3 / 31, abs=1e-5)
-    assert records[-1]["lm loss"] == 4.25
-
-
-def test_a_run_beside_others_takes_the_times_of_one_that_was_alone(tmp_path, monkeypatch):
-    alone, shared = (make_job(tmp_path / str(seed), steps=31) for seed in (1, 2))
-    run_jobs([alone, shared], [None], trainer(), Budget(), ends_well, quiet)
-    monkeypatch.setattr("studies.results.training_seconds", lambda times: 0.25 * np.arange(1, 32))
-    folder = tmp_path / "100M"
-    cpu = {"device": "CPU", "torch": "2.11.0"}
-    write_run(folder / "s2_seed1.jsonl", alone, CORPUS, cpu)
-    timed = timed_result(tmp_path, "s2", cpu)
-    assert timed == folder / "s2_seed1.jsonl"
-    assert timed_result(tmp_path, "dense", cpu) is None
-    for other in (cpu | {"device": "GPU"}, cpu | {"torch": "2.12.0"}):
-        assert timed_result(tmp_path, "s2", other) is None
-    monkeypatch.undo()
-    write_run(folder / "s2_seed2.jsonl", shared, CORPUS, cpu, timed)
-    log, other = read_records(folder / "s2_seed2.jsonl"), read_records(timed)
-    assert log[0][HEADER]["times_of"] == "100M/s2_seed1" and "times_of" not in other[0][HEADER]
-    assert log[-2]["time"] == pytest.approx(31 * 0.25) and log[-2]["iteration"] == 31
-    # Times that were taken from another run are no measure for a third.
-    timed.unlink()
-    assert timed_result(tmp_path, "s2", cpu) is None
-    # Nor has a run beside others times of its own.
-    shared.shared.touch()
-    write_run(timed, shared, CORPUS, cpu)
-    records = read_records(timed)
-    assert records[0][HEADER]["untimed"] is True and not any("time" in record for record in records)
-    assert [record["iteration"] for record in records] == [record["iteration"] for record in log]
-    assert timed_result(tmp_path, "s2", cpu) is None
+    run = thinned(job, CORPUS, {"device": "CPU"})
+    assert run.about["settings"]["data_path"] == ["corpus/abababababab"]
+    assert run.about["settings"]["s2_config"] == "s2.yaml" and "secret" not in json.dumps(run.about)
+    assert run.train["step"].tolist() == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert run.train["loss"][1] == pytest.approx(5 - (4 + 5 + 6 + 7) / 4 / 31, abs=1e-5)
+    assert run.train["loss"][0] == pytest.approx(5 - (1 + 2 + 3) / 3 / 31, abs=1e-5)
+    assert run.last_loss == 4.25 and (np.diff(run.train["seconds"]) > 0).all()
+    job.shared.touch()  # it was beside another run
+    assert "seconds" not in thinned(job, CORPUS, {"device": "CPU"}).train
 
 
 def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monkeypatch):
@@ -258,30 +230,32 @@ def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monke
     assert set(study("--seeds", "2", "3", "--runs-per-gpu", "2", seconds=0.5).values()) == {CUT}
     pace["seconds"] = 0.0
     assert set(study("--seeds", "2", "3").values()) == {FINISHED}
-    records = [read_records(place.result("s2", seed))[0][HEADER] for seed in (1, 2, 3)]
-    assert [record.get("times_of") for record in records] == [None, *[f"{place.scale}/s2_seed1"] * 2]
-    place.result("s2", 1).unlink()
-    with pytest.raises(ValueError, match="how long a step of s2 takes on a CPU alone"):
-        study("--seeds", "4", "--runs-per-gpu", "2")
+    assert [(run.seed, "seconds" in run.train) for run in place.kept] == [(1, True), (2, False), (3, False)]
+    with pytest.raises(
+        ValueError, match=r"lm-tiny.npz has s2, seed 1, trained with the learning rate 0\.1; expected 0\.2"
+    ):
+        has_result(place, place.job("s2", 1, 0.2), losses_only=True)
 
 
-def test_rates_that_are_tried_at_once_are_all_kept(tmp_path):
-    rates = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda rate: rates.add("s2", rate, 5.0), range(1, 200)))
-    again = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
-    assert len(again.content["arms"]["s2"]) == 199
+def test_rates_are_chosen_when_all_were_tried(tmp_path, monkeypatch):
+    """From the short runs that are kept; runs that end together are all kept."""
+    monkeypatch.setattr("studies.run.command", lambda job, *_: trainer()(job))
+    place = Place(TINY, CORPUS, 31 * TINY.step_tokens, tmp_path / "runs", tmp_path / "results")
+    said = []
 
+    def choose(*more, seconds=None):
+        parsed = parse_arguments(["lm-tiny", "--arms", "dense", "s2", *more])
+        budget = Budget(seconds, save_seconds=0.0, start_seconds=0.0)
+        return choose_rates(place, parsed, [(None, "CPU")] * 4, budget, said.append)
 
-def test_a_rate_is_chosen_when_all_were_tried(tmp_path):
-    rates = LearningRates(tmp_path / "rates.json", 1000, 7, "ab" * 32)
-    rates.add("s2", 1e-3, 5.0)
-    assert rates.choice("s2", (1e-3, 2e-3)) is None
-    rates.add("s2", 2e-3, 4.5)
-    again = LearningRates(tmp_path / "rates.json", 2000, 7, "ab" * 32)
-    assert again.choice("s2", (1e-3, 2e-3)) == 2e-3 and again.choice("dense", (1e-3,)) is None
-    with pytest.raises(ValueError, match=r"rates.json holds short runs with .*1000.*, expected .*2000"):
-        again.add("dense", 1e-3, 4.0)
+    assert choose(seconds=1e-6) == ({}, False) and place.kept == []
+    assert choose() == ({"dense": 2e-3, "s2": 2e-3}, False)  # all end at one loss: the first of the rates
+    assert [(run.arm, run.about["role"]) for run in place.kept] == [
+        ("dense", "rate-0.002"), ("s2", "rate-0.002"), ("dense", "rate-0.004"), ("s2", "rate-0.004")]  # fmt: skip
+    assert "learning rate of s2: 0.002 (validation losses 0.002: 4.2500, 0.004: 4.2500)" in said
+    told = len(said)
+    assert choose(seconds=1e-6)[0] == {"dense": 2e-3, "s2": 2e-3} and len(said) == told + 2  # nothing is trained again
+    assert choose("--rate-tokens", "30e3", seconds=1e-6)[0] == {}  # shorter runs are another choice
 
 
 # The arms
@@ -317,18 +291,3 @@ def test_arms_of_a_seed_differ_in_their_sparsity_alone(tmp_path):
 def test_too_few_tokens_are_refused():
     with pytest.raises(ValueError, match="19 steps of 65536 tokens; expected 20 steps or more; use 1310720"):
         FULL.iterations(19.5 * 65536)
-
-
-def test_the_test_of_an_earlier_model_goes(tmp_path):
-    place = Place(TINY, CORPUS, 20 * 1024, tmp_path / "runs", tmp_path / "results")
-    jobs = [place.job("dense", seed, 0.1) for seed in (1, 2)]
-    tests = [(place.recall(*of), place.copies(*of), place.needles(*of)) for of in (("dense", 1), ("dense", 2))]
-    for path in (*tests[0], *tests[1]):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
-    jobs[1].folder.mkdir(parents=True)
-    end = {"validation": f"iteration {jobs[1].iterations} on validation set", "lm loss": 4.0, "iteration": 1}
-    jobs[1].losses.write_text(json.dumps(end) + "\n")
-    assert final_evaluation(jobs[1]) is not None
-    remove_stale_tests(place, jobs)
-    assert [[path.exists() for path in each] for each in tests] == [[False] * 3, [True] * 3]
