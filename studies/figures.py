@@ -142,9 +142,7 @@ def draw_gaps(file: Path) -> None:
     panel.xaxis.set_minor_locator(pyplot.NullLocator())
     panel.tick_params(axis="y", length=0)
     panel.grid(axis="x", alpha=0.25, linewidth=0.5)
-    panel.set_xlabel(
-        "validation loss above dense of the same seed, percent (in brackets: seeds; bar: 95 % interval)"
-    )
+    panel.set_xlabel("validation loss above dense of the same seed, percent (in brackets: seeds; bar: 95 % interval)")
     handles = [Line2D([], [], color=colour, linewidth=2) for colour in (LOSES, HOLDS, UNSURE)]
     texts = ("more than 0.5 % above dense", "within ±0.5 %", "not decided, or one seed")
     figure.legend(handles, texts, loc="outside upper center", frameon=False, ncols=3)
