@@ -82,7 +82,6 @@ GROUPS = {
         },
     ),
 }
-MEASURED = ("chosen-few", "chosen-window", "chosen-heads", "chosen-wide")
 BAND = 0.5  # percent
 LOSES, HOLDS, UNSURE, PLAIN = "#c2410c", "#15803d", "#6b7280", "#1f2937"
 ARM_COLOURS = {"hybrid": "#c2410c", "one-offset": "#9333ea", "s2": "#1d4ed8", "window": "#15803d"}
