@@ -220,14 +220,21 @@ def test_a_run_that_began_beside_another_has_no_times_of_its_own(tmp_path, monke
     monkeypatch.setattr("studies.run.measure_text", lambda *arguments: FINISHED)
     place = Place(TINY, CORPUS, 31 * TINY.step_tokens, tmp_path / "runs", tmp_path / "results")
 
-    def study(*more, seconds=None):
+    def study(*more):
         parsed = parse_arguments(["lm-tiny", "--arms", "s2", *more])
-        budget = Budget(seconds, save_seconds=0.0, start_seconds=0.0)
+        budget = Budget(1.0, save_seconds=0.0, start_seconds=0.0, began=0.0)
         return train(place, parsed, {"s2": 0.1}, [(None, "CPU")], budget, quiet)
 
+    # The budget is spent once both runs have begun, whatever else the machine does.
+    both = [place.job("s2", seed, 0.1).losses for seed in (2, 3)]
+    spent = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 2.0 * all(path.exists() for path in both))
+    endless = SimpleNamespace(sleep=time.sleep, monotonic=lambda: 0.0)
+    monkeypatch.setattr("studies.workers.time", endless)
     study("--seeds", "1")
-    pace["seconds"] = 1.0  # never ends within the budget
-    assert set(study("--seeds", "2", "3", "--runs-per-gpu", "2", seconds=0.5).values()) == {CUT}
+    pace["seconds"] = 1.0
+    with monkeypatch.context() as patch:
+        patch.setattr("studies.workers.time", spent)
+        assert set(study("--seeds", "2", "3", "--runs-per-gpu", "2").values()) == {CUT}
     pace["seconds"] = 0.0
     assert set(study("--seeds", "2", "3").values()) == {FINISHED}
     assert [(run.seed, "seconds" in run.train) for run in place.kept] == [(1, True), (2, False), (3, False)]
