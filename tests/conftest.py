@@ -35,10 +35,7 @@ LONGEST_FILES = (
     "megatron/test_survival.py",
     "context_parallel/test_gradients.py",
     "test_quickstart.py",
-    "quality/test_continued.py",
     "test_preflight.py",
-    "quality/test_study.py",
-    "quality/test_rules.py",
     "megatron/test_features.py",
     "ops/test_placements.py",
     "huggingface/test_conversion.py",
@@ -57,7 +54,6 @@ LONGEST_FILES = (
     "megatron/test_refusals.py",
     "test_slurm_ends.py",
     "huggingface/test_cache.py",
-    "quality/test_workers.py",
 )
 
 

@@ -280,3 +280,11 @@ def test_a_config_that_stands_twice(capsys):
         add_s2_arguments(argparse.ArgumentParser()).parse_args([flag, "a.yaml", flag, "b.yaml"])
     assert stop.value.code == 2
     assert "given twice, 'a.yaml' and 'b.yaml'; expected one value; remove one of them" in capsys.readouterr().err
+
+
+def test_the_loss_counts_from_the_id_of_a_token(capsys):
+    parser = add_s2_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--s2-loss-from-token", "1792"]).s2_loss_from_token == 1792
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--s2-loss-from-token=-1"])
+    assert "expected the id of a token, 0 or more" in capsys.readouterr().err

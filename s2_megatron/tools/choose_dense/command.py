@@ -52,7 +52,7 @@ from s2_megatron.tools.outputs import console, write_file
 TOLD_SECONDS = 10.0
 SHOWN = 10  # candidates
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
-# lost 3.4 % (docs/quality/extend-recall32k).
+# lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
 
 

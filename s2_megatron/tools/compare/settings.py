@@ -63,7 +63,7 @@ CHECKED = {
 }  # fmt: skip
 ALL = "all"  # --vary all: nothing is checked
 DENSE = "dense"
-# In the header of a thinned log (examples/quality): the hash of the losses of the run whose weights it begins with.
+# In the header of a thinned log (studies): the hash of the losses of the run whose weights it begins with.
 START_LOSSES = "start_losses"
 
 

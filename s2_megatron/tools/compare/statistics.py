@@ -34,13 +34,13 @@ class RunOffset(NamedTuple):
 # Training loss over the last quarter, rounding alone: benchmarks/results/cpu_run_offset.json.
 SMALL_RUNS = RunOffset(0.0037, "nine quickstarts of this project that differ in rounding alone, 0.6M tokens each")
 # The same of language models of 100M parameters, whose loss falls from 4 to 2.3 on the way, not at the same step in
-# each run: docs/quality/repeats.
+# each run: studies/results/repeats.npz.
 MIDDLE_RUNS = RunOffset(
     0.041, "two models of this project, three and four runs that differ in rounding alone, 149M and 80M tokens"
 )
 # Runs of which each pair begins with the same trained weights. Two pairs from one checkpoint have not been measured.
 # From checkpoints trained alike the gaps of two repeats ended 0.0026 apart, and were 0.049, 0.053 and 0.063 at
-# the beginning of three (docs/quality/repeats), which holds what the checkpoints differ in, too.
+# the beginning of three (studies/results/repeats.npz), which holds what the checkpoints differ in, too.
 GOING_ON = RunOffset(0.0037, "assumed of runs that go on from one checkpoint: it has not been measured")
 # Validation loss, rounding and seed, as published with the records of that speed run.
 LARGE_RUNS = RunOffset(0.0013, "ten runs of modded-nanogpt that differ in rounding and seed, a GPT-2 124M on FineWeb")
