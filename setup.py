@@ -39,6 +39,7 @@ setup(
         "s2_megatron.tools",
         "s2_megatron.tools.choose_dense",
         "s2_megatron.tools.compare",
+        "s2_megatron.tools.dataset",
         "s2_megatron.tools.forecast",
         "s2_megatron.tools.hf",
         "s2_megatron.tools.inspect",

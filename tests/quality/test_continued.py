@@ -18,7 +18,7 @@ from examples.quality.continuations import ALL, CONTINUATIONS, token_flops
 from examples.quality.continued import make_jobs
 from examples.quality.continued_page import read_switched, tokens_to_return
 from examples.quality.copies import GROUPS, score
-from examples.quality.corpus import Corpus, write_documents
+from examples.quality.corpus import Corpus
 from examples.quality.launch import Job, chosen_yaml, command
 from examples.quality.parts import split_corpus
 from examples.quality.results import start_of, write_json
@@ -27,6 +27,7 @@ from examples.quality.studies import density
 from examples.quality.workers import CUT, FINISHED, Budget
 from s2_megatron.megatron.loss_log import read_records
 from s2_megatron.tools.compare.measure import Paired
+from s2_megatron.tools.dataset.write import write_dataset
 
 TINY = CONTINUATIONS["from-dense-tiny"]
 LONGER = CONTINUATIONS["extend32k"]
@@ -72,7 +73,7 @@ evaluation(steps, base - 1)
 def corpus(tmp_path_factory):
     """Documents of WIDTH tokens, each of its own number alone."""
     folder = tmp_path_factory.mktemp("corpus")
-    write_documents(folder / "text", (np.full(WIDTH, number, np.uint16) for number in range(DOCUMENTS)))
+    write_dataset(folder / "text", (np.full(WIDTH, number, np.uint16) for number in range(DOCUMENTS)))
     description = {"sha256": "ab" * 32, "vocabulary": 512, "tokens": DOCUMENTS * WIDTH, "split": "90,10,0"}
     return Corpus(folder, description)
 

@@ -16,7 +16,7 @@ from examples.quality.launch import Job
 from examples.quality.results import Place
 from examples.quality.studies import STUDIES
 from examples.quality.workers import CUT, FINISHED, Budget
-from examples.quickstart.dataset import write_documents
+from s2_megatron.tools.dataset.write import write_dataset
 from tests.tools.logged_runs import write_loss_log
 
 TINY = STUDIES["lm-tiny"]
@@ -57,12 +57,12 @@ def test_distances():
 def test_only_documents_that_training_never_sees(tmp_path):
     """Documents of one id each, 0 to 9: the last two of ten are for validation."""
     ids = (np.full(300, document, np.uint16) for document in range(10))
-    write_documents(tmp_path / "text", ids)
+    write_dataset(tmp_path / "text", ids)
     corpus = Corpus(tmp_path, {"split": TINY.corpus.split, "sha256": "0" * 64})
     found = validation_sequences(TINY, corpus)
     assert TINY.corpus.split == "80,20,0" and set(np.unique(found)) == {8, 9}
     assert found.shape == (600 // (TINY.model.seq_length + 1), TINY.model.seq_length + 1)
-    write_documents(tmp_path / "text", (np.full(100, document, np.uint16) for document in range(10)))
+    write_dataset(tmp_path / "text", (np.full(100, document, np.uint16) for document in range(10)))
     with pytest.raises(ValueError, match="200 tokens to validate with; expected 257 or more"):
         validation_sequences(TINY, corpus)
 

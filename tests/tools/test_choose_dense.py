@@ -174,11 +174,11 @@ def test_names_of_specs_that_are_taken():
 
 
 def test_sequences_are_those_of_the_documents_one_after_the_other(tmp_path):
-    from examples.quickstart.dataset import write_documents
+    from s2_megatron.tools.dataset.write import write_dataset
 
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 1000, size).astype(np.uint16) for size in (5, 70, 1, 33, 64, 2, 90)]
-    write_documents(tmp_path / "text", documents)
+    write_dataset(tmp_path / "text", documents)
     whole = np.concatenate(documents[1:6]).astype(np.int64)
     for length, most in ((17, 100), (17, 4), (60, 2), (170, 1)):
         cut = whole[: len(whole) // length * length].reshape(-1, length)
@@ -195,7 +195,7 @@ def test_sequences_are_those_of_the_documents_one_after_the_other(tmp_path):
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """run(options, trained=changes of the checkpoint's arguments, config=text) -> the status."""
-    from examples.quickstart.dataset import write_documents
+    from s2_megatron.tools.dataset.write import write_dataset
 
     trained = dict(
         num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, kv_channels=16,
@@ -203,7 +203,7 @@ def command(tmp_path, monkeypatch):
         untie_embeddings_and_output_weights=True, split=None, swiglu=True, normalization="RMSNorm",
         position_embedding_type="rope",
     )  # fmt: skip
-    write_documents(tmp_path / "text", (np.full(600, number, np.uint16) for number in range(10)))
+    write_dataset(tmp_path / "text", (np.full(600, number, np.uint16) for number in range(10)))
 
     def run(*options: str, config: str = CONFIGS["hybrid"], **changes) -> int:
         monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
