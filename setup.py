@@ -51,6 +51,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "megatron-core[training]>=0.19.2,<0.21",
+        "argcomplete",
         "numpy",
         "packaging",
         "pydantic>=2",

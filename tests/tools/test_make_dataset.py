@@ -124,7 +124,7 @@ def test_zstandard_is_read_where_a_library_is_there(tokenizer, tmp_path, monkeyp
 
     monkeypatch.setattr(texts, "_zstandard", missing)
     assert make(tokenizer, tmp_path / "text", tmp_path / "a.jsonl.zst") == 2
-    assert "a.jsonl.zst: nothing here opens a .zst; expected the package zstandard;" in capsys.readouterr().err
+    assert "a.jsonl.zst: nothing here opens a .zst; expected the package backports.zstd;" in capsys.readouterr().err
     monkeypatch.setattr(texts, "_zstandard", lambda: texts.COMPRESSED[".gz"]())
     monkeypatch.setitem(texts.COMPRESSED, ".zst", texts.COMPRESSED[".gz"])
     assert make(tokenizer, tmp_path / "text", tmp_path / "a.jsonl.zst") == 0

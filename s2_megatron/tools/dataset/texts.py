@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +35,12 @@ class Batch(NamedTuple):
 
 
 def _zstandard() -> Callable[[BinaryIO], BinaryIO]:
-    """What opens a .zst: of Python from 3.14 on, or of the package zstandard. Raises ImportError without both."""
+    """What opens a .zst: Python's from 3.14 on, or its backport. (The package zstandard takes a file that was cut for a
+    shorter one.) Raises ImportError without both."""
     try:
         from compression import zstd
     except ImportError:
-        import zstandard
-
-        return lambda file: zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        from backports import zstd
     return zstd.ZstdFile
 
 
@@ -84,8 +82,8 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
                     _zstandard()
                 except ImportError as error:
                     raise ValueError(
-                        f"{printable(file, 200)}: nothing here opens a .zst; expected the package zstandard; pip "
-                        "install zstandard, or use .gz"
+                        f"{printable(file, 200)}: nothing here opens a .zst; expected the package backports.zstd; "
+                        "pip install backports.zstd, or use .gz"
                     ) from error
             found.append(Source(file, file.stat().st_size))
     return found
@@ -101,8 +99,7 @@ def batches(source: Source, lines: bool, at: Callable[[int], None]) -> Iterator[
     shown = printable(path, 200)
     with path.open("rb") as file:
         opened = COMPRESSED[compressed]()(file) if compressed else file
-        stream = opened if isinstance(opened, io.BufferedIOBase) else io.BufferedReader(opened)
-        read = stream.readline if json or lines else stream.read
+        read = opened.readline if json or lines else opened.read
         number, batch = 1, Batch(path, 1 if json or lines else 0, json, [])
         size = 0
         while True:
