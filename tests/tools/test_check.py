@@ -274,6 +274,18 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, said)
 
 
+def test_what_cannot_start_on_this_machine_is_refused_where_it_is_to_start_here(tmp_path, monkeypatch):
+    """A launcher asks that before torchrun; on a login node the line is for other machines."""
+    make_files(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch = line(Bad({}, (), ("--distributed-backend",)), tmp_path)
+    done = command("--", *launch)
+    assert done.returncode == 0 and "note: no GPU here, so this line starts on another machine" in done.stderr
+    done = command("--here", "--", *launch)
+    assert done.returncode == 2 and not done.stdout
+    assert "error: --distributed-backend nccl" in done.stderr and "add --distributed-backend gloo" in done.stderr
+
+
 def test_without_a_line():
     done = command()
     assert done.returncode == 2 and done.stderr.startswith("error: there is no launch line; expected one behind --")

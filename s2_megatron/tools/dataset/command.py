@@ -3,8 +3,8 @@
     s2-megatron make-dataset --tokenizer Llama-3.1-8B --output data/text corpus/ more.jsonl.gz
 
 A .jsonl (or .ndjson, .json) file has an object a line, with the document under "text"; any other file is one document,
-or, with --lines, one a line. .gz, .bz2, .xz and, with Python 3.14 or the package backports.zstd, .zst are read as they are;
-of a folder all files below it, in the order of their names. The tokenizer is the one that Megatron builds with
+or, with --lines, one a line. .gz, .bz2, .xz and, with Python 3.14 or the package backports.zstd, .zst are read as they
+are; of a folder all files below it, in the order of their names. The tokenizer is the one that Megatron builds with
 --tokenizer-type HuggingFaceTokenizer, and its end-of-document token ends each document. The bytes do not depend on
 --workers. Megatron shuffles documents itself, but the last of them are for validation and test: shuffle sorted text.
 
