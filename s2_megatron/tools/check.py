@@ -30,7 +30,6 @@ from s2_megatron.tools.repair import DROPPED, RENAMED, named, repaired
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
-MEGATRON_SAYS = "Megatron "  # how the error lines begin that Megatron's own messages are in
 MISSING = " is not given"
 MOST_ROUNDS = 30  # each finds one mistake at least
 VARIABLE = re.compile(r"\$[A-Za-z_{]")  # as in '--data-path $DATA_PATH', a line that no shell has read
@@ -229,9 +228,9 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
         flags = line.flags
         for stage, text, error in errors:
             first = first or error
-            # What comes of an earlier repair is no mistake of the line. Megatron's own messages do not say.
+            # What comes of an earlier repair is no mistake of the line; where values meet, no message says whether.
             follows = named(text) & touched or (MISSING in text and DROPPED in done.get(stage, ()))
-            unclear = text.startswith(MEGATRON_SAYS) and any(each - {RENAMED} for each in done.values())
+            unclear = stage in ("megatron", "model") and any(each - {RENAMED} for each in done.values())
             if text not in texts and not follows and not unclear:
                 texts.append(text)
             repair = repaired(flags, text)
