@@ -5,11 +5,9 @@ That the printed losses are those of the written YAML is tested with real checkp
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import yaml
 
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import diff_sparsity
-from s2_megatron.tools import commands
 from s2_megatron.tools.choose_dense.plan import (
     all_dense,
     candidates,
@@ -29,8 +26,19 @@ from s2_megatron.tools.choose_dense.plan import (
 )
 from s2_megatron.tools.choose_dense.search import Sets, Unit, rank
 from s2_megatron.tools.losses import evenly_chosen
+from tests.tools.choosing import (
+    CONFIGS,
+    DENSE_LOSS,
+    FUNCTION,
+    ONE_HEAD,
+    STORED,
+    WINDOWS,
+    command,
+    made_up,
+)  # fmt: skip
 
-DENSE_LOSS = 2.0
+__all__ = ["command", "made_up"]  # fixtures
+
 UNITS = [Unit(layer, (head,)) for layer in range(4) for head in range(4)]
 
 
@@ -101,18 +109,6 @@ def test_a_set_of_one_size():
 # The plan
 
 
-CONFIGS = {
-    "plain": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
-    "hybrid": "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
-    "offsets by layer": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 16, base_offset: 3, layer_step: 5}\n",
-    "two specs": "layers: [A, A1, D, A]\nspecs:\n  A: {local_blocks: 2, stride: 8}\n"
-    "  A1: {local_blocks: 2, stride: 4}\n",
-    "dense heads": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 8, dense_heads: {last: 1}}\n",
-    "ranges": "layers: S\nsoftmax_scale: 0.25\nspecs:\n  S:\n    ranges: [{end_blocks: 2, stride: 1}, {end_blocks: 9, "
-    "stride: 4}, {stride: 6}]\n    layer_step: 7\n",
-    "window": "layers: SD\nspecs:\n  S: {local_tokens: 64}\n",
-    "paper": "layers: S\nspecs:\n  S: {local_blocks: 2, stride: 16, head_step: paper, slide: query}\n",
-}  # fmt: skip
 SHAPES = {"GQA": (8, 4), "MHA": (4, 4), "MQA": (4, 1)}
 
 
@@ -193,45 +189,6 @@ def test_sequences_are_those_of_the_documents_one_after_the_other(tmp_path):
 # What is refused before the model is built
 
 
-@pytest.fixture
-def command(tmp_path, monkeypatch):
-    """run(options, trained=changes of the checkpoint's arguments, config=text) -> the status."""
-    from s2_megatron.tools.dataset.write import write_dataset
-
-    trained = dict(
-        num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2, kv_channels=16,
-        group_query_attention=True, padded_vocab_size=256, add_qkv_bias=False, qk_layernorm=False, seq_length=256,
-        untie_embeddings_and_output_weights=True, split=None, swiglu=True, normalization="RMSNorm",
-        position_embedding_type="rope",
-    )  # fmt: skip
-    write_dataset(tmp_path / "text", (np.full(600, number, np.uint16) for number in range(10)))
-
-    def run(*options: str, config: str = CONFIGS["hybrid"], **changes) -> int:
-        monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
-        arguments = Namespace(**trained | changes)
-        monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: arguments)
-        others = {"f": FUNCTION, "d": "layers: D\n", "w": WINDOWS, "h": CONFIGS["hybrid"], "v": ONE_WIDE}
-        for name, text in {"plan": config, **others}.items():
-            (tmp_path / f"{name}.yaml").write_text(text)
-        given = {"--load": "dense", "--s2-config": "plan.yaml", "--data-path": "text", "--write": "new.yaml"}
-        given |= {"--split": "80,20,0", "--sequences": "4"} | dict(zip(options[::2], options[1::2]))
-        switches = ["--eod-mask-loss"] if given.pop("--eod-mask-loss", None) else []
-        monkeypatch.chdir(tmp_path)
-        try:
-            return commands.main(["choose-dense", *itertools.chain.from_iterable(given.items()), *switches])
-        except SystemExit as end:
-            return end.code
-
-    return run
-
-
-STORED = SparsityConfig.from_data({"layers": "S", "specs": {"S": {"local_tokens": 128, "stride": 4}}}).resolve(
-    num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256
-)
-ONE_HEAD = "layers: DDDS\nspecs:\n  S: {local_tokens: 64, stride: 4, dense_heads: [0]}\n"
-ONE_WIDE = "layers: [S, A, S, S]\nspecs:\n  S: {local_tokens: 64}\n  A: {local_tokens: 256}\n"
-WINDOWS = "layers: S\nspecs:\n  S: {local_tokens: 64}\n"
-FUNCTION = "layers: S\nspecs:\n  S: {function: 'a:b'}\n"
 REFUSED = {
     "sequences": (["--sequences", "0"], {}, "--sequences 0: expected a number of 1 or more"),
     "heads": (["--heads", "0"], {}, "--heads 0: expected a number of 1 or more"),
@@ -287,36 +244,6 @@ def test_bad_input_is_one_line(name, command, tmp_path, capsys):
 # What it says and writes, with losses that are made up
 
 
-@pytest.fixture
-def made_up(monkeypatch):
-    """Losses as if every head needed the context equally, but KV head 1 of layer 2 ten times as much."""
-
-    class Measured:
-        scale = 1.0
-
-        built = measured = 0
-        most = 10**9
-
-        def __init__(self, folder, sequences):
-            assert sequences.tokens.shape[1] == 257
-            type(self).built += 1
-
-        @classmethod
-        def loss(cls, sparsity) -> float:
-            if cls.measured == cls.most:
-                raise KeyboardInterrupt
-            cls.measured += 1
-            print("what the kernels say")
-            lost = 0.0
-            for at, layer in enumerate(sparsity.layers):
-                dense = range(2) if layer.pattern is None else dense_kv_heads(layer.pattern)
-                lost += sum((0.1 if (at, kv) == (2, 1) else 0.01) for kv in range(2) if kv not in dense)
-            return DENSE_LOSS + lost * cls.scale
-
-    monkeypatch.setattr("s2_megatron.tools.choose_dense.measure.Measured", Measured)
-    return Measured
-
-
 def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
     assert command("--within", "2.1", "--json", "facts.json") == 0
     out, error = capsys.readouterr()
@@ -369,136 +296,6 @@ def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command,
         f"warning: --s2-config plan.yaml loses only {share:+.4%} of the dense loss at 256 tokens, so chance has a say"
     )
     assert (said in error) == warned and ("warning" in error) == warned
-
-
-def test_a_plan_with_nothing_to_gain_is_told_at_once(command, made_up, tmp_path, capsys):
-    made_up.scale = 0.01  # +0.075 %
-    assert command("--within", "0.1") == 1
-    out, error = capsys.readouterr()
-    assert error.splitlines()[-1] == (
-        "nothing to choose: --s2-config plan.yaml loses +0.0750% of the dense loss at 256 tokens, within 0.1 %; no "
-        "YAML is written; train with plan.yaml as it is, or ask for --heads N"
-    )
-    assert not (tmp_path / "new.yaml").exists() and "warning" not in error and "one more dense" not in out
-    assert len(json.loads((tmp_path / "new.json").read_text())["losses"]) == 2, "no candidate was measured"
-
-
-def test_it_says_first_what_it_will_do(command, made_up, capsys):
-    assert command("--heads", "1") == 0
-    first, *rest = [line for line in capsys.readouterr().err.splitlines() if line != "what the kernels say"]
-    assert first == (
-        "choose-dense: 4 sequences of 256 tokens of text, fp32 on a CPU: 6 candidates, about 11 measurements"
-    )
-    assert re.fullmatch(r"a measurement takes 0\.0 s, all of them about \d+ s", rest[0])
-
-
-def test_an_imported_model_is_not_measured_at_all_its_positions(command, made_up, monkeypatch, capsys):
-    """Its checkpoint says nothing of a training; 131,072 positions would be as many tokens a sequence."""
-    monkeypatch.setattr("s2_megatron.tools.choose_dense.command.IMPORTED", 256)
-    assert command("--heads", "1", seq_length=131072, train_iters=None, train_samples=None) == 0
-    assert (
-        "4 sequences of 256 tokens of text, fp32 on a CPU (the model has positions for 131072)"
-        in capsys.readouterr().err
-    )
-    assert command("--heads", "1", "--write", "b.yaml", seq_length=131072, train_iters=10, train_samples=None) == 2
-    assert "1200 tokens to validate with; expected 131073" in capsys.readouterr().err
-
-
-def test_losses_are_taken_again_for_another_choice(command, made_up, tmp_path, capsys):
-    assert command("--within", "0.3") == 1 and (made_up.built, made_up.measured) == (1, 11)
-    assert command("--within", "2.1", "--from-json", "new.json") == 0
-    assert (made_up.built, made_up.measured) == (1, 11), "all sets were known: no model is built"
-    assert "of dense" in capsys.readouterr().out
-    fresh = (tmp_path / "new.yaml").read_text()
-    assert command("--within", "2.1", "--write", "again.yaml") == 0 and made_up.measured == 20
-    assert (tmp_path / "again.yaml").read_text() == fresh
-    before = json.loads((tmp_path / "new.json").read_text())["losses"]
-    assert command("--heads", "3", "--from-json", "new.json", "--write", "three.yaml") == 0
-    after = json.loads((tmp_path / "new.json").read_text())["losses"]
-    assert made_up.measured == 21 and len(after) == len(before) + 1 and before.items() <= after.items()
-    other = "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 2}\n"
-    assert command("--heads", "1", "--from-json", "new.json", "--write", "other.yaml", config=other) == 0
-    assert made_up.measured == 21 + 7, "of another plan only the dense loss is known"
-
-
-def test_an_interrupted_run_keeps_what_it_measured(command, made_up, tmp_path, capsys):
-    made_up.most = 5
-    assert command("--heads", "2") == 130
-    assert "5 losses are kept; go on with --from-json new.json" in capsys.readouterr().err
-    made_up.most = 10**9
-    assert command("--heads", "2", "--from-json", "new.json") == 0 and made_up.measured == 5 + 4
-
-
-FROM = {
-    "other sequences": (
-        ["--sequences", "3"],
-        None,
-        "measured with another choice of sequences; expected losses of this",
-    ),
-    "masked": (["--eod-mask-loss", "1"], None, "measured with another choice of sequences"),
-    "no file": (
-        ["--from-json", "none.json"],
-        None,
-        "--from-json none.json: No such file or directory; expected a file",
-    ),
-    "a list": ([], "[]", "--from-json kept.json: has no measured losses; expected a file that --json wrote"),
-    "no number": ([], '{"measured_of": {}, "losses": {"a": NaN}}', "has no measured losses"),
-    "nothing of it": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "another checkpoint and another choice of"),
-}
-
-
-@pytest.mark.parametrize("name", FROM)
-def test_losses_of_something_else_are_refused(name, command, made_up, tmp_path, capsys):
-    options, content, message = FROM[name]
-    assert command("--heads", "1", "--json", "kept.json", "--write", "first.yaml") == 0
-    if content is not None:
-        (tmp_path / "kept.json").write_text(content)
-    capsys.readouterr()
-    assert command("--heads", "1", "--from-json", "kept.json", *options) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(lines) == 1 and message in lines[0] and not (tmp_path / "new.yaml").exists()
-
-
-def test_losses_are_known_by_the_weights(tmp_path):
-    from s2_megatron.tools.choose_dense.kept import weights_sha256
-
-    def written(name: str, content: bytes, checksum: bool) -> str:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__0_0.distcp").write_bytes(content)
-        if checksum:
-            line = f"{hashlib.sha256(content).hexdigest()}  __0_0.distcp\n"
-            (tmp_path / name / "rank_0.sha256").write_text(line)
-        return weights_sha256(tmp_path / name)
-
-    assert written("a", b"weights", True) == written("b", b"weights", False) != written("c", b"Weights", False)
-
-
-def test_documents_end_and_begin_where_the_dataset_says(command, tmp_path):
-    from s2_megatron.tools.choose_dense.measure import validation_sequences
-    from s2_megatron.tools.dataset.write import write_dataset
-    from s2_megatron.tools.losses import with_starts
-
-    lengths = (5, 7, 1, 33, 2, 90)
-    documents = [np.append(np.full(size - 1, 10 + at), 3) for at, size in enumerate(lengths)]
-    write_dataset(tmp_path / "ended", documents)
-    rows, starts = with_starts(tmp_path / "ended", range(6), 23, 100)
-    whole = np.concatenate(documents)[: rows.size]
-    first = np.zeros(138, bool)
-    first[np.cumsum(lengths)[:-1]] = True
-    for at, (row, found) in enumerate(zip(rows, starts)):
-        assert np.array_equal(row, whole[23 * at : 23 * at + 23])
-        assert found.tolist() == [place for place in range(1, 23) if first[23 * at + place]]
-    trained = Namespace(split="50,50,0", padded_vocab_size=256)
-    given = (str(tmp_path / "ended"), "0.00001,1,0", trained, 20, 5)
-    found = validation_sequences(*given, eod_mask_loss=True, apart=True)
-    assert np.array_equal(found.counted, found.tokens[:, :-1] != 3) and len(found.starts) == 5
-    hashes = {validation_sequences(*given, eod_mask_loss=a, apart=b).sha256() for a in (0, 1) for b in (0, 1)}
-    assert len(hashes) == 4
-    write_dataset(tmp_path / "bare", [np.full(30, at) for at in range(6)])
-    with pytest.raises(
-        ValueError, match=r"--eod-mask-loss: documents of .*bare end with the tokens \[0, 3, 4\] and other"
-    ):
-        validation_sequences(str(tmp_path / "bare"), *given[1:], eod_mask_loss=True)
 
 
 def test_layers_instead_of_heads(command, made_up, tmp_path):
