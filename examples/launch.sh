@@ -147,7 +147,7 @@ launch() {
         if [[ ${DRY_RUN:-0} == 1 ]]; then
             "${check[@]}" -- "${command[@]}" >&2 || exit
         else
-            "${check[@]}" --record -- "${command[@]}" > /dev/null || exit
+            "${check[@]}" --here --record -- "${command[@]}" > /dev/null || exit
         fi
     fi
     if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -29,7 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.quickstart.dataset import train_byte_pairs, write_documents
+from examples.quickstart.dataset import train_byte_pairs
+from s2_megatron.tools.dataset.write import write_dataset
 from studies.files import Document, Root, file_texts, find_files, machine_roots, make_documents, scan
 
 FORMAT_VERSION = 1
@@ -201,7 +202,7 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
                 hashes[document.name] = digest
                 yield ids
 
-        tokens = write_documents(folder / "text", encoded())
+        tokens = write_dataset(folder / "text", encoded())
     step(f"{tokens:,} tokens, {size / tokens:.2f} bytes a token")
     vocabulary = settings.vocabulary if byte_pairs else Bytes.VOCABULARY
     (folder / "documents.json").write_text(json.dumps(hashes, indent=0) + "\n")

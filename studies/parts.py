@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.corpus import Corpus, write_documents
+from s2_megatron.tools.dataset.write import write_dataset
+from studies.corpus import Corpus
 
 PARTS = ("first", "more", "all")
 
@@ -61,7 +62,7 @@ def split_corpus(corpus: Corpus, share: float) -> dict[str, Part]:
         unfinished.mkdir()
         try:
             for name, documents in training.items():
-                write_documents(unfinished / name, (data[at] for at in (*documents, *validation)))
+                write_dataset(unfinished / name, (data[at] for at in (*documents, *validation)))
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -21,13 +21,15 @@ import json
 import multiprocessing
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from examples.quickstart.dataset import write_documents
+from s2_megatron.tools.dataset.write import write_dataset
 from studies.corpus import Corpus
 
 FORMAT_VERSION = 2
@@ -180,7 +182,13 @@ def prepare_tasks(runs: Path, length: int, settings: TaskSettings, tell=print) -
         chunks = [range(start, min(start + 64, settings.sequences)) for start in range(0, settings.sequences, 64)]
         with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
             made = pool.imap(_training_sequences, [(chunk, length, settings) for chunk in chunks])
-            write_documents(unfinished / "text", (ids for sequences in made for ids in sequences), digest.update)
+
+            def hashed() -> Iterator[np.ndarray]:
+                for ids in chain.from_iterable(made):
+                    digest.update(ids.tobytes())
+                    yield ids
+
+            write_dataset(unfinished / "text", hashed())
         description = {
             "sha256": digest.hexdigest(),
             "documents": settings.sequences,

@@ -35,7 +35,7 @@ REFUSALS = (
     Refusal(
         "softmax_type",
         lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla",
-        "--softmax-type {args.softmax_type}: S2 attention has no attention sink and no off-by-one softmax",
+        "--softmax-type {args.softmax_type}: S2 attention adds no offset to the softmax's sum",
         "use --softmax-type vanilla",
     ),
     Refusal(

@@ -38,6 +38,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import CheckpointError
+from s2_megatron.megatron.processes import tell_torchrun
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
@@ -178,15 +179,18 @@ def recorded_run(args: Namespace) -> Iterator[None]:
         _ended(args, "failed", line, began, iteration, status or 1)
         if status:
             raise
+        tell_torchrun(f"error: {line}")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
         if _is_refusal(error) and TRACEBACK not in sys.argv:
             _ended(args, "refused", str(error), began, None, 2)
             wait_for_first_of_node()
+            tell_torchrun(f"error: {error}")
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
         _ended(args, "failed", _one_line(error), began, _steps_done(args)[1], 1)
+        tell_torchrun(_one_line(error))
         raise
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])

@@ -10,11 +10,14 @@ goes to standard output.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO
+
+from s2_megatron.tools.progress import working
 
 PROMPT_END = 8  # tokens
 
@@ -50,10 +53,11 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
 
     folder = iteration_folder(args.load)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model
+    with working("loading Megatron and the tokenizer"):
+        from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model
 
-    trained = checkpoint_arguments(folder)
-    tokenizer = _tokenizer(trained, args.tokenizer)
+        trained = checkpoint_arguments(folder)
+        tokenizer = _tokenizer(trained, args.tokenizer)
     start = tokenizer.tokenize(prompt)
     if not start:
         raise ValueError("--prompt has no token; expected a text, e.g. --prompt 'def '")
@@ -68,17 +72,21 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
     from s2_megatron.ops.api import resolve_backend
 
     dtype = torch.float32 if compute_device().type == "cpu" else trained.params_dtype
-    loaded = load_model(folder, s2_config=args.s2_config, dtype=dtype)
+    with working("loading the checkpoint"):
+        loaded = load_model(folder, s2_config=args.s2_config, dtype=dtype)
     # Rows of the embedding that are no words are never chosen.
     words = min(tokenizer.vocab_size, trained.padded_vocab_size)
     choose = chooser(args.temperature, args.top_k, args.seed, words)
     resolve_backend("auto", compute_device().type)  # says which, before the text
+    tokens = continuation(loaded.model, start, args.max_new_tokens, choose)
+    with working(f"reading the {len(start)} tokens of the prompt"):  # before the text: a spinner clears its line
+        first = next(tokens)
     print(prompt, end="", file=output, flush=True)
     # Behind the end of the prompt, for what stands between two tokens depends on both.
     shown = list(start[-PROMPT_END:])
     text = tokenizer.detokenize(shown)
     try:
-        for token in continuation(loaded.model, start, args.max_new_tokens, choose):
+        for token in itertools.chain([first], tokens):
             if token == getattr(tokenizer, "eod", None):
                 break
             shown.append(token)

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from s2_megatron.tools.dataset.write import write_dataset
 from studies import continued
 from studies.after_training import TEXT_TESTS
 from studies.continuations import ALL, CONTINUATIONS, token_flops
 from studies.continued import make_jobs
-from studies.corpus import Corpus, write_documents
+from studies.corpus import Corpus
 from studies.data import Run, read_study
 from studies.launch import Job, chosen_yaml, command
 from studies.parts import split_corpus
@@ -68,7 +69,7 @@ evaluation(steps, base - 1)
 def corpus(tmp_path_factory):
     """Documents of WIDTH tokens, each of its own number alone."""
     folder = tmp_path_factory.mktemp("corpus")
-    write_documents(folder / "text", (np.full(WIDTH, number, np.uint16) for number in range(DOCUMENTS)))
+    write_dataset(folder / "text", (np.full(WIDTH, number, np.uint16) for number in range(DOCUMENTS)))
     description = {"sha256": "ab" * 32, "vocabulary": 512, "tokens": DOCUMENTS * WIDTH, "split": "90,10,0"}
     return Corpus(folder, description)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from examples.quickstart.dataset import write_documents
+from s2_megatron.tools.dataset.write import write_dataset
 from studies import run
 from studies.after_training import TEXT_TESTS, measure_text
 from studies.copies import GROUPS, ORDERS, groups_of, last_distances, score, validation_sequences
@@ -54,12 +54,12 @@ def test_distances():
 def test_only_documents_that_training_never_sees(tmp_path):
     """Documents of one id each, 0 to 9: the last two of ten are for validation."""
     ids = (np.full(300, document, np.uint16) for document in range(10))
-    write_documents(tmp_path / "text", ids)
+    write_dataset(tmp_path / "text", ids)
     corpus = Corpus(tmp_path, {"split": TINY.corpus.split, "sha256": "0" * 64})
     found = validation_sequences(TINY, corpus)
     assert TINY.corpus.split == "80,20,0" and set(np.unique(found)) == {8, 9}
     assert found.shape == (600 // (TINY.model.seq_length + 1), TINY.model.seq_length + 1)
-    write_documents(tmp_path / "text", (np.full(100, document, np.uint16) for document in range(10)))
+    write_dataset(tmp_path / "text", (np.full(100, document, np.uint16) for document in range(10)))
     with pytest.raises(ValueError, match="200 tokens to validate with; expected 257 or more"):
         validation_sequences(TINY, corpus)
 

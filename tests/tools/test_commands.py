@@ -53,7 +53,12 @@ def test_every_command_has_its_own_help(name, capsys):
     "arguments, words",
     [
         ([], "the following arguments are required: COMMAND; see s2-megatron --help"),
-        (["inspekt"], "invalid choice: 'inspekt' (choose from"),
+        (["insepct"], "insepct is no command; did you mean inspect?; see s2-megatron --help"),
+        (["xyzzy"], "xyzzy is no command; see s2-megatron --help"),
+        (
+            ["generate", "--load", "x", "--promt=a", "--prompt", "a"],
+            "--promt=a; did you mean --prompt?; see s2-megatron",
+        ),
         (["inspect"], "--num-layers, --num-attention-heads, --seq-length: not given; expected the sizes"),
         (["env-report", "--all"], "unrecognized arguments: --all; see s2-megatron env-report --help"),
         (
@@ -67,6 +72,16 @@ def test_bad_input_is_one_error_line(arguments, words, capsys):
     assert status(*arguments) == 2
     out, error = capsys.readouterr()
     assert not out and error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_a_shell_completes_commands_and_options(tmp_path):
+    """As argcomplete's function in bash asks: the line is in the environment, the answer goes to descriptor 8."""
+    pytest.importorskip("argcomplete")
+    for line, expected in (("s2-megatron in", {"inspect"}), ("s2-megatron generate --te", {"--temperature"})):
+        words = dict(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n")
+        environment = os.environ | words | {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+        subprocess.run([sys.executable, "-m", "s2_megatron"], cwd=ROOT, env=environment, check=True)
+        assert {word.strip() for word in (tmp_path / "found").read_text().splitlines()} == expected
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad setting"), PermissionError(13, "Permission denied", "/file")])
@@ -168,7 +183,8 @@ def test_the_package_is_the_command():
         [sys.executable, "-m", "s2_megatron", "schema", "--wrong"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 2
-    assert done.stderr == "error: unrecognized arguments: --wrong; see s2-megatron schema --help\n"
+    meant = "did you mean --write?; see s2-megatron schema --help"
+    assert done.stderr == f"error: unrecognized arguments: --wrong; {meant}\n"
 
 
 @pytest.mark.parametrize("version", ["0.20.0+abc", importlib.metadata.version("megatron-core")], ids=["other", "equal"])

@@ -26,6 +26,7 @@ from s2_megatron.config.errors import nearest_name, printable
 from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
+from s2_megatron.megatron.processes import tell_torchrun
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
 from s2_megatron.printing import print_once
@@ -222,10 +223,12 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
             print(held.getvalue(), end="", flush=True)
             if first:
                 record("failed", f"{type(error).__name__}: {error}", 1)
+            tell_torchrun(f"{type(error).__name__}: {error}")
             raise
         text = error_text(error, held.getvalue())
         if first:
             record("refused", text, 2)
+        tell_torchrun(f"error: {text}")
         print(f"error: {text}", file=sys.stderr, flush=True)
         sys.exit(2)
     print(held.getvalue(), end="", flush=True)
