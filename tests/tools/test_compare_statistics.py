@@ -27,8 +27,8 @@ from s2_megatron.tools.compare.table import amount_text
 
 PAIRS = 200
 RUN_OFFSET = LARGE_RUNS.nats
-# The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %, one above 20 of 0.1 %: the
-# bound where many rates are asked for.
+# The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %, one above 20 of 0.1 %,
+# which is the bound where many rates are asked for.
 CALLED_AT_MOST, CALLED_AT_MOST_OF_MANY = 17, 20
 
 

@@ -115,11 +115,21 @@ def attention(notes, kernels="S2", **changes):
     (dict(keys=200), "at 200 keys a query: measured from"),
     (dict(keys=400_000), "the rate of 33,698 is taken"),
     (dict(kernels="dense", head_dim=64, keys=65536), "dense attention at head dim 64"),
+    (dict(kernels="dense", kv_heads=2, keys=65536), "dense attention with 2 KV heads a GPU: measured from 8 on"),
 ])  # fmt: skip
 def test_what_lies_outside_of_the_tables_is_said(changes, word):
     notes = set()
     time = attention(notes, **changes)
     assert time.forward > 0 and len(notes) == 1 and word in notes.pop()
+
+
+@pytest.mark.parametrize("tokens, nearest", [(8192, "32,768"), (1 << 20, "131,072")])
+def test_an_exchange_over_lengths_that_were_not_measured_is_said(tokens, nearest):
+    notes = set()
+    rate = TABLES.exchange("sparse", 4, tokens, notes)
+    assert rate == TABLES.exchange("sparse", 4, int(nearest.replace(",", "")), inside := set()) and not inside
+    (note,) = notes
+    assert f"over {tokens:,} tokens: measured from 32,768 to 131,072, the rate of {nearest} is taken" in note
 
 
 def test_inside_of_the_tables_nothing_is_said_and_the_rows_come_back():
