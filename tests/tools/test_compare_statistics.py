@@ -33,9 +33,10 @@ CALLED_AT_MOST, CALLED_AT_MOST_OF_MANY = 17, 20
 
 
 def noise(rng, steps: int, correlation: float, size: float) -> np.ndarray:
-    """A stationary series, correlated from step to step; with correlation 1 a random walk. Returns float64 [steps]."""
+    """A stationary series, correlated from step to step; with correlation 1 the last quarter of a random walk. Returns
+    float64 [steps]."""
     if correlation == 1.0:
-        return np.cumsum(rng.normal(0, size, steps))
+        return np.cumsum(rng.normal(0, size, 4 * steps))[-steps:]
     before = 1000  # steps, after which a series of 0.99 has forgotten its start
     shocks = rng.normal(0, size * np.sqrt(1 - correlation**2), before + steps)
     return signal.lfilter([1.0], [1.0, -correlation], shocks)[before:]
@@ -91,8 +92,11 @@ def test_too_few_steps_and_a_slow_drift_are_said():
     few = difference_of_pairs([pair(rng, MIN_STEPS - 1, 0.0, gap=0.05)], RUN_OFFSET)
     assert few.verdict == "not told apart" and "39 steps were compared, 40 or more are needed" in few.undecided
     assert difference_of_pairs([pair(rng, MIN_STEPS, 0.0, gap=0.05)], RUN_OFFSET).verdict == "worse"
-    drifting = [(arm + 0.2, baseline) for arm, baseline in (pair(rng, 75, 0.99) for _ in range(3))]
+    walks = [noise(rng, 75, 0.99, 0.01) for _ in range(3)]
+    drifting = [(3.3 + 0.03 + walk, np.full(75, 3.3)) for walk in walks]
     assert "drifts too slowly for the 75 steps" in difference_of_pairs(drifting[:1], RUN_OFFSET).undecided
+    # A gap of many times what the drift moves is decided all the same.
+    assert difference_of_pairs([(3.3 + 0.3 + walks[0], np.full(75, 3.3))], RUN_OFFSET).verdict == "worse"
     # Three pairs measure themselves how far apart such drifts end.
     assert difference_of_pairs(drifting, RUN_OFFSET).undecided == ""
 
