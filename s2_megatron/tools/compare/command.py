@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(table.as_json(comparison), indent=1))
     else:
         printed = console()
-        for line in table.verdict_lines(comparison):
+        for line in [*(text for _, text in table.verdict_lines(comparison)), *table.about_verdicts(comparison)]:
             printed.print(line, highlight=False, markup=False)
         printed.print()
         printed.print(table.rich_table(comparison), highlight=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 from s2_megatron.tools.compare import table
 from s2_megatron.tools.compare.figures import legend_svgs, pattern_svg, svg_panels
 from s2_megatron.tools.compare.measure import Comparison
+from s2_megatron.tools.compare.settings import Arm
 from s2_megatron.tools.outputs import write_file
 
 _STYLE = """
@@ -48,11 +49,9 @@ def make_page(comparison: Comparison, x: str) -> str:
         " and ".join(names) if len(names) <= table.MOST_BESIDE else f"{len(names)} runs against {names[0]}"
     )
     parts = [f"<h1>{title}</h1>"]
-    lines = table.verdict_lines(comparison)
-    for result, text in zip(comparison.results[1:], lines):
-        kind = html.escape(result.difference.verdict.replace(" ", "-"))
-        parts.append(f'<p class="verdict {kind}">{html.escape(text)}</p>')
-    parts += [f'<p class="note">{html.escape(text)}</p>' for text in lines[len(comparison.results) - 1 :]]
+    for verdict, text in table.verdict_lines(comparison):
+        parts.append(f'<p class="verdict {verdict.replace(" ", "-")}">{html.escape(text)}</p>')
+    parts += [f'<p class="note">{html.escape(text)}</p>' for text in table.about_verdicts(comparison)]
     parts += [_table(comparison), f'<p class="note">{html.escape(table.footnote())}</p>', *_remarks(comparison)]
     parts.append('<h2>Curves</h2><div class="tabs" role="tablist">over ')
     for axis in axes:
@@ -67,7 +66,14 @@ def make_page(comparison: Comparison, x: str) -> str:
             for name, svg in svg_panels(comparison, axis).items()
         )
         parts.append(f'<div class="panels" data-axis="{axis}">{panels}</div>')
-    pictures = [(result.arm.name, svg) for result in comparison.results if (svg := pattern_svg(result.arm)) is not None]
+    alike: dict[str, list[Arm]] = {}
+    for result in comparison.results:
+        alike.setdefault(result.arm.sparsity, []).append(result.arm)
+    pictures = [
+        (", ".join(arm.name for arm in arms), svg)
+        for arms in alike.values()
+        if (svg := pattern_svg(arms[0])) is not None
+    ]
     if pictures:
         parts.append("<h2>Patterns</h2><p class=note>The share of a layer's heads that attend each key block.</p>")
         parts += [f"<figure><figcaption>{html.escape(name)}</figcaption>{svg}</figure>" for name, svg in pictures]

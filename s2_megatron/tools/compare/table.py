@@ -93,12 +93,35 @@ def verdict_line(result: ArmResult, comparison: Comparison) -> str:
     return f"{verdict}: its training loss is {range_text(difference)}."
 
 
-def verdict_lines(comparison: Comparison) -> list[str]:
-    """The sentence of every arm, and then where the intervals come from."""
+def verdict_lines(comparison: Comparison) -> list[tuple[str, str]]:
+    """[(verdict, its sentence)] of every arm; of many arms a sentence for each verdict, as the table has the rest."""
+    baseline, *others = comparison.results
+    if len(others) < MOST_BESIDE:
+        return [(result.difference.verdict, verdict_line(result, comparison)) for result in others]
+    lines = []
+    for verdict, text in (
+        ("better", f"better than {baseline.arm.name}"),
+        ("worse", f"worse than {baseline.arm.name}"),
+        ("not told apart", f"not told apart from {baseline.arm.name}"),
+    ):
+        names = [result.arm.name for result in others if result.difference.verdict == verdict]
+        if names:
+            lines.append((verdict, f"{len(names)} of {len(others)} are {text}: {', '.join(names)}."))
+    return lines
+
+
+def about_verdicts(comparison: Comparison) -> list[str]:
+    """Where the intervals come from."""
     others = comparison.results[1:]
     if not others:
         return ["All runs have the same settings: there is nothing to compare but their spread over seeds."]
-    return [verdict_line(result, comparison) for result in others] + _about_intervals(comparison)
+    undecided = [result for result in others if result.difference.undecided]
+    lines = _about_intervals(comparison)
+    if undecided and len(others) >= MOST_BESIDE:
+        lines.insert(
+            0, f"{len(undecided)} have no interval, as {undecided[0].arm.name}: {undecided[0].difference.undecided}."
+        )
+    return lines
 
 
 def _about_intervals(comparison: Comparison) -> list[str]:
