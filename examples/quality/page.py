@@ -89,7 +89,7 @@ def _loss_rows(scale: Scale) -> list[list[str]]:
             [
                 result.arm.name,
                 f"{100 * density(scale.study, result.arm.name):.1f} %",
-                f"{number(result.arm.runs[0].arguments, 'lr'):g}",
+                ", ".join(dict.fromkeys(f"{number(run.arguments, 'lr'):g}" for run in result.arm.runs)),
                 f"{result.validation:.4f}{spread}",
                 paired(result),
                 gap(_mean_last(result, trailing), _mean_last(dense, trailing)),
