@@ -5,7 +5,8 @@ TensorBoard's files hold the exact ones but stay in a buffer for two minutes and
 is flushed line by line, so that an iteration that has a checkpoint has its line too (patches.py puts it into the
 training loop):
 
-    {"run": {"arguments": {...}, "flops_per_token": {"attended": 5.1e9, "dense": 6.3e9}}, "iteration": 1, "time": ...}
+    {"run": {"arguments": {...}, "flops_per_token": {"attended": 5.1e9, "dense": 6.3e9},
+             "machine": {"device": "NVIDIA H100 80GB HBM3"}}, "iteration": 1, "time": ...}
     {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0, "samples": 4,
      "time": 1760000000.25}
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
