@@ -10,6 +10,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
+| keep_attention_outputs | checkpoint, te_checkpoint of core | which call is run again is told nowhere (recompute.py) |
 | install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
@@ -48,6 +49,7 @@ from s2_megatron.megatron.run_records import (
     run_header,
     validation_suffixes,
 )
+from s2_megatron.ops.recompute import keep_outputs
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,13 @@ def use_prebuilt_dataset_helpers() -> bool:
         )
     utils.compile_helpers = _prebuilt_dataset_helpers
     return True
+
+
+def _replace_everywhere(old, new) -> None:
+    """In the modules that have imported it by its name, too."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(old.__name__) is old:
+            setattr(module, old.__name__, new)
 
 
 # Name in megatron.training.training -> method of FlopAccounting that takes its place.
@@ -113,10 +122,7 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     _accounting = FlopAccounting(args, sparsity, _uncounted)
     if first:
         for name, method in _COUNTED.items():
-            counting = _counting(name, method)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(name) is _uncounted[name]:
-                    setattr(module, name, counting)
+            _replace_everywhere(_uncounted[name], _counting(name, method))
         print_once(
             f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
         )
@@ -197,6 +203,28 @@ def install_loss_log(path: str | Path | None) -> None:
     training.training_log = logged_training_log
     training.evaluate = logged_evaluate
     training.evaluate_and_print_results = logged_evaluate_and_print_results
+
+
+_keeps_outputs = False
+
+
+def keep_attention_outputs() -> None:
+    """Lets attention know in which checkpointed call it runs (ops/recompute.py), of Megatron's own activation
+    checkpoints and those of Transformer Engine, which it takes under fp8 and fp4."""
+    global _keeps_outputs
+    if _keeps_outputs:
+        return
+    _keeps_outputs = True
+
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+
+    for checkpoint in (random.checkpoint, transformer_engine.te_checkpoint):
+        _replace_everywhere(checkpoint, functools.partial(_keeping, checkpoint))
+
+
+def _keeping(checkpoint, function, *args, **kwargs):
+    return checkpoint(keep_outputs(function), *args, **kwargs)
 
 
 _asks_layer_spec = False
