@@ -17,6 +17,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.counted_targets import count_targets
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.patches import (
@@ -253,6 +254,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
             "flag"
         )
     run = check_run(args)
+    count_targets(args)
     install_loss_log(args.s2_loss_log)
     guard_processes()
     report_missing_flags(args)

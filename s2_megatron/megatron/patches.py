@@ -30,6 +30,7 @@ from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
+from s2_megatron.megatron.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
 from s2_megatron.megatron.dataset_helpers import check_build
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
@@ -134,8 +135,8 @@ _logging = False
 
 
 def install_loss_log(path: str | Path | None) -> None:
-    """Has Megatron's training loop append its losses to `path`, and log the losses by position where they are added up
-    (`measure_position_loss`); nothing without both.
+    """Has Megatron's training loop append its losses to `path`, log the losses by position where they are added up
+    (`measure_position_loss`), and say so where no target counted (`count_targets`); nothing without all three.
 
     `training_log` is where every iteration's losses pass before they are rounded and averaged. `evaluate` returns those
     of an evaluation without its name, which only its caller `evaluate_and_print_results` is told.
@@ -150,7 +151,7 @@ def install_loss_log(path: str | Path | None) -> None:
             )
         _loss_log = _loss_log or LossLog(path, run_header)
         logger.info("losses are appended to %s", path)
-    if _logging or (path is None and position_loss() is None):
+    if _logging or (path is None and position_loss() is None and counted_targets() is None):
         return
     _logging = True
 
@@ -164,15 +165,16 @@ def install_loss_log(path: str | Path | None) -> None:
 
     @functools.wraps(training_log)
     def logged_training_log(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
-        iteration, positions = given["iteration"], read_position_loss(TRAIN)
+        call = signature.bind(*args, **kwargs)
+        given, positions = call.arguments, read_position_loss(TRAIN)
+        iteration, given["loss_dict"] = given["iteration"], losses_of_step(given["loss_dict"], given["iteration"])
         if _loss_log is not None:
             record = {"iteration": iteration}
             record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
             record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
             record |= {"skipped": given["skipped_iter"]} | progress() | as_record(positions)
             _loss_log.append(record)
-        result = training_log(*args, **kwargs)
+        result = training_log(*call.args, **call.kwargs)
         report_position_loss(positions, iteration)
         return result
 
@@ -181,6 +183,7 @@ def install_loss_log(path: str | Path | None) -> None:
         result = evaluate(*args, **kwargs)
         positions = read_position_loss(EVALUATE)
         if evaluated and result[0] is not None:
+            result = (losses_of_evaluation(result[0], evaluated["validation"]), *result[1:])
             losses = {name: exact_number(value) for name, value in result[0].items()}
             if _loss_log is not None:
                 _loss_log.append(evaluated | losses | as_record(positions))

@@ -50,6 +50,10 @@ GRACE_SECONDS = 10.0
 STATUS_RESUME = 16
 
 
+class RunError(ValueError):
+    """Ends a run that trains already; its message says everything, so that no traceback is printed."""
+
+
 def write_status(save: str | Path | None, state: str, line: str, *, iteration: int | None = None, status: int = 0):
     """Writes the file; nothing without --save. save: the folder of --save, which is made. status: of the exit.
 
@@ -155,7 +159,7 @@ def recorded_run(args: Namespace) -> Iterator[None]:
     args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
     sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
     run that returns without a step although there were some to do. A checkpoint that turns out not to be what was saved
-    when it is loaded is refused as at the start (start_up.py): one line, status 2.
+    when it is loaded is refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
     """
     first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
     if first:
@@ -186,8 +190,13 @@ def recorded_run(args: Namespace) -> Iterator[None]:
             wait_for_first_of_node()
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
-        _ended(args, "failed", _one_line(error), began, _steps_done(args)[1], 1)
-        raise
+        explained = isinstance(error, RunError) and TRACEBACK not in sys.argv
+        _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
+        if not explained:
+            raise
+        wait_for_first_of_node()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
 
