@@ -29,6 +29,7 @@ from s2_megatron.megatron.patches import (
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
+from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
@@ -214,6 +215,8 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
             "one out"
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
+    if args.padded_vocab_size:
+        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
     if args.s2_config is None:

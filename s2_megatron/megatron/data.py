@@ -38,7 +38,6 @@ from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
 from s2_megatron.megatron.loss import language_model_loss
 from s2_megatron.megatron.position_loss import packed_positions, position_loss
-from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
 
@@ -146,7 +145,6 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
     if args.s2_loss_from_token is not None and batch["labels"] is not None:
-        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
         batch["loss_mask"] = batch["loss_mask"] * (batch["labels"] >= args.s2_loss_from_token)
     positions = None
     if position_loss() is not None and batch["labels"] is not None:

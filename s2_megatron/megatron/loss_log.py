@@ -32,6 +32,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
+from s2_megatron.megatron.run_status import RunError
+
 logger = logging.getLogger(__name__)
 
 HEADER = "run"  # the key of the first record of each process: its arguments, and FLOPs per token
@@ -87,7 +89,7 @@ class LossLog:
             _drop_unfinished_line(path)
 
     def append(self, record: dict) -> None:
-        """Raises ValueError when the file cannot be written, as on a full disk."""
+        """Raises RunError when the file cannot be written, as on a full disk."""
         if self.file is None:
             return
         lines = json.dumps(record) + "\n"
@@ -99,7 +101,7 @@ class LossLog:
             self.file.write(lines)
             self.file.flush()
         except OSError as error:
-            raise ValueError(
+            raise RunError(
                 f"--s2-loss-log={self.path} cannot be written: {error.strerror}; expected room for a line; free some "
                 "space; the same command goes on from the last checkpoint"
             ) from error

@@ -20,11 +20,13 @@
 | failed | ended with the error of `line` | look at the log |
 
 One key a line, so that a shell script needs no JSON. Written to another name and renamed: a reader sees the old or the
-new file, never a part of one. A disk that is full does not change how the run ends.
+new file, never a part of one. On a disk that is full it is written over the old file, which has spaces behind its
+record for that.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -42,7 +44,9 @@ from s2_megatron.megatron.checkpoint_folder import CheckpointError
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
 LONGEST_LINE = 2000
+RESERVED = 4096  # bytes of a running run's file, room for any other
 TRACEBACK = "--s2-traceback"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
 # one as well, so that the first one's checks are done and the error is printed once.
 GRACE_SECONDS = 10.0
@@ -74,17 +78,26 @@ def write_status(save: str | Path | None, state: str, line: str, *, iteration: i
     }
     path = Path(save) / FILE
     temporary = path.with_name(f".{FILE}.{record['host']}.{os.getpid()}")
+    text = (json.dumps(record, indent=1) + "\n").encode()
+    reserved = text.ljust(RESERVED - 1) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_now(temporary, "wb", reserved if state == "running" else text)
         temporary.replace(path)
     except OSError as error:
-        print(f"S2: {path} could not be written ({error.strerror}); it would say: {state}: {line}", file=sys.stderr)
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if error.errno in FULL and path.exists() and path.stat().st_size >= len(reserved):
+            with suppress(OSError):
+                return _write_now(path, "r+b", reserved)
+        print(f"S2: {path} could not be written ({error.strerror}); it would say: {state}: {line}", file=sys.stderr)
+
+
+def _write_now(path: Path, mode: str, text: bytes) -> None:
+    with path.open(mode) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_status(save: str | Path) -> dict | None:
