@@ -167,10 +167,10 @@ def install_loss_log(path: str | Path | None) -> None:
     def logged_training_log(*args, **kwargs):
         call = signature.bind(*args, **kwargs)
         given, positions = call.arguments, read_position_loss(TRAIN)
-        iteration, given["loss_dict"] = given["iteration"], losses_of_step(given["loss_dict"], given["iteration"])
+        iteration, losses = given["iteration"], given["loss_dict"]
+        given["loss_dict"] = kept = losses_of_step(losses, iteration)
         if _loss_log is not None:
-            record = {"iteration": iteration}
-            record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
+            record = {"iteration": iteration} | {name: exact_number(kept.get(name)) for name in losses}
             record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
             record |= {"skipped": given["skipped_iter"]} | progress() | as_record(positions)
             _loss_log.append(record)
@@ -183,8 +183,8 @@ def install_loss_log(path: str | Path | None) -> None:
         result = evaluate(*args, **kwargs)
         positions = read_position_loss(EVALUATE)
         if evaluated and result[0] is not None:
-            result = (losses_of_evaluation(result[0], evaluated["validation"]), *result[1:])
-            losses = {name: exact_number(value) for name, value in result[0].items()}
+            kept = losses_of_evaluation(result[0], evaluated["validation"])
+            losses, result = {name: exact_number(kept.get(name)) for name in result[0]}, (kept, *result[1:])
             if _loss_log is not None:
                 _loss_log.append(evaluated | losses | as_record(positions))
             suffix = suffixes.pop(0) if suffixes else ""
