@@ -11,7 +11,8 @@ training loop):
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
 
 Each process begins with the first kind, Megatron's arguments. A loss is null where no target counted. With
---s2-position-loss the others have "lm loss by position/..." and "tokens by position/...", too. `time` is in seconds of the clock, `samples` the sequences consumed.
+--s2-position-loss the others have "lm loss by position/..." and "tokens by position/...", too. `time` is in seconds
+of the clock, `samples` the sequences consumed.
 
 A resumed run appends. `read_loss_log` takes back what was logged after the iteration that it resumed at, so that one
 gapless run is left. The log has one writer at a time: a second process is refused, and a process whose torchrun was
