@@ -305,7 +305,7 @@ def main() -> int:
     names = args.only or possible
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(Path(folder), f"--distributed-backend {backend}", timeout=args.timeout, gpus=gpus > 0)
+        lab = Lab(Path(folder), f"--distributed-backend {backend}", timeout=args.timeout, gpus=bool(gpus))
         lab.sparsity.write_text(SPARSITY)
         write_corpus(lab.folder / "corpus")
         table = Table(lab, f"{SIZES[size]} {MODEL}", engine, args.jobs or (8 if gpus else 1), args.seeds)
