@@ -123,6 +123,7 @@ def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
     [
         ("DRY_RUN", "true", "0 or 1"),
         ("MOCK_DATA", "yes", "0 or 1"),
+        ("DATA_PATH", "/none", "none beside MOCK_DATA=1, which trains on random tokens; unset one of them"),
         ("PREFLIGHT", "off", "0 or 1"),
         ("NNODES", "two", "1 to 65536 nodes"),
         ("NNODES", "0", "1 to 65536 nodes"),

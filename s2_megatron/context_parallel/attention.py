@@ -31,7 +31,7 @@ from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
-from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
+from s2_megatron.ops.recompute import LayerOutput, recompute_attention
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 
@@ -110,12 +110,12 @@ class ContextParallel:
         packed: PackedSequence | None = None,
         backend: str = "auto",
         deterministic: bool = False,
-        outputs: RecomputeOutputs | None = None,
+        output: LayerOutput | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
-        documents of all ranks' tokens together. outputs: of a layer that is recomputed, to launch no second forward.
+        documents of all ranks' tokens together. output: of a layer that is recomputed, to launch no second forward.
         The other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as
         s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
         """
@@ -136,7 +136,7 @@ class ContextParallel:
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
         if packed is None and self.comm_type != "a2a":
-            return self._own_queries(query, key, value, call, outputs)
+            return self._own_queries(query, key, value, call, output)
         if self.comm_type == "sparse":
             raise ValueError(
                 "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
@@ -149,7 +149,7 @@ class ContextParallel:
             order = sequence_order(tokens, self.size, query.device)
         if self.comm_type == "a2a":
             whole = RowsToHeads.apply(query, key, value, order, self.group)
-            return HeadsToRows.apply(recompute_attention(*whole, call, outputs), order, self.group)
+            return HeadsToRows.apply(recompute_attention(*whole, call, output), order, self.group)
         if self.cut == "sequence":
             call = call._replace(packed=documents_of_rank(packed, self.rank, self.size, tokens))
         whole = GatherRows.apply(key, value, order, self.group)
@@ -157,17 +157,17 @@ class ContextParallel:
         # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are
         # not read.
         all_queries = query.new_zeros((tokens, *query.shape[1:])).index_copy(0, rows, query)
-        return recompute_attention(all_queries, *whole, call, outputs)[rows]
+        return recompute_attention(all_queries, *whole, call, output)[rows]
 
-    def _own_queries(self, query, key, value, call: AttentionCall, outputs):
+    def _own_queries(self, query, key, value, call: AttentionCall, output):
         """Of one unpacked sequence: this rank's queries and the keys that they need, by sparse or all_gather."""
         state = self.state(query.shape[0] * self.size, query.device)
         call = call._replace(layout=state.layout)
         function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
-        known = None if outputs is None else outputs.take()
+        known = None if output is None else output.take(query)
         out, lse = function.apply(query, key, value, call, state, self.keep_received, known)
-        if outputs is not None:
-            outputs.store(out, lse)
+        if output is not None:
+            output.store(out, lse)
         return out
 
     def state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:

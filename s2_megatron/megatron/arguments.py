@@ -17,6 +17,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.counted_targets import count_targets
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.patches import (
@@ -28,6 +29,7 @@ from s2_megatron.megatron.patches import (
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
+from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
@@ -213,6 +215,8 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
             "one out"
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
+    if args.padded_vocab_size:
+        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
     if args.s2_config is None:
@@ -253,6 +257,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
             "flag"
         )
     run = check_run(args)
+    count_targets(args)
     install_loss_log(args.s2_loss_log)
     guard_processes()
     report_missing_flags(args)

@@ -10,6 +10,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
+| keep_attention_outputs | checkpoint, te_checkpoint of core | which call is run again is told nowhere (recompute.py) |
 | install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
@@ -29,6 +30,7 @@ from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
+from s2_megatron.megatron.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
 from s2_megatron.megatron.dataset_helpers import check_build
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
@@ -48,6 +50,7 @@ from s2_megatron.megatron.run_records import (
     run_header,
     validation_suffixes,
 )
+from s2_megatron.ops.recompute import keep_outputs
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,13 @@ def use_prebuilt_dataset_helpers() -> bool:
         )
     utils.compile_helpers = _prebuilt_dataset_helpers
     return True
+
+
+def _replace_everywhere(old, new) -> None:
+    """In the modules that have imported it by its name, too."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(old.__name__) is old:
+            setattr(module, old.__name__, new)
 
 
 # Name in megatron.training.training -> method of FlopAccounting that takes its place.
@@ -113,10 +123,7 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     _accounting = FlopAccounting(args, sparsity, _uncounted)
     if first:
         for name, method in _COUNTED.items():
-            counting = _counting(name, method)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(name) is _uncounted[name]:
-                    setattr(module, name, counting)
+            _replace_everywhere(_uncounted[name], _counting(name, method))
         print_once(
             f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
         )
@@ -128,8 +135,8 @@ _logging = False
 
 
 def install_loss_log(path: str | Path | None) -> None:
-    """Has Megatron's training loop append its losses to `path`, and log the losses by position where they are added up
-    (`measure_position_loss`); nothing without both.
+    """Has Megatron's training loop append its losses to `path`, log the losses by position where they are added up
+    (`measure_position_loss`), and say so where no target counted (`count_targets`); nothing without all three.
 
     `training_log` is where every iteration's losses pass before they are rounded and averaged. `evaluate` returns those
     of an evaluation without its name, which only its caller `evaluate_and_print_results` is told.
@@ -144,7 +151,7 @@ def install_loss_log(path: str | Path | None) -> None:
             )
         _loss_log = _loss_log or LossLog(path, run_header)
         logger.info("losses are appended to %s", path)
-    if _logging or (path is None and position_loss() is None):
+    if _logging or (path is None and position_loss() is None and counted_targets() is None):
         return
     _logging = True
 
@@ -158,15 +165,16 @@ def install_loss_log(path: str | Path | None) -> None:
 
     @functools.wraps(training_log)
     def logged_training_log(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
-        iteration, positions = given["iteration"], read_position_loss(TRAIN)
+        call = signature.bind(*args, **kwargs)
+        given, positions = call.arguments, read_position_loss(TRAIN)
+        iteration, losses = given["iteration"], given["loss_dict"]
+        given["loss_dict"] = kept = losses_of_step(losses, iteration)
         if _loss_log is not None:
-            record = {"iteration": iteration}
-            record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
+            record = {"iteration": iteration} | {name: exact_number(kept.get(name)) for name in losses}
             record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
             record |= {"skipped": given["skipped_iter"]} | progress() | as_record(positions)
             _loss_log.append(record)
-        result = training_log(*args, **kwargs)
+        result = training_log(*call.args, **call.kwargs)
         report_position_loss(positions, iteration)
         return result
 
@@ -175,7 +183,8 @@ def install_loss_log(path: str | Path | None) -> None:
         result = evaluate(*args, **kwargs)
         positions = read_position_loss(EVALUATE)
         if evaluated and result[0] is not None:
-            losses = {name: exact_number(value) for name, value in result[0].items()}
+            kept = losses_of_evaluation(result[0], evaluated["validation"])
+            losses, result = {name: exact_number(kept.get(name)) for name in result[0]}, (kept, *result[1:])
             if _loss_log is not None:
                 _loss_log.append(evaluated | losses | as_record(positions))
             suffix = suffixes.pop(0) if suffixes else ""
@@ -197,6 +206,28 @@ def install_loss_log(path: str | Path | None) -> None:
     training.training_log = logged_training_log
     training.evaluate = logged_evaluate
     training.evaluate_and_print_results = logged_evaluate_and_print_results
+
+
+_keeps_outputs = False
+
+
+def keep_attention_outputs() -> None:
+    """Lets attention know in which checkpointed call it runs (ops/recompute.py), of Megatron's own activation
+    checkpoints and those of Transformer Engine, which it takes under fp8 and fp4."""
+    global _keeps_outputs
+    if _keeps_outputs:
+        return
+    _keeps_outputs = True
+
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+
+    for checkpoint in (random.checkpoint, transformer_engine.te_checkpoint):
+        _replace_everywhere(checkpoint, functools.partial(_keeping, checkpoint))
+
+
+def _keeping(checkpoint, function, *args, **kwargs):
+    return checkpoint(keep_outputs(function), *args, **kwargs)
 
 
 _asks_layer_spec = False

@@ -313,6 +313,8 @@ def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path
         (cached / "snapshots/0a1b/config.json").write_text('{"model_type": "gpt2"}')
     done = command("--", *hub, *line(launch, tmp_path), "--data-path", f"{tmp_path}/other_words")
     assert done.returncode == 2 and "has the token 60000, and the vocabulary 300 tokens" in done.stderr, done.stderr
+    done = command("--", *hub, *line(launch, tmp_path), "--s2-loss-from-token", "300")
+    assert done.returncode == 2 and "=300: the vocabulary has no token above 299" in done.stderr, done.stderr
 
 
 def test_the_shape_of_a_checkpoint_is_compared():

@@ -75,16 +75,16 @@ def check_settings(args: Namespace) -> None:
     if args.split is not None:
         split_shares(args.split)
     if args.vocab_size is not None:
-        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size)
+        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)
 
 
 def check_first_token(first: int | None, vocabulary: int) -> None:
-    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: its tokens; some
-    tokenizers add one."""
-    if first is not None and first > vocabulary:
+    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: how many tokens
+    there may be, with one that a tokenizer adds to --vocab-size, or with the padding."""
+    if first is not None and first >= vocabulary:
         raise ValueError(
-            f"--s2-loss-from-token={first}: the vocabulary has {vocabulary} tokens, and no prediction would count; "
-            "expected one of them; name the first token that counts"
+            f"--s2-loss-from-token={first}: the vocabulary has no token above {vocabulary - 1}, and no prediction "
+            "would count; expected one of its tokens; name the first token that counts"
         )
 
 
