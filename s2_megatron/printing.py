@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 
 _printed: set[str] = set()
 
@@ -11,6 +13,17 @@ def is_first_rank() -> bool:
     """Whether this process is rank 0, from the environment that torchrun sets (works before torch.distributed
     starts)."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def open_streams() -> None:
+    """Standard streams that take everything: what is written to one that the shell has closed (`>&-`) goes nowhere, and
+    no file gets its number, into which libraries would write then; what a stream's encoding does not have, such as a
+    table's lines on an ASCII terminal or the name of a file that is no UTF-8, is escaped."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif mode == "w" and isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
 
 
 def print_once(text: str) -> None:

@@ -3,9 +3,11 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. Its docstring, with an
-example, is what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which
-becomes one `error:` line and status 2. Only the tool that is asked for is imported. Ctrl-C ends a command with one line
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS; a good line of it in
+tests/tools/tries.py has all its options and files tried with values that are none. Its docstring, with an example, is
+what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which becomes one
+`error:` line and status 2. Only the tool that is asked for is imported. Output that the terminal's encoding does not
+have is escaped. Ctrl-C ends a command with one line
 and status 130; it has to leave no half-written file (outputs.py, hf/folders.py). Where the reader of a pipe has gone, a
 command ends without a word and with status 141, as one does that SIGPIPE kills.
 
@@ -25,6 +27,8 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from s2_megatron import __version__
+from s2_megatron.printing import open_streams
+from s2_megatron.tools.streams import BAD_INPUT, flush, one_line, say_error
 
 
 class Command(NamedTuple):
@@ -60,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         unknown = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from", message)
         if unknown:
             message = f"{unknown[1]} is no command{_meant(unknown[1], COMMANDS)}"
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
 
 
 def _meant(word: str, names: Iterable[str]) -> str:
@@ -89,44 +93,27 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. arguments: default those of the command line. Returns the exit status."""
-    _open_streams()
+    open_streams()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         except BrokenPipeError:
             raise
-        except (ValueError, OSError) as error:  # said before what is left is written to a reader that may have gone
-            print(f"error: {error}", file=sys.stderr)
+        except BAD_INPUT as error:  # said before what is left is written to a reader that may have gone
+            say_error(error)
             with contextlib.suppress(OSError):
-                _flush()
+                flush()
             return 2
         finally:
-            _flush()
+            flush()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # who reads has seen enough, as in `| head`
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        say_error(error)
         return 2
-
-
-def _open_streams() -> None:
-    """What is written to a stream that the shell has closed (`>&-`) goes nowhere, and no file gets its number, into
-    which libraries would write then."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def _flush() -> None:
-    """Writes the rest of standard output here: an error at the end of the process would be a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
-        raise
 
 
 def _complete() -> None:
@@ -152,10 +139,6 @@ def _run(arguments: list[str]) -> int:
         behind = "; a training's launch line stands behind --" if command.takes_launch_line else ""
         options = parser._subparsers._group_actions[0].choices[args.command]._option_string_actions
         meant = _meant(unknown[0], set(options) - {"-h", "--help"}) if unknown[0].startswith("-") else ""
-        print(
-            f"error: unrecognized arguments: {' '.join(unknown)}{meant or behind}; see s2-megatron {args.command} "
-            "--help",
-            file=sys.stderr,
-        )
-        return 2
+        words = f"unrecognized arguments: {' '.join(unknown)}{meant or behind}"
+        raise ValueError(f"{words}; see s2-megatron {args.command} --help")
     return import_module(COMMANDS[args.command].module).run(args) or 0

@@ -7,6 +7,7 @@ the first thing that is wrong.
 from __future__ import annotations
 
 import math
+import os
 import re
 from argparse import Namespace
 from importlib.util import find_spec
@@ -153,7 +154,11 @@ def _check_load(args: Namespace, needed: bool) -> None:
     if args.load is None or "://" in args.load or args.non_persistent_ckpt_type is not None:
         return
     folder = Path(args.load)
-    if args.save is not None and "\0" not in args.load + args.save and folder.resolve() == Path(args.save).resolve():
+    if (
+        args.save is not None
+        and "\0" not in args.load + args.save
+        and os.path.realpath(folder) == os.path.realpath(args.save)
+    ):
         return
     if checkpoint_to_load(folder, step=args.ckpt_step) is None and needed:
         folder = folder.absolute()

@@ -29,7 +29,7 @@ from s2_megatron.megatron.preflight.flags import check_flags
 from s2_megatron.megatron.processes import tell_torchrun
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
-from s2_megatron.printing import print_once
+from s2_megatron.printing import open_streams, print_once
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
@@ -206,6 +206,7 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
     provider: add_s2_arguments. An error ends the process with status 2, after one line on stderr and an entry in the
     run's status file; with --s2-traceback, and when it is the machine's, it is raised.
     """
+    open_streams()
     first = is_first_of_node()
     held = _Held(sys.stdout)
     try:
