@@ -135,6 +135,8 @@ class ContextParallel:
                 f"query has {query.shape[0]} rows and key {key.shape[0]}; context parallelism trains, it does not "
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
+        # What travels is memory, which a lazily negated tensor is the negative of.
+        query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
         if packed is None and self.comm_type != "a2a":
             return self._own_queries(query, key, value, call, outputs)
         if self.comm_type == "sparse":

@@ -37,6 +37,7 @@ from s2_megatron.megatron.refusals import (
 from s2_megatron.megatron.report import report_flags_without_effect, report_ignored_flags, report_tensor_parallel
 from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
+from s2_megatron.ops.checks import check_dtype
 from s2_megatron.printing import print_once
 
 
@@ -201,6 +202,15 @@ def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> Resolve
     return sparsity
 
 
+def _check_backend(args: Namespace, run: S2Run) -> None:
+    """Raises ValueError for a backend that this machine does not have, or that does not compute in the run's type."""
+    device = compute_device().type
+    try:
+        check_dtype(resolve_backend(run.settings.backend, device), args.params_dtype, device)
+    except ValueError as error:
+        raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
+
+
 def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     """Everything that `prepare_s2` refuses, without what it installs and reports.
 
@@ -222,7 +232,7 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
     refuse_layers(args, run)
     if not elsewhere:
-        resolve_backend(run.settings.backend, compute_device().type)
+        _check_backend(args, run)
     compare_with_checkpoint(args, run.sparsity)
     return run
 

@@ -387,4 +387,4 @@ def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
 
 
 # attend(query, key, value, call of make_call) -> (out, LSE [B, H, rows]), with autograd.
-attend = register_attention(_op_forward, _op_backward)
+attend = register_attention(_op_forward, _op_backward, resolve_backend)
