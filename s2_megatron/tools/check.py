@@ -20,6 +20,7 @@ import warnings
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
+from s2_megatron.printing import held
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
 from s2_megatron.tools.rules import warnings as plan_warnings
@@ -147,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     line = parse_launch_line(launch_words(args.launch_line))
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        with contextlib.redirect_stdout(printed), held(printed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             checked = check_line(line)
     except (Exception, SystemExit) as error:

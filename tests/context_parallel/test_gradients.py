@@ -112,7 +112,7 @@ def test_triton_kernels(found, ranks):
             assert result["repeats"]
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_context_before_and_lazy_negation_change_nothing(found, ranks):
     for results in found(ranks):
         wrong = [name for name, right in results["contexts"].items() if not right]

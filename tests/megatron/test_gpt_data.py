@@ -130,7 +130,7 @@ def test_prints_once_and_on_rank_0(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     printing.print_once("second")
     printing.print_table("third")
-    assert capsys.readouterr().out == "first\n"
+    assert capsys.readouterr().err == "first\n"
 
 
 def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):

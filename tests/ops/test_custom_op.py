@@ -327,4 +327,4 @@ def test_the_backend_is_printed_once_by_a_compiled_call(capsys, monkeypatch):
     compiled = torch.compile(lambda *qkv: s2_attention(*qkv, **options)[0], backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(*leaves)
-    assert capsys.readouterr().out.count("S2 attention backend: reference") == 1
+    assert capsys.readouterr().err.count("S2 attention backend: reference") == 1
