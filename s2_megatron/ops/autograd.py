@@ -47,6 +47,7 @@ _PLAIN_KEYS = _key_sets(
 _PLAIN_THREAD_KEYS = _key_sets("BackendSelect ADInplaceOrView | BackendSelect")
 _keys_of_tensor, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
 _torch_function_mode = torch._C._is_torch_function_mode_enabled
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def first_derivative(backward: Callable) -> Callable:
@@ -181,6 +182,7 @@ def register_attention(forward: Callable, backward: Callable, resolve_backend: C
         ):  # AttentionCall, or what it was taken apart into: autograd works on each argument
             if isinstance(call, AttentionCall):
                 out, lse = forward(query, key, value, call)
+                ctx.as_saved = _hooks_of_saved_tensors(False) is None  # what is plain now will come back plain
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     out, lse = attention_op(query, key, value, *call)
@@ -197,7 +199,7 @@ def register_attention(forward: Callable, backward: Callable, resolve_backend: C
                 return None, None, None, None
             saved, call = ctx.saved_tensors, ctx.call
             if isinstance(call, AttentionCall):
-                if _is_plain(*saved, grad_out, grad_lse):
+                if _is_plain(grad_out, grad_lse) and (ctx.as_saved or _is_plain(*saved)):
                     return *differentiate(grad_out, grad_lse, *saved, call), None
                 call = _taken_apart(call)
             return *backward_op(grad_out, grad_lse, *saved, *call), None
