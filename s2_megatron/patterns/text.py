@@ -45,6 +45,8 @@ def pattern_of(text: str) -> Pattern:
             tables = [unpacked_table(table) for table in content["tables"]]
             shape = content["block_size"], content["heads"], content["kv_heads"]
             return BlockMaskPattern.from_csr(*shape, *zip(*tables))
+        if content["kind"] != "ranges":
+            raise ValueError(f"kind {shown(content['kind'])}")
         ranges = [tuple(map(tuple, item)) for item in content["ranges"]]
         heads = tuple(HeadPattern(ranges[index], offset) for index, offset in content["heads"])
         return RangePattern(content["block_size"], content["kv_heads"], heads)
