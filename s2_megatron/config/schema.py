@@ -19,7 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from s2_megatron.config.errors import nearest_name, shown
-from s2_megatron.patterns.checks import LARGEST_END, LARGEST_STRIDE, MOST_HEADS, MOST_TOKENS, Ranges
+from s2_megatron.patterns.checks import (
+    LARGEST_END,
+    LARGEST_SCALE,
+    LARGEST_STRIDE,
+    MOST_HEADS,
+    MOST_TOKENS,
+    SMALLEST_SCALE,
+    Ranges,
+)
 
 MOST_PLAN = 4096  # names in a plan
 MOST_SPECS = 256
@@ -208,7 +216,9 @@ class S2Config(_Strict):
     Or a list of names."""
     mtp_layers: Plan | None = Field(None, examples=["D"])
     """The plan of the multi-token-prediction layers; needed when the model has them."""
-    softmax_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(None, examples=[0.125])
+    softmax_scale: Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE, allow_inf_nan=False)] | None = Field(
+        None, examples=[0.125]
+    )
     """What all attention scores of the model are multiplied with, dense layers included. Left out: 1/sqrt(head
     dim)."""
     specs: dict[str, SpecConfig] = Field(

@@ -30,6 +30,7 @@ from s2_megatron.context_parallel.plan import check_block_count, check_comm_type
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
 from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.ops.recompute import LayerOutput, recompute_attention
 from s2_megatron.patterns.checks import shown
@@ -89,8 +90,7 @@ class ContextParallel:
         """
         if self.comm_type == "a2a":
             return
-        with torch.device(device):  # whatever device the model around it is built on
-            state = self.state(seq_length, device)
+        state = self.state(seq_length, device)
         if self.comm_type == "sparse":
             placements = state.read_by_kernels(head_dim, dtype.itemsize, self.keep_received)
         else:
@@ -135,6 +135,8 @@ class ContextParallel:
                 f"query has {query.shape[0]} rows and key {key.shape[0]}; context parallelism trains, it does not "
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
+        # What travels is memory, which a lazily negated tensor is the negative of.
+        query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
         if packed is None and self.comm_type != "a2a":
             return self._own_queries(query, key, value, call, output)
         if self.comm_type == "sparse":
@@ -173,14 +175,16 @@ class ContextParallel:
     def state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:
         """What the calls of one length share; not for a2a. Raises ValueError for a length that cannot be cut."""
         if (tokens, device) not in self._prepared:
-            n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
-            layout = self._layout.to(device)
-            if self.comm_type == "all_gather":
-                own = zigzag_blocks(self.rank, self.size, n_blocks)
-                placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
-                state = GatheredState(layout, self.group, placement, sequence_order(tokens, self.size, device))
-            else:
-                plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
-                state = SparseState.make(layout, plan, self.group, device)
-            self._prepared[tokens, device] = state
+            with lasting():
+                self._prepared[tokens, device] = self._make_state(tokens, device)
         return self._prepared[tokens, device]
+
+    def _make_state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:
+        n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
+        layout = self._layout.to(device)
+        if self.comm_type == "all_gather":
+            own = zigzag_blocks(self.rank, self.size, n_blocks)
+            placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
+            return GatheredState(layout, self.group, placement, sequence_order(tokens, self.size, device))
+        plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
+        return SparseState.make(layout, plan, self.group, device)

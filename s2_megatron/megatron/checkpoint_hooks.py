@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,11 @@ def free_way(folder: Path) -> None:
     while (aside := folder.with_name(f"replaced_{folder.name}_{number}")).exists():
         number += 1
     folder.rename(aside)
-    print(f"S2: {folder} was there already and is now {aside}; remove it when it is not needed", flush=True)
+    print(
+        f"S2: {folder} was there already and is now {aside}; remove it when it is not needed",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class CheckpointHooks:
@@ -228,6 +233,7 @@ class CheckpointHooks:
             print(
                 f"S2: goes on after iteration {iteration} of {self.loaded}; {last - iteration} iterations were lost "
                 f"and are trained again (the loss log ends at {last})",
+                file=sys.stderr,
                 flush=True,
             )
 
@@ -264,6 +270,7 @@ def set_events_aside(folder: Path, own: str) -> None:
     print(
         f"S2: the training starts at iteration 1; TensorBoard's events of an earlier start in {folder} are now in "
         f"{aside}; remove it when it is not needed",
+        file=sys.stderr,
         flush=True,
     )
 

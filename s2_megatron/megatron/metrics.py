@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from argparse import Namespace
 from collections import Counter
 
@@ -67,7 +68,8 @@ def _report_resumed(run) -> None:
         # Not print_once: only the last rank has a wandb run.
         print(
             f"S2: wandb run {run.id} has steps up to {run.step - 1} from before; iterations up to there are not logged "
-            "again, the run keeps their first values"
+            "again, the run keeps their first values",
+            file=sys.stderr,
         )
 
 

@@ -228,7 +228,7 @@ def _finished(args: Namespace) -> str:
     if args.train_iters and iteration >= args.train_iters:
         line = f"iteration {iteration} of {args.train_iters} was done before; nothing was left to train"
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"S2: finished: {line}; for more, raise --train-iters", flush=True)
+            print(f"S2: finished: {line}; for more, raise --train-iters", file=sys.stderr, flush=True)
         return line
     raise RuntimeError(
         f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
+from s2_megatron.printing import held
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
 from s2_megatron.tools.progress import working
@@ -97,7 +98,7 @@ class _Check:
                 continue
             printed = io.StringIO()
             try:
-                with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+                with contextlib.redirect_stdout(printed), held(printed), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     stage.run(self)
             except (Exception, SystemExit) as error:

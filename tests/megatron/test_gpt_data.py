@@ -132,7 +132,7 @@ def test_prints_once_and_on_rank_0(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     printing.print_once("second")
     printing.print_table("third")
-    assert capsys.readouterr().out == "first\n"
+    assert capsys.readouterr().err == "first\n"
 
 
 def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
@@ -220,7 +220,7 @@ def test_cuda_stands_for_the_cpu(count_gpus):
         pytest.skip("a GPU is there: nothing is replaced")
     done = subprocess.run([sys.executable, "-c", CPU_FOR_CUDA], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("No GPU found") == 1
+    assert done.stderr.count("No GPU found") == 1
 
 
 def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
@@ -234,4 +234,4 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "No GPU found: transformer_engine left out" in done.stdout
+    assert "No GPU found: transformer_engine left out" in done.stderr

@@ -29,6 +29,7 @@ from s2_megatron.megatron.preflight.flags import check_flags
 from s2_megatron.megatron.processes import tell_torchrun
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
+from s2_megatron.printing import held as held_lines
 from s2_megatron.printing import open_streams, print_once
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
@@ -208,20 +209,25 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
     """
     open_streams()
     first = is_first_of_node()
-    held = _Held(sys.stdout)
+    held, lines = _Held(sys.stdout), _Held(sys.stderr)
+
+    def let_go() -> None:
+        print(lines.getvalue(), end="", file=sys.stderr, flush=True)
+        print(held.getvalue(), end="", flush=True)
+
     try:
-        with redirect_stdout(held):
+        with redirect_stdout(held), held_lines(lines):
             if first and not asks_help(sys.argv[1:]):
                 for warning in check_before(parse(provider)):
                     print_once(f"S2: {warning}")
             yield with_error_lines(provider)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or asks_help(sys.argv[1:]):
-            print(held.getvalue(), end="", flush=True)
+            let_go()
             raise
         wait_for_first_of_node()
         if TRACEBACK in sys.argv or is_of_the_machine(error):
-            print(held.getvalue(), end="", flush=True)
+            let_go()
             if first:
                 record("failed", f"{type(error).__name__}: {error}", 1)
             tell_torchrun(f"{type(error).__name__}: {error}")
@@ -232,7 +238,7 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
         tell_torchrun(f"error: {text}")
         print(f"error: {text}", file=sys.stderr, flush=True)
         sys.exit(2)
-    print(held.getvalue(), end="", flush=True)
+    let_go()
 
 
 def is_of_the_machine(error: BaseException) -> bool:

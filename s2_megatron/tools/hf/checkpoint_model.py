@@ -15,13 +15,14 @@ import torch
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.printing import held
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
 
 
 @contextlib.contextmanager
 def quiet():
     """Megatron's imports report every package that is not installed."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as unseen, held(unseen):
         warnings.simplefilter("ignore")
         yield
 
