@@ -201,8 +201,10 @@ def check_arguments(arguments: dict, config) -> None:
             "output_attentions=True with attn_implementation='s2', which never has the probabilities; expected False; "
             "leave it out"
         )
+    # transformers hands config.is_causal=False on as an argument.
+    arguments = dict(is_causal=getattr(config, "is_causal", None)) | arguments
     for name, value in arguments.items():
-        harmless = value is True if name == "is_causal" else value is None or value is False
+        harmless = value is None or value is (name == "is_causal")
         if not harmless and name not in _ARGUMENTS:
             raise ValueError(
                 f"attn_implementation='s2' got the argument {name}={value}, which it does not know; expected causal "

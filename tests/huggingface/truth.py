@@ -29,9 +29,8 @@ def three_layers(stride: int = 4) -> ResolvedSparsity:
 def attended(pattern, texts: torch.Tensor) -> torch.Tensor:
     """bool [B, H, T, T]. texts: int [B, T], the number of the text that each column belongs to, -1: padding (which
     attends itself, so that its softmax is a number). Blocks count from the start of a text."""
-    batch, length = texts.shape
-    mask = torch.eye(length, dtype=torch.bool).expand(batch, HEADS, -1, -1).clone()
-    for row in range(batch):
+    mask = torch.diag_embed(texts < 0)[:, None].repeat(1, HEADS, 1, 1)
+    for row in range(len(texts)):
         for text in set(texts[row].tolist()) - {-1}:
             columns = (texts[row] == text).nonzero().flatten()
             for head in range(HEADS):
@@ -67,7 +66,7 @@ def truth_of(model, sparsity: ResolvedSparsity, texts: torch.Tensor):
 
 def difference(logits: torch.Tensor, expected: torch.Tensor, texts: torch.Tensor) -> float:
     """The largest one at a token of a text."""
-    return float((logits - expected)[texts >= 0].abs().max())
+    return float((logits - expected).detach()[texts >= 0].abs().max())
 
 
 NEAR = 1e-4  # of logits of about 8
