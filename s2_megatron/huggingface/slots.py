@@ -44,7 +44,8 @@ class Slots:
     def _table(self, device: torch.device) -> dict[str, torch.Tensor]:
         if device not in self._tables:
             arrays = self._arrays() | {"kv_heads": np.array(self.kv_heads)}
-            self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            with torch.inference_mode(False):  # they stay, and a training may come after an evaluation
+                self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         return self._tables[device]
 
     def held_blocks(self, query_block: torch.Tensor) -> torch.Tensor:
