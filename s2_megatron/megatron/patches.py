@@ -10,7 +10,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
-| install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
+| install_model_check | the setup of the model | without apply_s2 it would be dense; rope_scaling.py |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """
@@ -48,6 +48,7 @@ from s2_megatron.megatron.run_records import (
     run_header,
     validation_suffixes,
 )
+from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
@@ -347,7 +348,8 @@ _checks_model = False
 
 def install_model_check() -> None:
     """Has Megatron refuse to train a dense model under --s2-config, which a script without `prepare_s2` or `apply_s2`
-    builds. Installed with the flags, so that it holds for such a script too."""
+    builds, and build every model with the factor of --rope-scaling-factor. Installed with the flags, so that it holds
+    for such a script too."""
     global _checks_model
     if _checks_model:
         return
@@ -362,8 +364,12 @@ def install_model_check() -> None:
     def checked_setup(*args, **kwargs):
         from s2_megatron.megatron.model_check import check_model
 
+        container = kwargs.get("cfg_container")
+        if getattr(container, "model", None) is not None:
+            set_rope_scaling(get_args(), container.model)
         result = setup(*args, **kwargs)
         check_model(get_args().s2_config, None if _hooks is None else _hooks.sparsity, result[0])
+        check_rope_scaling(get_args(), result[0])
         return result
 
     training.setup_model_and_optimizer = checked_setup

@@ -77,6 +77,7 @@ def check_line(line: LaunchLine) -> Checked:
     from megatron.training.arguments import validate_args
 
     from s2_megatron.megatron.arguments import add_s2_arguments, check_run
+    from s2_megatron.megatron.checkpoint import dropout_note, find_checkpoint
     from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
     from s2_megatron.megatron.preflight.start_up import check_before, parse
     from s2_megatron.megatron.report import NO_CONFIG
@@ -98,6 +99,9 @@ def check_line(line: LaunchLine) -> Checked:
         require_cpu_settings(args)
     notes += _check_tokenizer(args)
     run = check_run(args, elsewhere=elsewhere)
+    checkpoint = find_checkpoint(args)
+    if checkpoint is not None and (note := dropout_note(args, checkpoint)) is not None:
+        notes.append(note)
     model = argparse.Namespace(**vars(args))
     model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
     model.apply_rope_fusion = args.apply_rope_fusion and not elsewhere

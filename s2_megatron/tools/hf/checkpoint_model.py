@@ -68,26 +68,72 @@ def load_model(
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
+    flags = megatron_flags(hf_config(trained, shape, sparsity, "float32", as_dense=False), shape)
+    model = build_model(flags, sparsity, seq_length=trained.seq_length, dtype=dtype, dense_core=dense_core)
+    load_weights(model, folder)
+    return LoadedModel(model, trained, sparsity)
+
+
+def load_weights(model: torch.nn.Module, folder: Path, num_layers: int | None = None) -> None:
+    """Has Megatron load a model's weights. num_layers: those in the checkpoint, where the model has only its first
+    ones."""
     from megatron.core import dist_checkpointing
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.initialize import initialize_megatron
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-    from s2_megatron.megatron.arguments import add_s2_arguments
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
-    from s2_megatron.megatron.layer_specs import apply_s2
-    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
-    from s2_megatron.megatron.settings import S2Run, S2Settings
+    with quiet():
+        metadata = dist_checkpointing.load_content_metadata(folder) or {}
+        state = {"model": model.sharded_state_dict(metadata=metadata)}
+        if num_layers is not None:
+            for part in nested_values(state):
+                _of_more_layers(part, num_layers)
+        whole = num_layers is None
+        model.load_state_dict(dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)["model"])
 
-    config = hf_config(trained, shape, sparsity, "float32", as_dense=False)
+
+def _of_more_layers(part, num_layers: int) -> None:
+    """Makes one of Megatron's sharded entries a part of a checkpoint with so many layers, in which layers are
+    stacked."""
+    if (build := getattr(part, "build_fn", None)) is not None:
+
+        def changed(*arguments):
+            built = build(*arguments)
+            for inner in built if isinstance(built, list) else built.values():
+                _of_more_layers(inner, num_layers)
+            return built
+
+        part.build_fn = changed
+    elif part.key.startswith("decoder.layers."):
+        part.global_shape = (num_layers, *part.global_shape[1:])
+        if hasattr(part, "axis_fragmentations"):
+            part.axis_fragmentations = (num_layers, *part.axis_fragmentations[1:])
+
+
+def build_model(
+    flags: list[str], sparsity: ResolvedSparsity, *, seq_length: int, dtype: torch.dtype, dense_core: str = "s2"
+) -> torch.nn.Module:
+    """The GPTModel of megatron_flags in evaluation mode, with weights that nobody has loaded. Once a process."""
+    with quiet():
+        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+        install_if_no_gpu()
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training.arguments import parse_and_validate_args
+        from megatron.training.initialize import initialize_megatron
+
+        from s2_megatron.megatron.arguments import add_s2_arguments
+        from s2_megatron.megatron.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.layer_specs import apply_s2
+        from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+        from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
+        from s2_megatron.megatron.settings import S2Run, S2Settings
+
     flags = [
-        *megatron_flags(config, shape, shape.padded_vocab_size),
-        f"--seq-length={trained.seq_length}", "--micro-batch-size=1", "--attention-dropout=0", "--hidden-dropout=0",
-        "--transformer-impl=local", "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
+        *flags, f"--seq-length={seq_length}", "--micro-batch-size=1", "--transformer-impl=local",
+        "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
         "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion", "--no-create-attention-mask-in-dataloader",
-        "--tokenizer-type=NullTokenizer", f"--vocab-size={shape.padded_vocab_size - 1}", "--mock-data",
-        "--train-iters=1", "--lr=1e-4", "--num-workers=0",
+        "--tokenizer-type=NullTokenizer", "--vocab-size=2", "--mock-data", "--train-iters=1", "--lr=1e-4",
+        "--num-workers=0", "--no-initialization",
         *(["--distributed-backend=gloo"] if compute_device().type == "cpu" else []),
         *{torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, []),
     ]  # fmt: skip
@@ -97,15 +143,13 @@ def load_model(
         args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
         args.softmax_scale = sparsity.softmax_scale
         model_config = gpt_config_from_args(args)
+        set_rope_scaling(args, model_config)
         apply_s2(model_config, S2Run(sparsity, S2Settings(dense_core=dense_core)))
         initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
         model = model_config.get_builder_cls()(model_config).build_model(groups)
-        model = model.to(device=compute_device(), dtype=dtype).eval()
-        metadata = dist_checkpointing.load_content_metadata(folder) or {}
-        state = {"model": model.sharded_state_dict(metadata=metadata)}
-        model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
-    return LoadedModel(model, trained, sparsity)
+        check_rope_scaling(args, [model])
+        return model.to(device=compute_device(), dtype=dtype).eval()
 
 
 def _one_process() -> None:
