@@ -40,6 +40,7 @@ from s2_megatron.megatron.processes import (
     end_with_torchrun,
     start_manager,
 )
+from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
 from s2_megatron.megatron.run_records import (
     as_record,
     progress,
@@ -48,7 +49,6 @@ from s2_megatron.megatron.run_records import (
     run_header,
     validation_suffixes,
 )
-from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)

@@ -35,7 +35,10 @@ _WITHOUT_EFFECT = {
     "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty",
     "num_return_sequences",
 }  # fmt: skip
-_WITHOUT_EFFECT_OF = {"qwen2": {"sliding_window", "max_window_layers"}, "qwen3": {"sliding_window", "max_window_layers"}}
+_WITHOUT_EFFECT_OF = {
+    "qwen2": {"sliding_window", "max_window_layers"},
+    "qwen3": {"sliding_window", "max_window_layers"},
+}
 
 # What changes the logits, and the one value that a Llama or Qwen has.
 _NEUTRAL = {
@@ -89,9 +92,10 @@ def resolved_config(content: dict, where: str) -> dict:
     """The config as transformers understands it: its defaults for what is left out, and its choice where two keys say
     the same. content: checked by check_types. Raises one ValueError for what would be lost, or what transformers
     refuses."""
-    import s2_megatron.huggingface  # noqa: F401, which registers the model type s2_gpt
     from transformers import CONFIG_MAPPING
     from transformers.utils import logging
+
+    import s2_megatron.huggingface  # noqa: F401, which registers the model type s2_gpt
 
     family = content["model_type"]
     lost = {key: (content[key], expected) for key, expected in refused_keys(content, family).items()}
@@ -114,7 +118,7 @@ def resolved_config(content: dict, where: str) -> dict:
         texts = [f"{printable(key)}={printable(repr(value))}, expected {text}" for key, (value, text) in lost.items()]
         more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
         raise ValueError(
-            f"{where}: config.json has what a Llama or Qwen in Megatron does not compute: {'; '.join(texts[:3])}{more}; "
-            "only models without it can be imported; remove a key only if the weights were trained without it"
+            f"{where}: config.json has what a Llama or Qwen in Megatron does not compute: {'; '.join(texts[:3])}"
+            f"{more}; only models without it can be imported; remove a key only if the weights were trained without it"
         )
     return resolved

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from s2_megatron.megatron.preflight.files import check_writable
 
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

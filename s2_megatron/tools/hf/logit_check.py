@@ -78,8 +78,8 @@ def compare_logits(
     if not difference <= LARGEST * largest or not math.isfinite(largest):
         raise ValueError(
             f"--input {source}: the imported model computes other logits than transformers (largest difference "
-            f"{difference:.2g} of {largest:.2g}, {TOKENS} tokens, {layers} layers); expected the same; do not train it: "
-            "report the folder's config.json"
+            f"{difference:.2g} of {largest:.2g}, {TOKENS} tokens, {layers} layers); expected the same; do not train it "
+            "and report the folder's config.json"
         )
     what = "all layers" if layers == shape.num_layers else f"the first {layers} layers, {reason}"
     return f"logits equal transformers' ({what}; largest difference {difference:.1g} of {largest:.2g})"

@@ -171,9 +171,10 @@ def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
         reason = "it has no object weight_map of tensors and files"
     except (OSError, ValueError, RecursionError) as error:
         places, reason = None, printable(error, 200)
-    plain = isinstance(places, dict) and all(isinstance(file, str) and Path(file).name == file for file in places.values())
-    if not places or not plain:
-        reason = reason if not places else "weight_map names files that are not in this folder"
+    names = places.values() if isinstance(places, dict) else []
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        places, reason = None, "weight_map names files that are not in this folder"
+    if not isinstance(places, dict) or not places:
         raise ValueError(
             f"{index} cannot be read as the index of the weights ({reason}); expected what save_pretrained writes; "
             "copy it again, or save the model again with save_pretrained"
