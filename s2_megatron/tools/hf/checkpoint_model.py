@@ -16,6 +16,7 @@ import torch
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.torch_dist import TorchDistReader
 
 
 @contextlib.contextmanager
@@ -74,38 +75,30 @@ def load_model(
     return LoadedModel(model, trained, sparsity)
 
 
-def load_weights(model: torch.nn.Module, folder: Path, num_layers: int | None = None) -> None:
-    """Has Megatron load a model's weights. num_layers: those in the checkpoint, where the model has only its first
-    ones."""
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Has Megatron load a model's weights."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     with quiet():
         metadata = dist_checkpointing.load_content_metadata(folder) or {}
         state = {"model": model.sharded_state_dict(metadata=metadata)}
-        if num_layers is not None:
-            for part in nested_values(state):
-                _of_more_layers(part, num_layers)
-        whole = num_layers is None
-        model.load_state_dict(dist_checkpointing.load(state, str(folder), validate_access_integrity=whole)["model"])
+        model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
 
 
-def _of_more_layers(part, num_layers: int) -> None:
-    """Makes one of Megatron's sharded entries a part of a checkpoint with so many layers, in which layers are
-    stacked."""
-    if (build := getattr(part, "build_fn", None)) is not None:
+def load_first_layers(model: torch.nn.Module, folder: Path) -> None:
+    """Loads a model that has only the first layers of the checkpoint, whose layers are stacked: Megatron says where its
+    weights stand in it, and would itself not take a part."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-        def changed(*arguments):
-            built = build(*arguments)
-            for inner in built if isinstance(built, list) else built.values():
-                _of_more_layers(inner, num_layers)
-            return built
-
-        part.build_fn = changed
-    elif part.key.startswith("decoder.layers."):
-        part.global_shape = (num_layers, *part.global_shape[1:])
-        if hasattr(part, "axis_fragmentations"):
-            part.axis_fragmentations = (num_layers, *part.axis_fragmentations[1:])
+    reader = TorchDistReader(folder)
+    with quiet(), torch.no_grad():
+        state = model.sharded_state_dict()
+        apply_factories(state)
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor):
+                size = (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)
+                part.data.copy_(reader.read(part.key, part.global_offset, size).view(part.local_shape))
 
 
 def build_model(

@@ -33,7 +33,7 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, processes: i
     words += ["--clip-grad=1.0", "--eval-iters=10", "--eval-interval=100", "--log-interval=1"]
     if find_spec("transformer_engine") is None:
         words += WITHOUT_TRANSFORMER_ENGINE.split()
-    return [*words, "--bf16" if processes else "--distributed-backend=gloo"]
+    return [*words, *(["--bf16"] if processes else ["--distributed-backend=gloo", "--num-workers=0"])]
 
 
 def launch_text(output: Path, flags: list[str], stored: Namespace, *, sparse: bool) -> str:

@@ -127,13 +127,14 @@ def _imported_logits(
     """Of Megatron's model with the written weights, [S, rows of the embedding] in fp32. num_layers: of the
     checkpoint."""
     from s2_megatron.megatron.cuda_on_cpu import compute_device
-    from s2_megatron.tools.hf.checkpoint_model import build_model, load_weights, quiet
+    from s2_megatron.tools.hf.checkpoint_model import build_model, load_first_layers, load_weights, quiet
 
     model = build_model(
         [*flags, f"--num-layers={len(sparsity.layers)}"],  # the last one holds
         sparsity, seq_length=TOKENS, dtype=torch.float32,
     )  # fmt: skip
-    load_weights(model, checkpoint, num_layers)
+    load = load_weights if len(sparsity.layers) == num_layers else load_first_layers
+    load(model, checkpoint)
     device = compute_device()
     positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)  # [B, S]
     with torch.no_grad(), quiet():
