@@ -150,7 +150,7 @@ def compare_rope_scaling(args: Namespace, checkpoint: StoredCheckpoint) -> None:
     """Raises ValueError where this run would turn with another factor than a run did that it resumes with equal flags:
     one of which the flag never reached the model. Prints it where only weights are loaded."""
     stored = checkpoint.args
-    if not args.use_rope_scaling or computed_factor(stored) in (None, args.rope_scaling_factor):
+    if not getattr(args, "use_rope_scaling", False) or computed_factor(stored) in (None, args.rope_scaling_factor):
         return
     if stored.rope_scaling_factor != args.rope_scaling_factor:  # another flag: meant
         return
@@ -169,7 +169,7 @@ def dropout_note(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
     found = [
         f"--{name.replace('_', '-')} {getattr(args, name):g}"
         for name in ("hidden_dropout", "attention_dropout")
-        if getattr(args, name) and getattr(checkpoint.args, name, None) == 0
+        if getattr(args, name, None) and getattr(checkpoint.args, name, None) == 0
     ]
     if not found:
         return None
