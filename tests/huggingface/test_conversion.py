@@ -231,13 +231,16 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tools, made, tmp_path):
         (dict(qk_norm=False), "model.layers.0.self_attn.q_norm.weight is unknown"),
         (dict(model_type=["llama"]), "model_type=['llama']; expected one of"),
         (dict(num_hidden_layers="4"), "num_hidden_layers='4', expected a whole number above 0"),
-        (dict(hidden_size=64.0, vocab_size=True), "hidden_size=64.0, expected a whole number above 0; vocab_size=True"),
+        (
+            dict(hidden_size=64.0, vocab_size=True),
+            "hidden_size=64.0, expected a whole number above 0 (and below 2^31); vocab_size=True",
+        ),
         (dict(num_attention_heads=None), "num_attention_heads=None, expected a whole number"),
         (dict(num_key_value_heads=3), "num_key_value_heads=3, expected a divisor of num_attention_heads="),
         (dict(rms_norm_eps="small"), "rms_norm_eps='small', expected a number above 0"),
         (dict(tie_word_embeddings="no"), "tie_word_embeddings='no', expected true or false"),
         (dict(rope_parameters=[1]), "rope_parameters=[1], expected an object"),
-        (dict(rope_parameters=dict(rope_theta="big")), "rope_parameters.rope_theta='big', expected a number"),
+        (dict(rope_parameters=dict(rope_theta="big")), "rope_parameters.rope_theta='big', expected a whole number"),
         (dict(s2_sparsity=[1]), "stored sparsity has format 'list'"),
     ],
 )
