@@ -52,6 +52,7 @@ def test_the_factor_of_rope_and_the_launch_line(tools, llama, tmp_path):
     assert "logits equal transformers' (all layers; largest difference " in out
     line = launch_line(out)
     assert {"--rope-scaling-factor=32.0", "--hidden-dropout=0", "--attention-dropout=0", "--finetune"} <= set(line)
+    assert {"--padded-vocab-size=256", "--vocab-size=129"} <= set(line)  # no token in the rows that are no words
     out, errors = tools("check", "--", *line)
     assert "nothing wrong found" in out and "dropout" not in errors
     line = [word for word in line if word != "--hidden-dropout=0"]  # Megatron's default is 0.1

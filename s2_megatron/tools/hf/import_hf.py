@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             checked = compare_logits(args.input, content, work / "release", shape, flags, sparsity)
     size = sum(path.stat().st_size for path in (args.output / "release").iterdir())
     print(f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB; {checked}")
-    print(launch_text(args.output, flags, stored, sparse=sparsity is not None))
+    print(launch_text(args.output, flags, stored, shape.vocab_size, sparse=sparsity is not None))
     return 0
 
 
