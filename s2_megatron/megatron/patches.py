@@ -11,7 +11,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
 | keep_attention_outputs | checkpoint, te_checkpoint of core | which call is run again is told nowhere (recompute.py) |
-| install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
+| install_model_check | the setup of the model | without apply_s2 it would be dense; rope_scaling.py |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """
@@ -42,6 +42,7 @@ from s2_megatron.megatron.processes import (
     end_with_torchrun,
     start_manager,
 )
+from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
 from s2_megatron.megatron.run_records import (
     as_record,
     progress,
@@ -54,10 +55,6 @@ from s2_megatron.ops.recompute import keep_outputs
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
-
-
-def _prebuilt_dataset_helpers() -> None:
-    logger.info("Megatron's dataset helpers come compiled with the wheel; `make` is skipped")
 
 
 def use_prebuilt_dataset_helpers() -> bool:
@@ -78,7 +75,7 @@ def use_prebuilt_dataset_helpers() -> bool:
             f"{folder} has neither helpers_cpp nor a Makefile to build it; expected one of them; "
             "reinstall megatron-core from its wheel (pip install --force-reinstall megatron-core)"
         )
-    utils.compile_helpers = _prebuilt_dataset_helpers
+    utils.compile_helpers = functools.partial(logger.info, "Megatron's dataset helpers come with the wheel; no make")
     return True
 
 
@@ -377,8 +374,8 @@ _checks_model = False
 
 
 def install_model_check() -> None:
-    """Has Megatron refuse to train a dense model under --s2-config, which a script without `prepare_s2` or `apply_s2`
-    builds. Installed with the flags, so that it holds for such a script too."""
+    """Has Megatron refuse a dense model under --s2-config, which a script without `apply_s2` builds, and build every
+    model with --rope-scaling-factor. Installed with the flags, so that it holds for such a script too."""
     global _checks_model
     if _checks_model:
         return
@@ -393,8 +390,12 @@ def install_model_check() -> None:
     def checked_setup(*args, **kwargs):
         from s2_megatron.megatron.model_check import check_model
 
+        container = kwargs.get("cfg_container")
+        if getattr(container, "model", None) is not None:
+            set_rope_scaling(get_args(), container.model)
         result = setup(*args, **kwargs)
         check_model(get_args().s2_config, None if _hooks is None else _hooks.sparsity, result[0])
+        check_rope_scaling(get_args(), result[0])
         return result
 
     training.setup_model_and_optimizer = checked_setup

@@ -180,10 +180,14 @@ class _Check:
         from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
         from s2_megatron.megatron.arguments import check_run
+        from s2_megatron.megatron.checkpoint import dropout_note, find_checkpoint
         from s2_megatron.megatron.report import NO_CONFIG
 
         args = self.args
         self.run = check_run(args, elsewhere=self.elsewhere)
+        checkpoint = find_checkpoint(args)
+        if checkpoint is not None and (note := dropout_note(args, checkpoint)) is not None:
+            self.notes.append(note)
         model = argparse.Namespace(**vars(args))
         model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
         model.apply_rope_fusion = args.apply_rope_fusion and not self.elsewhere

@@ -318,7 +318,7 @@ def flags(tmp_path, corpus):
 
 def test_longer_context_scales_rope_after_the_switch_alone(flags):
     assert sorted(flags) == ["dense", "s2", "start-dense", "switched-dense", "switched-s2"]
-    scaling = {"--use-rope-scaling", "--rope-scaling-factor=4"}
+    scaling = {"--use-rope-scaling", "--rope-scaling-factor=8"}
     for label, own in flags.items():
         begins = label == "start-dense"
         assert (scaling & set(own) == set()) == begins
