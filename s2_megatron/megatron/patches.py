@@ -31,7 +31,7 @@ from pathlib import Path
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
 from s2_megatron.megatron.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
-from s2_megatron.megatron.dataset_helpers import check_build
+from s2_megatron.megatron.dataset_helpers import check_build, say_prebuilt
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
 from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
@@ -75,7 +75,7 @@ def use_prebuilt_dataset_helpers() -> bool:
             f"{folder} has neither helpers_cpp nor a Makefile to build it; expected one of them; "
             "reinstall megatron-core from its wheel (pip install --force-reinstall megatron-core)"
         )
-    utils.compile_helpers = functools.partial(logger.info, "Megatron's dataset helpers come with the wheel; no make")
+    utils.compile_helpers = say_prebuilt
     return True
 
 
