@@ -27,7 +27,7 @@ from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_sparsity
 from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, find_problem, remedy
 from s2_megatron.megatron.checkpoint_metadata import forget_metadata
 from s2_megatron.megatron.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
-from s2_megatron.megatron.run_status import RunError
+from s2_megatron.megatron.refusal import RunError
 from s2_megatron.printing import is_first_rank, print_once
 
 # The last two are torch's words for a file that took less than it was given.

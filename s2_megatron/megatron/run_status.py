@@ -41,6 +41,7 @@ from pathlib import Path
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import CheckpointError
 from s2_megatron.megatron.processes import tell_torchrun
+from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
@@ -53,10 +54,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 GRACE_SECONDS = 10.0
 # Of Megatron's rerun state machine: a run that asks to be started again, to tell a broken GPU from a wrong loss.
 STATUS_RESUME = 16
-
-
-class RunError(ValueError):
-    """Ends a run that trains already; its message says everything, so that no traceback is printed."""
 
 
 def write_status(save: str | Path | None, state: str, line: str, *, iteration: int | None = None, status: int = 0):
