@@ -44,6 +44,7 @@ LONGEST_FILES = (
     "huggingface/test_conversion.py",
     "ops/test_learns.py",
     "tools/test_check.py",
+    "tools/test_tries.py",
     "megatron/test_run_logs.py",
     "megatron/test_run_status.py",
     "benchmarks/test_end_to_end.py",
