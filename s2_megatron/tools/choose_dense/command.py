@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from argparse import Namespace
@@ -58,6 +59,11 @@ SHOWN = 10  # candidates
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
 # lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
+
+
+def _place(path: Path) -> str:
+    """The same for two names of one file; of links that loop, too."""
+    return os.path.realpath(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,14 +131,14 @@ def _check_options(args: Namespace) -> None:
         )
     args.json = args.json or args.from_json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
-        known = args.from_json is not None and file.resolve() == args.from_json.resolve() != args.write.resolve()
+        known = args.from_json is not None and _place(file) == _place(args.from_json) != _place(args.write)
         if file.exists() and not known:
             instead = f", or take its losses with --from-json {file}" if name == "--json" else ""
             raise ValueError(
                 f"{name} {file}: is there already; expected a new file; give another name, or remove it{instead}"
             )
         check_writable(f"{name} {file}", file, is_file=True)
-    if args.json.resolve() == args.write.resolve():
+    if _place(args.json) == _place(args.write):
         raise ValueError(
             f"--json {args.json}: is the file of another option; expected one of its own; give another name"
         )
