@@ -23,11 +23,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from argparse import Namespace
 from contextlib import redirect_stdout
+from os.path import realpath  # which takes links that loop
 from pathlib import Path
 from typing import TextIO
 
@@ -59,11 +59,6 @@ SHOWN = 10  # candidates
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
 # lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
-
-
-def _place(path: Path) -> str:
-    """The same for two names of one file; of links that loop, too."""
-    return os.path.realpath(path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,14 +126,14 @@ def _check_options(args: Namespace) -> None:
         )
     args.json = args.json or args.from_json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
-        known = args.from_json is not None and _place(file) == _place(args.from_json) != _place(args.write)
+        known = args.from_json is not None and realpath(file) == realpath(args.from_json) != realpath(args.write)
         if file.exists() and not known:
             instead = f", or take its losses with --from-json {file}" if name == "--json" else ""
             raise ValueError(
                 f"{name} {file}: is there already; expected a new file; give another name, or remove it{instead}"
             )
         check_writable(f"{name} {file}", file, is_file=True)
-    if _place(args.json) == _place(args.write):
+    if realpath(args.json) == realpath(args.write):
         raise ValueError(
             f"--json {args.json}: is the file of another option; expected one of its own; give another name"
         )
