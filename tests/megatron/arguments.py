@@ -132,11 +132,14 @@ def run_case(case: dict) -> dict:
 
     try:
         variables = dict(
-            WORLD_SIZE=str(case.get("world_size", 1)), CUDA_DEVICE_MAX_CONNECTIONS=case.get("connections", "1")
+            WORLD_SIZE=str(case.get("world_size", 1)),
+            CUDA_DEVICE_MAX_CONNECTIONS=case.get("connections", "1"),
+            TRITON_INTERPRET=case.get("interpret", "0"),
         )
         with patch.dict(os.environ, variables):
             args, result["refused_by_megatron"] = parse(case["argv"], case.get("attributes"))
         with (
+            patch.dict(os.environ, TRITON_INTERPRET=variables["TRITON_INTERPRET"]),
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
             patch.object(arguments, "compute_device", lambda: torch.device(case.get("device", "cpu"))),
             patch.object(importlib.util, "find_spec", found_unless_missing),

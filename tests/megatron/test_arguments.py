@@ -40,6 +40,7 @@ def results(folder) -> dict[str, dict]:
         "scaled_twice": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.0078125}),
         "scaled_otherwise": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.5}),
         "scaled_by_script": dict(argv=arguments({"--s2-config": plain}), attributes={"softmax_scale": 0.5}),
+        "huge_scale_of_script": dict(argv=arguments({"--s2-config": plain}), attributes={"softmax_scale": 1e39}),
         "mup": dict(argv=arguments({"--s2-config": plain, "--use-mup": None})),
         "mup_otherwise": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None})),
         "mup_equal": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None, "--kv-channels": "128"})),
@@ -49,6 +50,13 @@ def results(folder) -> dict[str, dict]:
         "missing": dict(argv=arguments({"--s2-config": missing})),
         "heads": dict(argv=arguments({"--s2-config": plain, "--num-query-groups": "3"})),
         "no_triton": dict(argv=arguments({"--s2-config": plain}), device="cuda", missing="triton"),
+        "interpreted": dict(argv=arguments({"--s2-config": plain, "--s2-backend": "triton"}), interpret="1"),
+        "interpreted_bf16": dict(
+            argv=arguments(
+                {"--s2-config": plain, "--s2-backend": "triton", "--bf16": None, "--no-masked-softmax-fusion": None}
+            ),
+            interpret="1",
+        ),
         "triton_on_cpu": dict(argv=arguments({"--s2-config": plain, "--s2-backend": "triton"})),
     }
     project = {"--wandb-project": "curves", "--wandb-exp-name": "run"}
@@ -215,6 +223,7 @@ def test_softmax_scale_of_another_source(cases):
     by_script = accepted(cases["scaled_by_script"])
     assert by_script["config_softmax_scale"] == 0.5
     assert json.loads(by_script["args"]["s2_sparsity"])["softmax_scale"] == 0.5
+    assert "softmax_scale=1e+39; expected a number, 1e-06 to 1e+06" in cases["huge_scale_of_script"]["message"]
 
 
 def test_softmax_scale_of_mup(cases):
@@ -240,6 +249,9 @@ def test_backend(cases):
     assert "S2 attention backend: reference (chosen for cpu)" in accepted(cases["plain"])["printed"]
     assert "needs Triton on cuda, and it is not installed" in cases["no_triton"]["message"]
     assert "the kernels need a GPU" in cases["triton_on_cpu"]["message"]
+    assert accepted(cases["interpreted"])["is_s2"]
+    message = str(cases["interpreted_bf16"]["message"])
+    assert message.startswith("--s2-backend triton: query has dtype bfloat16, which Triton's interpreter")
 
 
 @pytest.mark.parametrize("dense_heads, warned", [("[0]", True), ("{spread: 2}", False)])
