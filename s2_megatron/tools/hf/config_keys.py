@@ -31,8 +31,8 @@ _WITHOUT_EFFECT = {
     "problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "bos_token_id", "eos_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "use_cache", "is_decoder",
     "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript",
-    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "pretraining_tp", "max_length",
-    "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "pretraining_tp",
+    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty",
     "num_return_sequences",
 }  # fmt: skip
 _WITHOUT_EFFECT_OF = {
