@@ -32,8 +32,8 @@ _WITHOUT_EFFECT = {
     "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "use_cache", "is_decoder",
     "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript",
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "pretraining_tp",
-    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty",
-    "num_return_sequences",
+    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams",
+    "repetition_penalty", "num_return_sequences",
 }  # fmt: skip
 _WITHOUT_EFFECT_OF = {
     "qwen2": {"sliding_window", "max_window_layers"},
