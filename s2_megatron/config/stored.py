@@ -14,7 +14,8 @@ import numpy as np
 
 from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity, canonical_pattern
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 MODEL_TYPE = "s2_gpt"  # in the config.json of exported models
 

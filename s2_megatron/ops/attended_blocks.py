@@ -18,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, Pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern
 
 # Of steps in a list: kernels address them in 32 bits, and a step of a query tile has two entries.
 MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"

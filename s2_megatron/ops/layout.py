@@ -20,7 +20,8 @@ from s2_megatron.ops.attended_blocks import split_blocks
 from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device, parts_of_block
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.checks import check_integer, check_integers, shown
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 

@@ -12,7 +12,8 @@ from s2_megatron.ops.api import (
     s2_attention,
 )
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask
 from tests.kernels.placed_blocks import PAPER, RANGES, check_placed_blocks
 from tests.ops.test_attention import packed_case, pattern_of

@@ -17,7 +17,8 @@ from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_d256_backwa
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from tests.gluon_emulator.schedule import NO_PIPELINE, TABLE, joined, on_memory, plain_functions
 from tests.ops.step_cases import PATTERNS, placements
 

@@ -24,7 +24,8 @@ from s2_megatron.ops.api import (
 )
 from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, packed_mask, random_mask, run_op, token_mask
 
 pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch")]

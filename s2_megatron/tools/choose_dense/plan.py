@@ -12,7 +12,8 @@ import yaml
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.schema import S2Config, SpecConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
-from s2_megatron.patterns.ranges import DENSE, HeadPattern, RangePattern
+from s2_megatron.patterns.head import DENSE, HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.choose_dense.search import Unit
 
 HEAD, LAYER = "head", "layer"  # of --by

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from s2_megatron.config.sparsity import joined_layers
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, number
 from s2_megatron.tools.compare.settings import DENSE, Arm
