@@ -161,8 +161,8 @@ def head_pairs(head: HeadPattern, block_size: int, seq_length: int) -> int:
     if head.by_token:
         if whole >= MOST_ROWS:
             raise ValueError(
-                f"seq_length={seq_length}; expected at most {MOST_ROWS * block_size} with a window or a sink in tokens; use "
-                "a shorter sequence"
+                f"seq_length={seq_length}; expected at most {MOST_ROWS * block_size} with a window or a sink in "
+                "tokens; use a shorter sequence"
             )
         return pairs_of_terms(row_terms(head, block_size, whole + 1), seq_length)
     below = head_block_pairs(head.ranges, head.offset, whole)
