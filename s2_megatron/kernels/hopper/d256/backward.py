@@ -201,7 +201,7 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     tiles = make_pipeline(1, 2, 2)  # filled by TMA and by the numbers
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = KeySchedule(ranges_ptr, tokens_ptr, order_ptr, documents_ptr, distance_ptr, counter_ptr, lists, tokens_ptr, heads, rows, key_rows, n_programs, n_long,
+    schedule = KeySchedule(ranges_ptr, order_ptr, documents_ptr, distance_ptr, counter_ptr, lists, tokens_ptr, heads, rows, key_rows, n_programs, n_long,
                            n_rest, units, batches, head_group, 0, 0, 0, N_RANGES, RATIO, ORDERED, PACKED, MIXED, LISTED, False, TOKENS)
     loads = KeyLoads(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, memory, tiles, numbers, q_boxes, grad_boxes, key_boxes, key_boxes,
                      KV_STEP, BLOCK_D)
