@@ -75,7 +75,7 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
         raise ValueError(f"stored sparsity has {form['kv_heads']} KV heads in a layer; expected {num_kv_heads}")
     if form["kind"] == "ranges":
         by_head = {
-            head: HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset)
+            head: head_of_group(group, offset, form["block_size"])
             for group in form["groups"]
             for head, offset in zip(group["heads"], group["offsets"], strict=True)
         }
@@ -89,6 +89,13 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
             raise ValueError("a stored block mask does not have the hash that stands beside it; export the model again")
         return pattern
     raise ValueError(f"stored sparsity has a pattern of kind {form['kind']!r}; expected dense, ranges or block_mask")
+
+
+def head_of_group(group: dict, offset: int, block_size: int) -> HeadPattern:
+    """A head of a group of RangePattern.canonical."""
+    window, sink_tokens = group.get("window"), group.get("sink_tokens", 0)
+    size = None if window is None and not sink_tokens else block_size
+    return HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset, window, sink_tokens, size)
 
 
 def _packed_table(indptr: np.ndarray, indices: np.ndarray) -> dict:

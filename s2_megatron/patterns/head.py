@@ -108,14 +108,17 @@ class HeadPattern:
         return self._bounds
 
     @cached_property
-    def _touched(self) -> list[tuple[int, int | None, int]]:
+    def touched_ranges(self) -> Ranges:
+        """Ranges of the block pairs of which at least one token pair is attended, beside those of the sink; the first
+        one is the window."""
         if self.window is None:
-            return self._bounds
-        return bounds_beyond(range_bounds(self.ranges), touched_blocks(self.window, self.block_size))
+            return self.ranges
+        window = touched_blocks(self.window, self.block_size)
+        return ((window, 1), *((end, stride) for end, stride in self.ranges if end is None or end > window))
 
     def touched_bounds(self) -> list[tuple[int, int | None, int]]:
-        """`bounds` of the block pairs of which at least one token pair is attended, beside those of the sink."""
-        return self._touched
+        """`bounds` of these."""
+        return range_bounds(self.touched_ranges)
 
     @property
     def sink_blocks(self) -> int:

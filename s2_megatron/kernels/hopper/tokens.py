@@ -64,37 +64,37 @@ def code_of(distance, whole, rule, at_sink):
 
 
 @gluon.jit
-def row_bounds(flags, row, rest):
-    """(first, last) place in a key block that a row sees by the flags of half 0: row 0 .. 63, of any shape."""
-    by_window = ((flags & OWN) != 0) & ((flags & (ATTENDED | EDGE)) != ATTENDED)
-    first = gl.where(by_window, row - rest + gl.where((flags & HALF_FLAGS) == FAR, 65, 1), 0)
-    first = gl.where((flags & HALF_FLAGS) == EDGE, 64, first)
-    last = gl.where((flags & (ATTENDED | OWN)) == (ATTENDED | OWN), row, 63)
-    return first, gl.where((flags & HALF_FLAGS) == 0, -1, last)
+def place_bounds(flags, rest):
+    """(least, most) difference of a key's and a query's place in their blocks that is seen, by the flags of half 0."""
+    code = flags & HALF_FLAGS
+    least = gl.where((code == NEAR) | (code == OWN_EDGE), 1 - rest, -64)
+    least = gl.where(code == FAR, 65 - rest, gl.where(code == EDGE, 64, least))
+    most = gl.where((code & (ATTENDED | OWN)) == (ATTENDED | OWN), 0, 63)
+    return least, gl.where(code == 0, -65, most)
 
 
 @gluon.jit
 def token_step_mask(step, row, column, rests, HALF: gl.constexpr):
     """step_mask of schedule.py for steps with these flags."""
-    rest = rests & 63
+    least_a, most_a = place_bounds(step >> HALF, rests & 63)
+    least_b, most_b = place_bounds(step >> (FLAG_BITS + HALF), rests & 63)
     sink_rest = (rests >> 6) & 63
-    first_a, last_a = row_bounds(step >> HALF, row, rest)
-    first_b, last_b = row_bounds(step >> (FLAG_BITS + HALF), row, rest)
-    in_first = (column < 64)[None, :]
-    place = (column & 63)[None, :]
-    first = gl.where(in_first, first_a[:, None], first_b[:, None])
-    last = gl.where(in_first, last_a[:, None], last_b[:, None])
-    sink = gl.where(column < 64, gl.where((step & SINK) != 0, sink_rest, 0), gl.where((step & (SINK << FLAG_BITS)) != 0, sink_rest, 0))
-    return (place <= last) & ((place >= first) | (place < sink[None, :]))
+    sink_a = gl.where((step & SINK) != 0, sink_rest, 0)
+    sink_b = gl.where((step & (SINK << FLAG_BITS)) != 0, sink_rest, 0)
+    first = column < 64
+    place = column & 63
+    difference = place[None, :] - row[:, None]
+    seen = (difference >= gl.where(first, least_a, least_b)[None, :]) | (place < gl.where(first, sink_a, sink_b))[None, :]
+    return seen & (difference <= gl.where(first, most_a, most_b)[None, :])
 
 
 @gluon.jit
 def key_token_mask(flags, key_row, query_row, rests, HALF: gl.constexpr):
     """bool [64 keys, 64 queries]: what a step's queries see of one half of a key tile, by the flags of half 0."""
-    first, last = row_bounds(flags, query_row, rests & 63)
+    least, most = place_bounds(flags, rests & 63)
     sink_rest = (rests >> (6 + 6 * HALF)) & 63
-    place = key_row[:, None]
-    return (place <= last[None, :]) & ((place >= first[None, :]) | (place < sink_rest))
+    difference = key_row[:, None] - query_row[None, :]
+    return ((difference >= least) | (key_row < sink_rest)[:, None]) & (difference <= most)
 
 
 @aggregate

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from s2_megatron.config.sparsity import joined_layers
-from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.config.stored import head_of_group
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
 from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
@@ -232,7 +232,7 @@ def pattern_of(form: dict) -> RangePattern | None:
     if form["kind"] != "ranges":
         return None
     heads = {
-        head: HeadPattern(tuple(map(tuple, group["ranges"])), offset)
+        head: head_of_group(group, offset, form["block_size"])
         for group in form["groups"]
         for head, offset in zip(group["heads"], group["offsets"])
     }
