@@ -191,57 +191,6 @@ def attend_free(state, query, call, scale, count, steps):
 
 
 @gluon.jit
-def attend_described(state, query, call, scale, count, tile, tiles, HALF: gl.constexpr):
-    """TOKENS: all steps of a tile, as in attend_free, the first ones with the mask of their descriptors: of a short window
-    they are most of them. Returns (state, count)."""
-    memory = call.memory
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, call.BLOCK_D, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
-    column = gl.arange(0, 2 * BLOCK, layout=gl.SliceLayout(0, s_layout))
-    rests = tile.marks >> 2
-    masked = tile.masked_steps + 1  # with step 0
-    zeros = gl.zeros([BLOCK, 2 * BLOCK], gl.float32, s_layout)
-    memory.keys.wait_full(count)
-    step = receive_step(memory.steps, memory.keys.stage(count))
-    scores = score_step(query, memory.k_buffers.index(memory.keys.stage(count)), zeros, memory.keys, count)
-    scores = gl.where(token_step_mask(step, row, column, rests, HALF), scores, float("-inf"))
-    p, maximum, total, rescale = softmax_step(scores, state.maximum, state.total, scale)
-    operand = gl.convert_layout(p.to(query.dtype), p_layout)
-    out = state.out * gl.convert_layout(rescale, o_rows)[:, None]
-    if tiles > 0:  # the tile before has left its buffer by now
-        tma.store_wait(0)
-        mbarrier.arrive(memory.tiles.empty.index(1 - tiles % 2), count=1)
-    for number in range(1, masked + tile.free_steps):
-        before = memory.values.stage(count)
-        stage = memory.keys.stage(count + 1)
-        memory.keys.wait_full(count + 1)
-        if number < masked:
-            step = receive_step(memory.steps, stage)
-        s_token = warpgroup_mma(query, memory.k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        memory.values.wait_full(count)
-        o_token = warpgroup_mma(operand, memory.v_buffers.index(before), out, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[s_token])
-        memory.keys.release(count + 1)
-        if number < masked:
-            scores = gl.where(token_step_mask(step, row, column, rests, HALF), scores, float("-inf"))
-        p, maximum, total, rescale = softmax_step(scores, maximum, total, scale)
-        memory.values.wait_full(count)  # keeps the softmax under P V: see attend_free
-        out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-        memory.values.release(count)
-        operand = gl.convert_layout(p.to(query.dtype), p_layout)
-        out = out * gl.convert_layout(rescale, o_rows)[:, None]
-        count += 1
-    memory.values.wait_full(count)
-    o_token = warpgroup_mma(operand, memory.v_buffers.index(memory.values.stage(count)), out, is_async=True)
-    out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
-    memory.values.release(count)
-    return Softmax(out, maximum, total), count + 1
-
-
-@gluon.jit
 def compute(call, HALF: gl.constexpr):
     """One warpgroup: half HALF of each tile."""
     memory = call.memory
@@ -269,15 +218,12 @@ def compute(call, HALF: gl.constexpr):
         state = start_softmax(call, tile, own_head, row_base, first_row, row, o_layout)
         if call.PACKED:
             clear_behind(memory.v_buffers, memory.values, count, tile, PACK)
-        if call.TOKENS and not call.LISTED:
-            state, count = attend_described(state, query, call, scale, count, tile, tiles, HALF)
-        else:
-            state, count = attend_masked(state, query, call, scale, count, tile, HALF)
-            if tiles > 0:  # the tile before has left its buffer by now
-                tma.store_wait(0)
-                mbarrier.arrive(memory.tiles.empty.index(1 - parity), count=1)
-            if tile.free_steps > 0:
-                state, count = attend_free(state, query, call, scale, count, tile.free_steps)
+        state, count = attend_masked(state, query, call, scale, count, tile, HALF)
+        if tiles > 0:  # the tile before has left its buffer by now
+            tma.store_wait(0)
+            mbarrier.arrive(memory.tiles.empty.index(1 - parity), count=1)
+        if tile.free_steps > 0:
+            state, count = attend_free(state, query, call, scale, count, tile.free_steps)
         inverse = gl.where(state.total == 0.0, 0.0, 1.0 / state.total)
         tiles += 1
         lse = (state.maximum + gl.log2(state.total)) * LN2
