@@ -3,6 +3,7 @@
 # make generate     the trained quickstart GPT continues PROMPT, word by word
 # make test         everything that can be tested without a GPU
 # make test-long    what takes too long for make test: kills and resumes by the dozen, drawn launches, a real SLURM here
+# make test-studies the harness of the studies of quality, a quarter of an hour
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
 # make dist         the release: dist/*.tar.gz from the commit, and from it dist/*.whl
@@ -33,7 +34,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain compare generate test test-long test-gpu lint dist install check-packages
+.PHONY: help pretrain compare generate test test-long test-studies test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +75,11 @@ test: $(INSTALLED)
 # One after another: they kill processes and wait for answers, which other tests beside them would delay.
 test-long: $(INSTALLED)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "long and not gpu" --durations=15 $(TESTS)
+
+test-studies: $(INSTALLED)
+	@$(RUN) studies/check.py
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu" --durations=15 studies/tests \
+	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile")
 
 test-gpu: $(INSTALLED)
 	@$(RUN) -m pytest -m "gpu or op" --durations=15 $(TESTS)

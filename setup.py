@@ -38,6 +38,7 @@ setup(
         "s2_megatron.tools",
         "s2_megatron.tools.choose_dense",
         "s2_megatron.tools.compare",
+        "s2_megatron.tools.dataset",
         "s2_megatron.tools.forecast",
         "s2_megatron.tools.hf",
         "s2_megatron.tools.inspect",
@@ -49,6 +50,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "megatron-core[training]>=0.19.2,<0.21",
+        "argcomplete",
         "numpy",
         "packaging",
         "pydantic>=2",

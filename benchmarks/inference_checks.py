@@ -45,8 +45,9 @@ def check_attention(model, context: int) -> list[str]:
         cache = S2Cache(config, max_length=context)
         cache.layers = [cache.layers[index]]
         with torch.no_grad():
-            cache.attend(0, query[:, :, :-1], key[:, :, :-1], value[:, :, :-1], None, scale)
-            decoded = cache.attend(0, query[:, :, -1:], key[:, :, -1:], value[:, :, -1:], None, scale)[:, :, 0]
+            for part in (slice(None, -1), slice(-1, None)):
+                parts = (tensor[:, :, part] for tensor in (query, key, value))
+                decoded = cache.attend(0, *parts, None, scale, pattern)[:, :, -1]
             prefilled = attend(query, key, value, pattern, scale)[:, :, -1]
         bound = 2 * max(torch.finfo(model.dtype).eps * float(expected.abs().max()), 1e-6)
         for name, got in (("decoding", decoded), ("prefill", prefilled)):

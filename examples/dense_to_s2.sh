@@ -10,7 +10,7 @@ train dense 1 pretrain_gpt_s2.py --train-iters "$ITERATIONS" --save "$RUNS/dense
 # CHOOSE=2: two more KV heads stay dense, those without which these weights lose most.
 if [[ -n ${CHOOSE:-} ]]; then
     CONFIG=$RUNS/chosen.yaml
-    rm -f "$CONFIG"
+    rm -f "$CONFIG" "$RUNS/chosen.json"
     "$PYTHON" -m s2_megatron choose-dense --load "$RUNS/dense/checkpoints" --s2-config examples/small.yaml \
         --data-path "$RUNS/corpus/text" --heads "$CHOOSE" --write "$CONFIG"
 fi

@@ -66,6 +66,8 @@ launch() {
 
     local data=()
     if [[ ${MOCK_DATA:-0} == 1 ]]; then
+        [[ -z ${DATA_PATH:-} ]] ||
+            fail "DATA_PATH=$DATA_PATH; expected none beside MOCK_DATA=1, which trains on random tokens; unset one of them"
         data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$MOCK_VOCAB_SIZE")
     else
         require DATA_PATH "give the prefix of an indexed dataset (or MOCK_DATA=1)"
@@ -147,7 +149,7 @@ launch() {
         if [[ ${DRY_RUN:-0} == 1 ]]; then
             "${check[@]}" -- "${command[@]}" >&2 || exit
         else
-            "${check[@]}" --record -- "${command[@]}" > /dev/null || exit
+            "${check[@]}" --here --record -- "${command[@]}" > /dev/null || exit
         fi
     fi
     if [[ ${DRY_RUN:-0} == 1 ]]; then

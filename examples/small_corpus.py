@@ -7,13 +7,13 @@ A token is a byte (vocabulary 256). No byte of UTF-8 is 255: that one ends a doc
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
-import warnings
 from pathlib import Path
 
 import numpy as np
+
+from s2_megatron.tools.dataset.write import write_dataset
 
 END_OF_DOCUMENT = 255
 
@@ -22,18 +22,9 @@ def write_corpus(folder: Path) -> None:
     """The files `text.bin` and `text.idx`, as Megatron's --data-path reads them; nothing where they are already."""
     if (folder / "text.idx").exists():
         return
-    warnings.simplefilter("ignore")  # of Megatron, about optional packages
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"text.{os.getpid()}"
-    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=np.uint16)
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        tokens = np.frombuffer(path.read_bytes() + bytes([END_OF_DOCUMENT]), dtype=np.uint8)
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(f"{unfinished}.idx")
-    for suffix in (".bin", ".idx"):
-        Path(f"{unfinished}{suffix}").rename(folder / f"text{suffix}")
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    ended = (path.read_bytes() + bytes([END_OF_DOCUMENT]) for path in files)
+    write_dataset(folder / "text", (np.frombuffer(content, np.uint8) for content in ended))
 
 
 if __name__ == "__main__":

@@ -35,15 +35,13 @@ LONGEST_FILES = (
     "megatron/test_survival.py",
     "context_parallel/test_gradients.py",
     "test_quickstart.py",
-    "quality/test_continued.py",
     "test_preflight.py",
-    "quality/test_study.py",
-    "quality/test_rules.py",
     "megatron/test_features.py",
     "ops/test_placements.py",
     "huggingface/test_conversion.py",
     "ops/test_learns.py",
     "tools/test_check.py",
+    "tools/test_tries.py",
     "megatron/test_run_logs.py",
     "megatron/test_run_status.py",
     "benchmarks/test_end_to_end.py",
@@ -57,7 +55,6 @@ LONGEST_FILES = (
     "megatron/test_refusals.py",
     "test_slurm_ends.py",
     "huggingface/test_cache.py",
-    "quality/test_workers.py",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,21 @@ def test_other_names_are_no_attributes():
 def test_megatron_is_not_imported_before_a_machine_without_a_gpu_is_prepared():
     """A script may import them before it calls install_if_no_gpu."""
     assert "megatron" not in imported_by("from s2_megatron import add_s2_arguments, prepare_s2")
+
+
+# Commands, whose output it is; and what the start of a training script held back of Megatron's.
+PRINTERS = ("tools/", "testing/", "megatron/preflight/start_up.py")
+
+
+def test_stdout_belongs_to_the_program_around_the_package():
+    found = []
+    for root in (ROOT / "s2_megatron", ROOT / "kernels"):
+        for path in sorted(root.rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            if name.startswith(PRINTERS) or name.startswith("kernels/"):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                called = isinstance(node, ast.Call) and getattr(node.func, "id", None)
+                if called in ("print", "Console") and "file" not in [word.arg for word in node.keywords]:
+                    found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found

@@ -163,7 +163,7 @@ DISTRIBUTIONS = {
 
 def third_party_imports(paths) -> dict[str, Path]:
     """{imported package: a file that imports it}, wherever in the file the import stands."""
-    own = {"s2_megatron", "pretrain_gpt_s2", "examples", *sys.stdlib_module_names}
+    own = {"s2_megatron", "pretrain_gpt_s2", "examples", "studies", "tests", *sys.stdlib_module_names}
     found = {}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -177,13 +177,13 @@ def third_party_imports(paths) -> dict[str, Path]:
 
 
 def test_every_imported_package_is_declared(release):
-    """Of the package, the training script and the examples, optional imports too."""
+    """Of the package, the training script, the examples and the studies, optional imports too."""
     (wheel,) = release.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     required = re.findall(r"^Requires-Dist: ([A-Za-z0-9_-]+)", archive.read(metadata).decode(), re.MULTILINE)
     declared = {name.lower() for name in required}
-    folders = ("s2_megatron", "examples")
+    folders = ("s2_megatron", "examples", "studies")
     paths = [ROOT / "pretrain_gpt_s2.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     imported = third_party_imports(paths)
     assert {"torch", "megatron", "rich", "tokenizers"} <= set(imported)

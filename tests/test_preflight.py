@@ -123,6 +123,7 @@ def test_a_launcher_starts_nothing_after_a_mistake(tmp_path):
     [
         ("DRY_RUN", "true", "0 or 1"),
         ("MOCK_DATA", "yes", "0 or 1"),
+        ("DATA_PATH", "/none", "none beside MOCK_DATA=1, which trains on random tokens; unset one of them"),
         ("PREFLIGHT", "off", "0 or 1"),
         ("NNODES", "two", "1 to 65536 nodes"),
         ("NNODES", "0", "1 to 65536 nodes"),
@@ -158,7 +159,8 @@ def test_a_dry_run_of_a_job_checks_once(cluster):
 
 @pytest.mark.parametrize("traceback", [False, True])
 def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
-    """In front of torchrun's own report, without Megatron's list of arguments; other ranks say nothing."""
+    """In front of torchrun's own report, and at its end, without Megatron's list of arguments; other ranks say
+    nothing."""
     flags = arguments({"--eval-interval": "10", "--num-workers": "0", "--save": str(tmp_path), "--save-interval": "0"})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(ROOT / "pretrain_gpt_s2.py"), *flags, *["--s2-traceback"] * traceback]
@@ -170,9 +172,11 @@ def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     own = output.partition("torch/distributed/elastic")[0]
     if traceback:
         assert "Traceback (most recent call last)" in own and "ValueError: --save-interval=0: expected 1" in own
+        assert done.stderr.splitlines()[-2].startswith("  traceback : ValueError: --save-interval=0: expected 1")
         return
     line = "error: --save-interval=0: expected 1 to 1000000000000; use --save-interval 1, or leave it out\n"
-    assert own.count(line) == 1 and output.count("error: --save") == 1 and "Traceback" not in own
+    assert own.count(line) == 1 and output.count("error: --save") == 2 and "Traceback" not in own
+    assert done.stderr.splitlines()[-2] == f"  traceback : {line.rstrip()}"  # below it a border alone
     assert read_status(tmp_path)["state"] == "refused"
 
 

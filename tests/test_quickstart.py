@@ -129,7 +129,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_looks_finished(tmp_path,
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset, "write_documents", interrupted)
+    monkeypatch.setattr(dataset, "write_dataset", interrupted)
     with pytest.raises(KeyboardInterrupt):
         small_corpus(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -45,15 +45,21 @@ def test_a_wrong_tracker_has_a_remedy(tmp_path, content, problem):
     assert failures.checkpoint_iteration(tmp_path) == 150 and path.exists()
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("--iterations", "abc"), ("--iterations", "0"), ("--iterations", "-1"), ("--iterations", "3 4"),
-    ("--iterations", ""), ("--save-interval", "1.5"),
+@pytest.mark.parametrize("flag, value, most", [
+    *(("--iterations", value, 10**12) for value in ("abc", "0", "-1", "3 4", "", "9" * 30)),
+    ("--save-interval", "1.5", 10**12), ("--seed", "0", 2**31 - 1), ("--seed", str(2**31), 2**31 - 1),
 ])  # fmt: skip
-def test_a_wrong_argument_is_one_line(flag, value, capsys):
+def test_a_wrong_argument_is_one_line(flag, value, most, capsys):
     with pytest.raises(SystemExit) as ended:
         run.parse_arguments([f"{flag}={value}"])
-    line = f"error: argument {flag}: {value!r}; expected a whole number of 1 or more, such as 300; see make help\n"
+    line = f"error: argument {flag}: {value!r}; expected a whole number of 1 to {most}, such as 300; see make help\n"
     assert ended.value.code == 2 and capsys.readouterr().err == line
+
+
+def test_runs_of_an_unset_variable_are_not_written_here(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run.parse_arguments(["--runs="])
+    assert ended.value.code == 2 and "--runs: empty (an unset variable?); expected a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("setting, words", [

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import random
 import shutil
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from examples.quickstart.corpus import Document, collect_documents, corpus_hash, document_hashes
+from s2_megatron.tools.dataset.write import write_dataset
 
 VOCABULARY_SIZE = 2048
 END_OF_TEXT = "<|endoftext|>"
@@ -101,29 +100,6 @@ def train_tokenizer(documents: list[Document], folder: Path, vocabulary_size: in
     return tokenizer
 
 
-def write_documents(
-    prefix: Path, documents: Iterable[np.ndarray], on_bytes: Callable[[bytes], None] | None = None
-) -> int:
-    """Write `<prefix>.bin` and `.idx`, one Megatron document an array of uint16 ids; the number of tokens. on_bytes: is
-    given each document's bytes."""
-    # Megatron's import remarks on every optional package that is not there; the training process, which uses them, says
-    # it too.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    tokens = 0
-    for ids in documents:
-        builder.add_document(ids, [len(ids)])
-        tokens += len(ids)
-        if on_bytes is not None:
-            on_bytes(ids.tobytes())
-    builder.finalize(f"{prefix}.idx")
-    return tokens
-
-
 def encoded(tokenizer, documents: list[Document]) -> Iterator[np.ndarray]:
     """The ids of every document, each ended by END_OF_TEXT, uint16 [tokens]."""
     end_of_text = tokenizer.token_to_id(END_OF_TEXT)
@@ -163,7 +139,7 @@ def prepare_corpus(
     try:
         ordered = shuffled(documents, seed)
         tokenizer = train_tokenizer(ordered, unfinished / "tokenizer", vocabulary_size)
-        tokens = write_documents(unfinished / "text", encoded(tokenizer, ordered))
+        tokens = write_dataset(unfinished / "text", encoded(tokenizer, ordered))
         tell(f"tokenizer: byte-level BPE, vocabulary {vocabulary_size}; dataset: {tokens:,} tokens")
         description = {
             "python": sys.version.split()[0],

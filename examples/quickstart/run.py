@@ -13,6 +13,7 @@ mend, in one `error:` line; 1: the training failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import re
@@ -30,6 +31,9 @@ from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare
 from examples.quickstart.failures import QuickstartError, checkpoint_iteration
 from examples.quickstart.progress import OutputFollower, Speed, follow_training
 from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
+from s2_megatron.megatron.preflight.values import RANGES
+from s2_megatron.printing import open_streams
+from s2_megatron.tools.streams import BAD_INPUT, flush, one_line, say_error
 
 DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
 
@@ -37,14 +41,26 @@ DEFAULT_CONFIG = launch.ROOT / "configs" / "quickstart.yaml"
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line: the usage would be that of flags which make does not take."""
-        self.exit(2, f"error: {message}; see make help\n")
+        self.exit(2, f"error: {one_line(message)}; see make help\n")
 
 
-def count(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    if not (text.strip().isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of 1 or more, such as 300")
-    return int(text)
+def count_of(name: str):
+    """A whole number that Megatron's setting of this name takes, as a type for argparse."""
+    least, most = RANGES[name]
+
+    def count(text: str) -> int:
+        digits = text.strip()
+        if not (digits.isdecimal() and len(digits) <= 20 and least <= int(digits) <= most):
+            raise argparse.ArgumentTypeError(f"{text!r}; expected a whole number of {least} to {most}, such as 300")
+        return int(digits)
+
+    return count
+
+
+def folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("empty (an unset variable?); expected a folder; give RUNS=runs")
+    return Path(os.path.realpath(text))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -54,12 +70,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="sparsity YAML")
-    parser.add_argument("--iterations", type=count, default=launch.DEFAULT_ITERATIONS, help="train up to this one")
-    parser.add_argument("--save-interval", type=count, default=75, help="iterations between two checkpoints")
     parser.add_argument(
-        "--seed", type=int, default=1234, help="of the corpus order, the initial weights and the batches"
+        "--iterations", type=count_of("train_iters"), default=launch.DEFAULT_ITERATIONS, help="train up to this one"
     )
-    parser.add_argument("--runs", type=Path, default=launch.ROOT / "runs", help="folder of all runs")
+    parser.add_argument(
+        "--save-interval", type=count_of("save_interval"), default=75, help="iterations between two checkpoints"
+    )
+    parser.add_argument(
+        "--seed", type=count_of("seed"), default=1234, help="of the corpus order, the initial weights and the batches"
+    )
+    parser.add_argument("--runs", type=folder, default=launch.ROOT / "runs", help="folder of all runs")
     return parser.parse_args(arguments)
 
 
@@ -74,7 +94,7 @@ def resolve_sparsity(config: Path, console: Console):
         console.print("dense run: every layer attends all causal pairs", highlight=False)
         return sparsity
     problems = summary.s2_run_problems(sparsity)
-    if problems and config.resolve() == DEFAULT_CONFIG.resolve():
+    if problems and os.path.realpath(config) == os.path.realpath(DEFAULT_CONFIG):
         raise QuickstartError(f"{config}: {'; '.join(problems)}")
     console.print(text, highlight=False)
     for problem in problems:
@@ -150,7 +170,7 @@ def train(
     losses, log = launch.loss_log(run_folder), run_folder / "train.log"
     truncate_loss_log(losses, start)
     command = launch.training_command(
-        parsed.config.resolve(),
+        Path(os.path.realpath(parsed.config)),
         parsed.iterations,
         parsed.seed,
         run_folder,
@@ -172,7 +192,7 @@ def train(
     if status != 0:
         own = failures.own_output(log, attempt)
         console.print(failures.last_lines(own), highlight=False, markup=False, soft_wrap=True)
-        raise failures.of_training(own, status, log, parsed.runs.resolve())
+        raise failures.of_training(own, status, log, parsed.runs)
     return speed.tokens_per_second()
 
 
@@ -214,7 +234,7 @@ def show_summary(content: dict, path: Path, console: Console) -> None:
 def run(parsed: argparse.Namespace, console: Console) -> None:
     if not parsed.config.exists():
         raise QuickstartError(f"CONFIG={parsed.config}: no such file; see configs/")
-    run_folder = parsed.runs.resolve() / parsed.config.stem
+    run_folder = parsed.runs / parsed.config.stem
     run_folder.mkdir(parents=True, exist_ok=True)
     failures.require_space(run_folder)
     lock = lock_run(run_folder, console)
@@ -238,9 +258,7 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
     import torch  # takes seconds, and a finished run needs it no more than a wrong config
 
     on_gpu = torch.cuda.is_available()
-    corpus = prepare_corpus(
-        parsed.runs.resolve() / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False)
-    )
+    corpus = prepare_corpus(parsed.runs / "corpus", parsed.seed, tell=lambda text: console.print(text, highlight=False))
     check_settings(
         run_folder,
         {
@@ -281,15 +299,19 @@ def run(parsed: argparse.Namespace, console: Console) -> None:
 def main() -> None:
     # A killed terminal or a scheduler's SIGTERM ends the training process too, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    open_streams()
     parsed = parse_arguments()
     console = Console() if sys.stdout.isatty() else Console(width=140)
     try:
         run(parsed, console)
-    except (QuickstartError, ValueError, OSError) as error:
-        refused = failures.of_system(error, parsed.runs.resolve()) if isinstance(error, OSError) else error
-        if refused is None:
-            raise
-        print(f"error: {refused}", file=sys.stderr)
+        flush()
+    except BrokenPipeError:
+        sys.exit(128 + signal.SIGPIPE)
+    except (QuickstartError, *BAD_INPUT) as error:
+        refused = failures.of_system(error, parsed.runs) if isinstance(error, OSError) else error
+        say_error(refused or error)
+        with contextlib.suppress(OSError):
+            flush()  # of a full disk, the end of the process would make a traceback
         sys.exit(getattr(refused, "status", 2))
     except KeyboardInterrupt:
         print("stopped; the same command continues from the last checkpoint", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from itertools import islice
 from typing import Any
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, printable, shown, unknown_name
 from s2_megatron.config.schema import KINDS, RangeConfig, S2Config, SpecConfig
+from s2_megatron.patterns.checks import LARGEST_SCALE, SMALLEST_SCALE
 
 SPEC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 FUNCTION_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -188,13 +188,15 @@ def pydantic_problems(error: ValidationError, models: dict[int, type[BaseModel]]
                 )
             )
         elif kind == "less_than_equal":
-            problems.append(Problem(path, shown(value), f"at most {context['le']}", str(context["le"])))
+            most = _yaml_text(context["le"])
+            problems.append(Problem(path, shown(value), f"at most {most}", most))
         elif kind in ("too_long", "string_too_long"):
             most = context["max_length"]
             problems.append(Problem(path, shown(value), f"a length of at most {most}", "fewer of them"))
         elif kind in ("greater_than_equal", "greater_than"):
-            expected = f"{context['ge']} or more" if "ge" in context else f"more than {context['gt']:g}"
-            problems.append(Problem(path, shown(value), expected, str(context["ge"]) if "ge" in context else example))
+            least = _yaml_text(context["ge"]) if "ge" in context else None
+            expected = f"more than {context['gt']:g}" if least is None else f"{least} or more"
+            problems.append(Problem(path, shown(value), expected, least or example))
         else:
             expected = _KINDS.get(kind, item["msg"])
             problems.append(Problem(path, shown(value), expected, _as_number(value, kind) or example))
@@ -219,7 +221,11 @@ def _as_number(value: Any, kind: str) -> str | None:
             return str(round(number))
     except (ValueError, OverflowError):
         return None
-    if not 0 < number < math.inf:  # the one key for fractions, softmax_scale, is positive
-        return None
+    # of softmax_scale, the one key for fractions
+    return _yaml_text(number) if SMALLEST_SCALE <= number <= LARGEST_SCALE else None
+
+
+def _yaml_text(number: float) -> str:
+    """A number as YAML 1.1 reads it: with a point in front of an exponent."""
     text = repr(number)
     return text if "." in text else text.replace("e", ".0e")

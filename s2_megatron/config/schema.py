@@ -21,11 +21,13 @@ from pydantic_core import PydanticCustomError
 from s2_megatron.config.errors import nearest_name, shown
 from s2_megatron.patterns.checks import (
     LARGEST_END,
+    LARGEST_SCALE,
     LARGEST_STRIDE,
     LARGEST_WINDOW,
     MOST_HEADS,
     MOST_SINK_TOKENS,
     MOST_TOKENS,
+    SMALLEST_SCALE,
     Ranges,
 )
 
@@ -187,8 +189,8 @@ class SpecConfig(_Strict):
     local_blocks: Blocks | None = Field(None, examples=[16])
     """The same in blocks."""
     stride: Stride | None = Field(None, examples=[16])
-    """Beyond the window, one block in `stride` is attended, a different one per head. Left out: the window alone. Such a
-    block is attended as a whole, also where a window in tokens ends inside of it."""
+    """Beyond the window, one block in `stride` is attended, a different one per head. Left out: the window alone. Such
+    a block is attended as a whole, also where a window in tokens ends inside of it."""
     sink_tokens: int = Field(0, ge=0, le=MOST_SINK_TOKENS, examples=[4])
     """The first tokens of the sequence, or of each packed document, that every query attends, whatever the rest says:
     attention sinks. Not beside a mask or a function."""
@@ -243,7 +245,9 @@ class S2Config(_Strict):
     Or a list of names."""
     mtp_layers: Plan | None = Field(None, examples=["D"])
     """The plan of the multi-token-prediction layers; needed when the model has them."""
-    softmax_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(None, examples=[0.125])
+    softmax_scale: Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE, allow_inf_nan=False)] | None = Field(
+        None, examples=[0.125]
+    )
     """What all attention scores of the model are multiplied with, dense layers included. Left out: 1/sqrt(head
     dim)."""
     specs: dict[str, SpecConfig] = Field(

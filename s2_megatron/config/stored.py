@@ -6,16 +6,13 @@ of block masks (the canonical form has only their hashes), the number of heads a
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
-
-import numpy as np
 
 from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity, canonical_pattern
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.patterns.text import packed_table, unpacked_table
 
 MODEL_TYPE = "s2_gpt"  # in the config.json of exported models
 
@@ -36,7 +33,7 @@ def stored_sparsity(sparsity: ResolvedSparsity) -> dict:
     for form in content["patterns"]:
         if form["kind"] == "block_mask":
             pattern = by_form[json.dumps(form, sort_keys=True)]
-            form["tables"] = [_packed_table(*table) for table in pattern.tables]
+            form["tables"] = [packed_table(*table) for table in pattern.tables]
     return content | {
         "num_heads": sparsity.num_heads,
         "num_kv_heads": sparsity.num_kv_heads,
@@ -83,7 +80,7 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
             raise ValueError(f"stored sparsity names the heads {sorted(by_head)}; expected 0 to {num_heads - 1}")
         return RangePattern(form["block_size"], num_kv_heads, tuple(by_head[head] for head in range(num_heads)))
     if form["kind"] == "block_mask":
-        tables = [_unpacked_table(text) for text in form["tables"]]
+        tables = [unpacked_table(text) for text in form["tables"]]
         pattern = BlockMaskPattern.from_csr(form["block_size"], num_heads, num_kv_heads, *zip(*tables))
         if pattern.canonical()["sha256"] != form["sha256"]:
             raise ValueError("a stored block mask does not have the hash that stands beside it; export the model again")
@@ -96,27 +93,3 @@ def head_of_group(group: dict, offset: int, block_size: int) -> HeadPattern:
     window, sink_tokens = group.get("window"), group.get("sink_tokens", 0)
     size = None if window is None and not sink_tokens else block_size
     return HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset, window, sink_tokens, size)
-
-
-def _packed_table(indptr: np.ndarray, indices: np.ndarray) -> dict:
-    """Row lengths, and the key blocks as differences, which compress well."""
-    return {
-        "counts": _packed(np.diff(indptr).astype("<i4")),
-        "differences": _packed(np.diff(indices, prepend=0).astype("<i4")),
-    }
-
-
-def _unpacked_table(table: dict) -> tuple[np.ndarray, np.ndarray]:
-    counts, differences = (_unpacked(table[name]) for name in ("counts", "differences"))
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]), np.cumsum(differences, dtype=np.int32)
-
-
-def _packed(array: np.ndarray) -> str:
-    return base64.b64encode(zlib.compress(array.tobytes(), 9)).decode("ascii")
-
-
-def _unpacked(text: str) -> np.ndarray:
-    try:
-        return np.frombuffer(zlib.decompress(base64.b64decode(text, validate=True)), dtype="<i4")
-    except (ValueError, zlib.error) as error:
-        raise ValueError(f"a stored block mask cannot be unpacked ({error}); export the model again") from error

@@ -65,8 +65,8 @@ def read_yaml(path: str | Path) -> tuple[dict, dict[KeyPath, int]]:
     large, not text, not YAML, not a mapping, has a key twice, a tag that would build an object, or a number or word
     that YAML 1.1 reads as another one (`010`, `1:30`, `yes`).
     """
-    source, file = str(path), Path(path)
-    found = not_a_file(path)
+    source, file = str(path) or "''", Path(path)
+    found = not_a_file(path) if str(path).strip() else "an empty path (an unset variable?)"
     if found is not None:
         near = nearest_name(file.name, names := neighbours(file, "*.yaml"))
         others = f"one of {joined(names)}" if names else "a path that exists"

@@ -30,8 +30,9 @@ from s2_megatron.context_parallel.plan import check_block_count, check_comm_type
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
 from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
-from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
+from s2_megatron.ops.recompute import LayerOutput, recompute_attention
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 
@@ -89,8 +90,7 @@ class ContextParallel:
         """
         if self.comm_type == "a2a":
             return
-        with torch.device(device):  # whatever device the model around it is built on
-            state = self.state(seq_length, device)
+        state = self.state(seq_length, device)
         if self.comm_type == "sparse":
             placements = state.read_by_kernels(head_dim, dtype.itemsize, self.keep_received)
         else:
@@ -110,12 +110,12 @@ class ContextParallel:
         packed: PackedSequence | None = None,
         backend: str = "auto",
         deterministic: bool = False,
-        outputs: RecomputeOutputs | None = None,
+        output: LayerOutput | None = None,
     ) -> torch.Tensor:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
-        documents of all ranks' tokens together. outputs: of a layer that is recomputed, to launch no second forward.
+        documents of all ranks' tokens together. output: of a layer that is recomputed, to launch no second forward.
         The other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as
         s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
         """
@@ -135,8 +135,10 @@ class ContextParallel:
                 f"query has {query.shape[0]} rows and key {key.shape[0]}; context parallelism trains, it does not "
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
+        # What travels is memory, which a lazily negated tensor is the negative of.
+        query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
         if packed is None and self.comm_type != "a2a":
-            return self._own_queries(query, key, value, call, outputs)
+            return self._own_queries(query, key, value, call, output)
         if self.comm_type == "sparse":
             raise ValueError(
                 "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
@@ -149,7 +151,7 @@ class ContextParallel:
             order = sequence_order(tokens, self.size, query.device)
         if self.comm_type == "a2a":
             whole = RowsToHeads.apply(query, key, value, order, self.group)
-            return HeadsToRows.apply(recompute_attention(*whole, call, outputs), order, self.group)
+            return HeadsToRows.apply(recompute_attention(*whole, call, output), order, self.group)
         if self.cut == "sequence":
             call = call._replace(packed=documents_of_rank(packed, self.rank, self.size, tokens))
         whole = GatherRows.apply(key, value, order, self.group)
@@ -157,30 +159,32 @@ class ContextParallel:
         # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are
         # not read.
         all_queries = query.new_zeros((tokens, *query.shape[1:])).index_copy(0, rows, query)
-        return recompute_attention(all_queries, *whole, call, outputs)[rows]
+        return recompute_attention(all_queries, *whole, call, output)[rows]
 
-    def _own_queries(self, query, key, value, call: AttentionCall, outputs):
+    def _own_queries(self, query, key, value, call: AttentionCall, output):
         """Of one unpacked sequence: this rank's queries and the keys that they need, by sparse or all_gather."""
         state = self.state(query.shape[0] * self.size, query.device)
         call = call._replace(layout=state.layout)
         function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
-        known = None if outputs is None else outputs.take()
+        known = None if output is None else output.take(query)
         out, lse = function.apply(query, key, value, call, state, self.keep_received, known)
-        if outputs is not None:
-            outputs.store(out, lse)
+        if output is not None:
+            output.store(out, lse)
         return out
 
     def state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:
         """What the calls of one length share; not for a2a. Raises ValueError for a length that cannot be cut."""
         if (tokens, device) not in self._prepared:
-            n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
-            layout = self._layout.to(device)
-            if self.comm_type == "all_gather":
-                own = zigzag_blocks(self.rank, self.size, n_blocks)
-                placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
-                state = GatheredState(layout, self.group, placement, sequence_order(tokens, self.size, device))
-            else:
-                plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
-                state = SparseState.make(layout, plan, self.group, device)
-            self._prepared[tokens, device] = state
+            with lasting():
+                self._prepared[tokens, device] = self._make_state(tokens, device)
         return self._prepared[tokens, device]
+
+    def _make_state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:
+        n_blocks = check_block_count(tokens, self.size, self.pattern.block_size)
+        layout = self._layout.to(device)
+        if self.comm_type == "all_gather":
+            own = zigzag_blocks(self.rank, self.size, n_blocks)
+            placement = Placement.make(own, n_blocks, device=device, pattern=self.pattern)
+            return GatheredState(layout, self.group, placement, sequence_order(tokens, self.size, device))
+        plan = make_plan(self.pattern, self.rank, self.size, n_blocks)
+        return SparseState.make(layout, plan, self.group, device)

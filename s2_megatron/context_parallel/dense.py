@@ -19,10 +19,12 @@ from torch.autograd.function import once_differentiable
 from s2_megatron.context_parallel.exchange import all_gather, all_to_all
 from s2_megatron.ops.api import attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward
 from s2_megatron.ops.autograd import first_derivative
+from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement
 
 
 @lru_cache(maxsize=16)
+@lasting()
 def sequence_order(tokens: int, size: int, device: torch.device) -> torch.Tensor:
     """int64 [tokens]: where each token lies after the ranks' rows are joined, when one sequence was cut in zigzag.
     Raises ValueError for one that cannot be."""

@@ -1,52 +1,101 @@
 """S2-Attention as transformers' attention implementation "s2", and the mask of the same name.
 
 Without a mask function of the same name transformers gives an attention no mask at all, and many models then attend
-acausally. S2-Attention is causal by itself; what it needs of a mask is where each row's text starts (left padding).
+acausally. S2-Attention is causal by itself; what it needs to know is where the texts of each row lie (texts.py).
 
 B batch, H query heads, G KV heads, D head dim, T tokens of this forward, N tokens with those before them.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface
+from transformers import AttentionInterface, masking_utils
+from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
-from s2_megatron.huggingface.configuration import resolved_sparsity
+from s2_megatron.config.stored import MODEL_TYPE
+from s2_megatron.huggingface.layer_plans import LayerPlan, layer_plans
+from s2_megatron.huggingface.texts import (
+    PACKING_ARGUMENTS,
+    Extent,
+    Texts,
+    check_columns,
+    made_texts,
+    row_extent,
+    text_borders,
+)
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.checks import softmax_scale_of
-from s2_megatron.ops.layout import Layout, build_layout
+from s2_megatron.ops.layout import Layout, PackedSequence
 from s2_megatron.patterns.ranges import Pattern
 
 NAME = "s2"
-_patterns: WeakKeyDictionary[torch.nn.Module, Pattern | None] = WeakKeyDictionary()
+# What a model may hand to its attention beside the tensors: read in texts.py, or without a part in attention.
+_ARGUMENTS = {
+    "position_ids", *PACKING_ARGUMENTS, "max_length_q", "max_length_k", "use_cache", "cache_position", "return_dict",
+    "output_hidden_states", "output_router_logits", "num_items_in_batch", "labels", "token_type_ids", "inputs_embeds",
+}  # fmt: skip
 
 
 def register_attention() -> None:
     """Makes attn_implementation="s2" known to transformers."""
     AttentionInterface.register(NAME, s2_attention_forward)
-    AttentionMaskInterface.register(NAME, row_starts_mask)
+    AttentionMaskInterface.register(NAME, texts_mask)
 
 
-@lru_cache(maxsize=256)
-def shared_layout(pattern: Pattern) -> Layout:
-    """The block geometry of a pattern; layers with the same pattern share it."""
-    return build_layout(pattern)
+@torch.compiler.disable
+def read_texts(config, tokens: torch.Tensor, attention_mask, position_ids, arguments: dict) -> Texts:
+    """Where the texts of a forward of a model of type s2_gpt lie.
+
+    tokens [B, T, ...]; attention_mask [B, N], position_ids [B or 1, T], or None; arguments: the others of the forward.
+    Raises ValueError for what row_extent, text_borders and made_texts refuse, and for static caches.
+    """
+    batch, length = tokens.shape[:2]
+    cache = next((value for value in arguments.values() if isinstance(value, Cache)), None)
+    seen = 0 if cache is None else int(cache.get_seq_length())
+    if cache is not None:
+        check_columns(int(cache.get_mask_sizes(length, 0)[0]), seen + length, attention_mask)
+    extent = None
+    if attention_mask is not None:
+        extent = row_extent(attention_mask, batch, seen + length, may_be_empty=cache is not None)
+    capturing = tokens.is_cuda and torch.cuda.is_current_stream_capturing()
+    if length == 1 and capturing:  # nothing can be looked at; the steps before the capture were
+        position_ids = None
+    borders = text_borders(batch, length, seen, extent, arguments | dict(position_ids=position_ids))
+    keeps = cache is not None or bool(arguments.get("use_cache"))
+    return made_texts(layer_plans(config), seen, extent, borders, keeps, cache is None, tokens.device)
 
 
-def layer_pattern(module: torch.nn.Module) -> Pattern | None:
-    """The pattern of an attention module, by its layer_idx; None: dense. Raises ValueError for a config without
-    sparsity."""
-    if module not in _patterns:
-        _patterns[module] = resolved_sparsity(module.config).layers[module.layer_idx].pattern
-    return _patterns[module]
+@dataclass(eq=False)
+class StockMask:
+    """What transformers tells a mask function of the rows: their padding, and of position_ids only where there is
+    neither padding nor a cache. The layers hear the rest.
+
+    text_numbers: int [B, T], of packed texts. plain: as in Texts.
+    """
+
+    plans: tuple[LayerPlan, ...]
+    batch: int
+    seen: int
+    extent: Extent | None
+    text_numbers: torch.Tensor | None
+    plain: bool
+    texts: Texts | None = None
+
+    def finished(self, length: int, arguments: dict, device) -> Texts:
+        """The texts of this forward: found with the first layer's arguments, the same for all layers."""
+        if self.texts is None:
+            arguments = arguments | dict(mask_function=self.text_numbers)
+            borders = text_borders(self.batch, length, self.seen, self.extent, arguments)
+            keeps = self.seen > 0 or bool(arguments.get("use_cache"))
+            self.texts = made_texts(self.plans, self.seen, self.extent, borders, keeps, False, device)
+        return self.texts
 
 
-def row_starts_mask(
+def texts_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -54,46 +103,59 @@ def row_starts_mask(
     kv_offset: int = 0,
     mask_function=causal_mask_function,
     attention_mask: torch.Tensor | None = None,
+    config=None,
     **kwargs,
-) -> torch.Tensor | None:
-    """The "mask" that the attention `s2` takes: the first column of every row that is no padding, int64 [B] on the CPU;
-    None when every row starts at 0.
+) -> StockMask | None:
+    """The "mask" that the attention `s2` takes in a stock model of transformers; None for a model of type s2_gpt, which
+    reads its arguments itself.
 
-    attention_mask: bool [B, columns], padding on the left (on the right too where no tokens follow, as in training).
-    Raises ValueError for packed rows, holes, and caches that return more keys than were written (static ones).
+    attention_mask: bool [B, N]. Raises ValueError for what row_extent refuses, for mask functions other than the causal
+    one and that of packed texts, and for caches that return more keys than were written (static ones).
     """
-    if mask_function is not causal_mask_function:
-        raise ValueError(
-            "attn_implementation='s2' got a mask that is not the plain causal one (packed rows through position_ids, a "
-            "sliding window or an overlay); expected causal attention over one text a row; "
-            "give each text a row of its own"
-        )
-    if isinstance(kv_length, int) and isinstance(q_offset, int) and kv_length != q_offset + q_length:
-        raise ValueError(
-            f"attn_implementation='s2' got a cache with {kv_length} keys for {q_offset + q_length} tokens; "
-            "expected as many keys as tokens; use S2Cache(config, max_length=...) for static shapes, not StaticCache"
-        )
-    return None if attention_mask is None else row_starts(attention_mask, kv_length)
-
-
-def row_starts(attention_mask: torch.Tensor, columns: int) -> torch.Tensor | None:
-    """See row_starts_mask. columns: how many of the mask's columns exist so far."""
-    mask = attention_mask[:, :columns].to("cpu", torch.bool)
-    if mask.all():
+    if config.model_type == MODEL_TYPE:
         return None
-    # A row without text starts after its last column.
-    starts = torch.where(mask.any(1), mask.int().argmax(1), mask.shape[1])
-    lengths = mask.sum(1)
-    inside = torch.arange(mask.shape[1])
-    expected = (inside >= starts[:, None]) & (inside < (starts + lengths)[:, None])
-    if not torch.equal(mask, expected):
-        row = int((mask != expected).any(1).nonzero()[0])
+    return _stock_mask(batch_size, q_length, kv_length, q_offset, mask_function, attention_mask, config)
+
+
+@torch.compiler.disable
+def _stock_mask(batch: int, length: int, columns, seen, mask_function, attention_mask, config) -> StockMask:
+    numbers = _packed_by(mask_function)
+    seen = int(seen)
+    check_columns(int(columns), seen + length, attention_mask)
+    extent = None
+    if attention_mask is not None:
+        extent = row_extent(attention_mask, batch, seen + length, may_be_empty=seen > 0)
+    plain = numbers is not None and bool((numbers == numbers[:, :1]).all())  # torch.compile: made of all texts
+    return StockMask(layer_plans(config), batch, seen, extent, None if plain else numbers, plain)
+
+
+_and = masking_utils.and_masks(causal_mask_function).__code__
+_packed = masking_utils.packed_sequence_mask_function(None).__code__
+_remapped = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # since transformers 5.2x
+_remapped = _remapped and _remapped(causal_mask_function, None).__code__
+
+
+def _packed_by(mask_function) -> torch.Tensor | None:
+    """The number of each token's text, [B, T], where transformers has packed the causal mask; None for the plain one.
+    Raises ValueError for every other mask function."""
+    parts = _captured(mask_function, "mask_functions") if _code(mask_function) is _and else (mask_function,)
+    numbers = [_captured(part, "packed_sequence_mask") for part in parts if _code(part) is _packed]
+    others = [part for part in parts if _code(part) is not _packed]
+    others = [_captured(part, "mask_function") if _code(part) is _remapped else part for part in others]
+    if others != [causal_mask_function] or len(numbers) > 1:
         raise ValueError(
-            f"attention_mask has a hole in row {row}: a padded column between two tokens; expected padding on the left "
-            "only, for strides count from the start of a text; use tokenizer.padding_side='left', also for texts that "
-            "continue a cache"
+            "attn_implementation='s2' got a mask that is not the plain causal one (a sliding window, an overlay, or "
+            "attention in both directions); expected causal attention over texts; take a model without them"
         )
-    return None if not starts.any() else starts
+    return numbers[0] if numbers else None
+
+
+def _code(function):
+    return getattr(function, "__code__", None)
+
+
+def _captured(function, name: str):
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def s2_attention_forward(
@@ -101,7 +163,7 @@ def s2_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Texts | StockMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     compact_cache=None,
@@ -110,33 +172,81 @@ def s2_attention_forward(
     """One layer's attention, in transformers' form.
 
     query [B, H, T, D]; key, value [B, G, N, D], the last T of them the query's own (compact_cache: these T alone, the
-    S2Cache has the others). attention_mask: what row_starts_mask returned. scaling: the model's own, which the
-    sparsity's softmax_scale overrides.
-    Returns ([B, T, H, D], None): probabilities do not exist. Raises ValueError for a dropout and for foreign masks.
+    S2Cache has the others). attention_mask: what texts_mask returned, or the model's own Texts. scaling: the model's
+    own, which the sparsity's softmax_scale overrides.
+    Returns ([B, T, H, D], None): probabilities do not exist. Raises ValueError for a dropout, for foreign masks, and
+    for arguments that ask for something else than causal attention.
     """
     if dropout:
         raise ValueError(
             f"attention dropout {dropout} with attn_implementation='s2'; expected 0; set attention_dropout=0.0"
         )
-    if attention_mask is not None and (attention_mask.ndim != 1 or attention_mask.dtype != torch.int64):
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)} and {attention_mask.dtype} in "
-            "attn_implementation='s2'; expected the 2-D mask of tokenizers, [batch, tokens]; "
-            "a mask per pair of tokens is not supported"
-        )
-    pattern = layer_pattern(module)
-    stored_scale = resolved_sparsity_scale(module)
-    scale = softmax_scale_of(stored_scale if stored_scale is not None else scaling, query.shape[-1])
-    if compact_cache is not None:
-        out = compact_cache.attend(module.layer_idx, query, key, value, attention_mask, scale)
+    check_arguments(kwargs, module.config)
+    packing = {name: kwargs.get(name) for name in PACKING_ARGUMENTS}
+    plain = isinstance(attention_mask, (Texts, StockMask)) and attention_mask.plain
+    if plain and all(value is None for value in packing.values()):
+        plan = attention_mask.plans[module.layer_idx]
+        out = attend(query, key, value, plan.layout, _scale(plan, scaling, query))
     else:
-        out = attend_rows(query, key, value, pattern, attention_mask, scale)
+        arguments = packing | {name: kwargs.get(name) for name in ("position_ids", "use_cache")}
+        out = _attend_texts(module, query, key, value, attention_mask, scaling, compact_cache, arguments)
     return out.transpose(1, 2).contiguous(), None
 
 
-def resolved_sparsity_scale(module) -> float | None:
-    """The softmax scale that was stored with the sparsity; None: the usual one."""
-    return module.config.s2_sparsity["softmax_scale"]
+def check_arguments(arguments: dict, config) -> None:
+    """Raises ValueError for an argument that asks for something else than causal attention without its
+    probabilities."""
+    if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
+        raise ValueError(
+            "output_attentions=True with attn_implementation='s2', which never has the probabilities; expected False; "
+            "leave it out"
+        )
+    # transformers hands config.is_causal=False on as an argument.
+    arguments = dict(is_causal=getattr(config, "is_causal", None)) | arguments
+    for name, value in arguments.items():
+        harmless = value is None or value is (name == "is_causal")
+        if not harmless and name not in _ARGUMENTS:
+            raise ValueError(
+                f"attn_implementation='s2' got the argument {name}={value}, which it does not know; expected causal "
+                "attention over texts, without windows, biases, sinks or caps of the scores; leave it out, or take a "
+                "model without it"
+            )
+
+
+def _scale(plan: LayerPlan, scaling: float | None, query) -> float:
+    return softmax_scale_of(plan.scale if plan.scale is not None else scaling, query.shape[-1])
+
+
+@torch.compiler.disable
+def _attend_texts(module, query, key, value, mask, scaling, compact_cache, arguments: dict) -> torch.Tensor:
+    """Attention in all other forms, [B, H, T, D]: padding, packed texts, caches."""
+    length, seen = query.shape[2], key.shape[2] - query.shape[2]
+    if mask is None:  # the module is called without its model
+        mask = StockMask(layer_plans(module.config), len(query), seen, None, None, False)
+    if not isinstance(mask, (Texts, StockMask)):
+        raise ValueError(
+            f"attention_mask has shape {list(mask.shape)} and {mask.dtype} in "
+            "attn_implementation='s2'; expected the 2-D mask of tokenizers, [batch, tokens]; "
+            "a mask per pair of tokens is not supported"
+        )
+    texts = mask if isinstance(mask, Texts) else mask.finished(length, arguments, query.device)
+    plan = texts.plans[module.layer_idx]
+    scale = _scale(plan, scaling, query)
+    if compact_cache is not None:
+        return compact_cache.attend(module.layer_idx, query, key, value, texts.starts, scale, plan.pattern)
+    if texts.packed is not None:
+        return attend_packed(query, key, value, plan.kept_layout, texts.packed, scale)
+    return attend_rows(query, key, value, plan.pattern, texts.starts, scale)
+
+
+def attend_packed(query, key, value, layout: Layout, packed: PackedSequence, scale: float) -> torch.Tensor:
+    """Attention of [B, H, T, D] queries to [B, G, T, D] keys of the same text; [B, H, T, D]. packed: the texts among
+    the B * T tokens; others give 0."""
+    batch = len(query)
+    packed = PackedSequence(*(part.to(query.device) if isinstance(part, torch.Tensor) else part for part in packed))
+    parts = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    out = s2_attention(*parts, layout, softmax_scale=scale, tensor_format="thd", packed=packed)
+    return out.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def attend_rows(query, key, value, pattern: Pattern | None, starts: torch.Tensor | None, scale: float) -> torch.Tensor:
@@ -164,11 +274,11 @@ def rows_by_start(starts: torch.Tensor, device) -> list[tuple[torch.Tensor, int]
     return [((starts == start).nonzero().flatten().to(device), start) for start in dict.fromkeys(starts.tolist())]
 
 
-def attend(query, key, value, pattern: Pattern | None, scale: float) -> torch.Tensor:
+def attend(query, key, value, pattern: Pattern | Layout | None, scale: float) -> torch.Tensor:
     """Attention of [B, H, T, D] queries to [B, G, N, D] keys, the last T of which are theirs; [B, H, T, D]. None:
     dense."""
     if pattern is not None:
-        return s2_attention(query, key, value, shared_layout(pattern), softmax_scale=scale, tensor_format="bhsd")
+        return s2_attention(query, key, value, pattern, softmax_scale=scale, tensor_format="bhsd")
     grouped = query.shape[1] != key.shape[1]
     mask, causal = None, query.shape[2] == key.shape[2]
     if not causal and query.shape[2] > 1:

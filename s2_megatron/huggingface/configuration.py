@@ -3,14 +3,12 @@ sparsity."""
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
-
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored
+from s2_megatron.config.stored import MODEL_TYPE
+from s2_megatron.huggingface.layer_plans import other_shape, resolved_sparsity
 
 
 @strict
@@ -41,11 +39,7 @@ class S2GPTConfig(LlamaConfig):
             stored = (len(sparsity.layers), sparsity.num_heads, sparsity.num_kv_heads)
             wanted = (self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads)
             if stored != wanted:
-                raise ValueError(
-                    f"s2_sparsity is of a model with {stored[0]} layers, {stored[1]} query and {stored[2]} KV heads; "
-                    f"the config has {wanted[0]}, {wanted[1]} and {wanted[2]}; "
-                    "resolve the sparsity for this model's shape"
-                )
+                raise other_shape(stored, wanted)
 
     def validate_architecture(self):
         """Nothing: Llama wants a hidden_size that is a multiple of the heads, which a head_dim of its own makes
@@ -55,23 +49,3 @@ class S2GPTConfig(LlamaConfig):
     def sparsity(self) -> ResolvedSparsity:
         """The pattern of every layer. Equal configs share the objects."""
         return resolved_sparsity(self)
-
-
-def resolved_sparsity(config) -> ResolvedSparsity:
-    """The sparsity in any transformers config with the field s2_sparsity.
-
-    Raises ValueError when there is none: attention over a model without sparsity would be dense without a word.
-    """
-    stored = getattr(config, "s2_sparsity", None)
-    if stored is None:
-        raise ValueError(
-            f"the config of type {config.model_type!r} has no s2_sparsity, so the attention 's2' does not know what to "
-            "attend; set config.s2_sparsity = stored_sparsity(...) (s2_megatron.config.stored), or load a folder that "
-            "s2-megatron export-hf wrote"
-        )
-    return _resolved(json.dumps(stored, sort_keys=True))
-
-
-@lru_cache(maxsize=16)
-def _resolved(text: str) -> ResolvedSparsity:
-    return sparsity_from_stored(json.loads(text))

@@ -20,9 +20,11 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from s2_megatron.huggingface.attention import NAME
+from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts
 from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
+
+TEXTS = "s2_texts"  # among the layers' keyword arguments: what read_texts returned
 
 
 def cache_of(arguments: dict) -> Cache | None:
@@ -61,6 +63,7 @@ class S2GPTAttention(LlamaAttention):
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
         cache = cache_of(kwargs)
+        texts = kwargs.pop(TEXTS, None)
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             projection(hidden_states).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -76,6 +79,10 @@ class S2GPTAttention(LlamaAttention):
         if cache is not None and compact is None:
             key, value = cache.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        if texts is None:  # without S2GPTModel around it
+            more = _without_caches(kwargs)
+        else:
+            attention_mask, more = texts, {}
         out, weights = attention(
             self,
             query,
@@ -85,6 +92,7 @@ class S2GPTAttention(LlamaAttention):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             compact_cache=compact,
+            **more,
         )
         return self.o_proj(out.flatten(-2)), weights
 
@@ -134,6 +142,22 @@ class S2GPTModel(S2GPTPreTrainedModel, LlamaModel):
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        """Llama's forward. attention_mask [B, N] of all tokens so far, padding on the left (on the right in training);
+        packed texts by position_ids [B, T] that begin again, by cu_seq_lens_q and _k or seq_idx, without a cache.
+        Raises ValueError for other masks, for packed texts with a cache, and for output_attentions."""
+        check_arguments(_without_caches(kwargs), self.config)
+        given = next((tokens for tokens in (input_ids, kwargs.get("inputs_embeds")) if tokens is not None), None)
+        if given is not None:  # else Llama's own error follows
+            kwargs[TEXTS] = read_texts(self.config, given, attention_mask, position_ids, kwargs)
+            if kwargs[TEXTS].packed is not None:
+                kwargs["use_cache"] = False
+        return super().forward(input_ids=input_ids, attention_mask=None, position_ids=position_ids, **kwargs)
+
+
+def _without_caches(arguments: dict) -> dict:
+    return {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
 
 
 class S2GPTForCausalLM(S2GPTPreTrainedModel, LlamaForCausalLM):

@@ -17,6 +17,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.counted_targets import count_targets
 from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.patches import (
@@ -28,6 +29,7 @@ from s2_megatron.megatron.patches import (
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
+from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
@@ -37,6 +39,7 @@ from s2_megatron.megatron.refusals import (
 from s2_megatron.megatron.report import report_flags_without_effect, report_ignored_flags, report_tensor_parallel
 from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
+from s2_megatron.ops.checks import check_dtype, softmax_scale_of
 from s2_megatron.printing import print_once
 
 
@@ -194,11 +197,23 @@ def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> Resolve
     there."""
     refuse_softmax_scale(args, sparsity)
     if sparsity.softmax_scale is None:
-        return dataclasses.replace(sparsity, softmax_scale=getattr(args, "softmax_scale", None))
+        of_script = getattr(args, "softmax_scale", None)
+        if of_script is not None:
+            softmax_scale_of(of_script, args.kv_channels)
+        return dataclasses.replace(sparsity, softmax_scale=of_script)
     # TransformerConfig has this field and no flag for it; it copies every attribute of args that has a field's name.
     args.softmax_scale = sparsity.softmax_scale
     print_once(f"S2: softmax scale {sparsity.softmax_scale:g} in every layer, dense ones included")
     return sparsity
+
+
+def _check_backend(args: Namespace, run: S2Run) -> None:
+    """Raises ValueError for a backend that this machine does not have, or that does not compute in the run's type."""
+    device = compute_device().type
+    try:
+        check_dtype(resolve_backend(run.settings.backend, device), args.params_dtype, device)
+    except ValueError as error:
+        raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
 
 
 def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
@@ -213,6 +228,8 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
             "one out"
         )
     measure_position_loss(args.s2_position_loss, args.seq_length)
+    if args.padded_vocab_size:
+        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
     if args.s2_config is None:
@@ -222,7 +239,7 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
     refuse_layers(args, run)
     if not elsewhere:
-        resolve_backend(run.settings.backend, compute_device().type)
+        _check_backend(args, run)
     compare_with_checkpoint(args, run.sparsity)
     return run
 
@@ -253,6 +270,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
             "flag"
         )
     run = check_run(args)
+    count_targets(args)
     install_loss_log(args.s2_loss_log)
     guard_processes()
     report_missing_flags(args)

@@ -18,6 +18,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load, remedy
 from s2_megatron.megatron.preflight.schedule import compare_schedules
+from s2_megatron.megatron.rope_scaling import DEFAULT, computed_factor
 from s2_megatron.printing import print_once
 
 # What a checkpoint's weights have to agree on with the model: the arguments' names.
@@ -137,9 +138,46 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if checkpoint is not None:
         compare_shapes(args, checkpoint)
         compare_sparsity(args, sparsity, checkpoint)
+        compare_rope_scaling(args, checkpoint)
+        if (note := dropout_note(args, checkpoint)) is not None:
+            print_once(f"S2: {note}")
         if checkpoint.scheduler is not None and not checkpoint.weights_only:
             where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
             compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
+
+
+def compare_rope_scaling(args: Namespace, checkpoint: StoredCheckpoint) -> None:
+    """Raises ValueError where this run would turn with another factor than a run did that it resumes with equal flags:
+    one of which the flag never reached the model. Prints it where only weights are loaded."""
+    stored = checkpoint.args
+    if not getattr(args, "use_rope_scaling", False) or computed_factor(stored) in (None, args.rope_scaling_factor):
+        return
+    if stored.rope_scaling_factor != args.rope_scaling_factor:  # another flag: meant
+        return
+    text = (
+        f"--load {checkpoint.folder}: its model computed --rope-scaling-factor {computed_factor(stored):g}, though the "
+        f"flag said {args.rope_scaling_factor:g}, which Megatron did not hand on; this run computes "
+        f"{args.rope_scaling_factor:g}"
+    )
+    if not checkpoint.weights_only:
+        raise CheckpointError(f"{text}; expected the same model; give --rope-scaling-factor {DEFAULT:g} to go on")
+    print_once(f"S2: {text}")
+
+
+def dropout_note(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
+    """What to say when this run drops, and the model that it loads was trained without dropout."""
+    found = [
+        f"--{name.replace('_', '-')} {getattr(args, name):g}"
+        for name in ("hidden_dropout", "attention_dropout")
+        if getattr(args, name, None) and getattr(checkpoint.args, name, None) == 0
+    ]
+    if not found:
+        return None
+    flags = " and ".join(text.rsplit(" ", 1)[0] + " 0" for text in found)
+    return (
+        f"WARNING: this run has {' and '.join(found)} (0.1 is Megatron's default), and the model in --load "
+        f"{checkpoint.folder} was trained with 0; give {flags}"
+    )
 
 
 def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpoint: StoredCheckpoint) -> None:

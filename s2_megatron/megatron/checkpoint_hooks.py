@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,14 @@ from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_sparsity
 from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, find_problem, remedy
 from s2_megatron.megatron.checkpoint_metadata import forget_metadata
 from s2_megatron.megatron.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
+from s2_megatron.megatron.refusal import RunError
 from s2_megatron.printing import is_first_rank, print_once
 
-NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|File too large|\[Errno (?:27|28|122)\]")
+# The last two are torch's words for a file that took less than it was given.
+NO_SPACE = re.compile(
+    r"No space left on device|Disk quota exceeded|File too large|\[Errno (?:27|28|122)\]"
+    r"|PytorchStreamWriter failed writing|unexpected pos \d"
+)
 READ_ONLY = re.compile(r"Read-only file system|Permission denied")
 ALMOST_FULL = 16 * 10**6  # bytes: torch's own message for a full disk may say no more than `unexpected pos`
 COMPLETE = ("metadata.json", ".metadata")  # what Megatron writes last
@@ -56,7 +62,11 @@ def free_way(folder: Path) -> None:
     while (aside := folder.with_name(f"replaced_{folder.name}_{number}")).exists():
         number += 1
     folder.rename(aside)
-    print(f"S2: {folder} was there already and is now {aside}; remove it when it is not needed", flush=True)
+    print(
+        f"S2: {folder} was there already and is now {aside}; remove it when it is not needed",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 class CheckpointHooks:
@@ -118,7 +128,7 @@ class CheckpointHooks:
 
     @contextlib.contextmanager
     def one_line_for_the_disk(self):
-        """Raises ValueError in place of the errors that Megatron and torch have for a full or a read-only disk."""
+        """Raises RunError in place of the errors that Megatron and torch have for a full or a read-only disk."""
         from torch.distributed.checkpoint.api import CheckpointException  # no subclass of Exception
 
         try:
@@ -132,16 +142,16 @@ class CheckpointHooks:
             flag, folder = self._folder_of_error(text)
             again = "the same command goes on from the last complete checkpoint"
             if READ_ONLY.search(text):
-                raise ValueError(
+                raise RunError(
                     f"{flag}={folder} cannot be written ({READ_ONLY.search(text)[0]}); expected a folder for a "
                     f"checkpoint; make it writable; {again}"
                 ) from error
             there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
             free = shutil.disk_usage(there).free
             if NO_SPACE.search(text) or free < ALMOST_FULL:
-                raise ValueError(
-                    f"{flag}={folder}: the disk is full ({free / 1e6:.0f} MB free); expected room for a checkpoint; "
-                    f"free some, or move the folder to a larger disk; {again}"
+                raise RunError(
+                    f"{flag}={folder}: the disk is full (no space left for it, {free / 1e6:.0f} MB free); expected "
+                    f"room for a checkpoint; free some, or move the folder to a larger disk; {again}"
                 ) from error
             raise
 
@@ -223,6 +233,7 @@ class CheckpointHooks:
             print(
                 f"S2: goes on after iteration {iteration} of {self.loaded}; {last - iteration} iterations were lost "
                 f"and are trained again (the loss log ends at {last})",
+                file=sys.stderr,
                 flush=True,
             )
 
@@ -259,6 +270,7 @@ def set_events_aside(folder: Path, own: str) -> None:
     print(
         f"S2: the training starts at iteration 1; TensorBoard's events of an earlier start in {folder} are now in "
         f"{aside}; remove it when it is not needed",
+        file=sys.stderr,
         flush=True,
     )
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,11 @@ class BackgroundChecksums:
         except FileNotFoundError:
             pass  # an old checkpoint was removed meanwhile
         except OSError as error:
-            print(f"S2: no checksums for {folder}: {error}; the checkpoint itself is complete", flush=True)
+            print(
+                f"S2: no checksums for {folder}: {error}; the checkpoint itself is complete",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

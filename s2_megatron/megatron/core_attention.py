@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -23,7 +22,7 @@ from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.ops.api import make_call
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout
-from s2_megatron.ops.recompute import RecomputeOutputs, recompute_attention
+from s2_megatron.ops.recompute import layer_output, recompute_attention
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
 
@@ -145,7 +144,6 @@ class S2CoreAttention(MegatronModule):
                 "S2 config for this model's shape"
             )
         self.use_pattern(pattern.tensor_parallel_slice(tp_rank, tp_size))
-        self.recompute_outputs = RecomputeOutputs() if settings.keep_attention_output else None
         self.context_parallel = None
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
@@ -221,8 +219,8 @@ class S2CoreAttention(MegatronModule):
         packed = None if packed_seq_params is None else self._packed(packed_seq_params, query)
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         self._check_mask_type(mask_type, query, key, packed)
-        # Only inside a layer that Megatron will run, or runs, a second time.
-        outputs = self.recompute_outputs if self.training and is_checkpointing() else None
+        # Only inside a call that Megatron will run, or runs, a second time.
+        output = layer_output(self) if self.settings.keep_attention_output and self.training else None
         options = dict(
             softmax_scale=self.softmax_scale,
             packed=packed,
@@ -230,10 +228,10 @@ class S2CoreAttention(MegatronModule):
             deterministic=self.deterministic,
         )
         if self.context_parallel is not None:
-            return self.context_parallel.attention(query, key, value, outputs=outputs, **options).flatten(-2)
+            return self.context_parallel.attention(query, key, value, output=output, **options).flatten(-2)
         form = "sbhd" if packed is None else "thd"
         call = make_call(query, key, value, self.layout(query.device), tensor_format=form, **options)
-        return recompute_attention(query, key, value, call, outputs).flatten(-2)
+        return recompute_attention(query, key, value, call, output).flatten(-2)
 
     def _check_mask_type(self, mask_type, query, key, packed) -> None:
         # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees

@@ -1,4 +1,4 @@
-"""What Megatron's training loop asks of a GPT: datasets, batches, the loss, one forward step.
+"""What Megatron's training loop asks of a GPT: datasets, batches, one forward step with its loss (loss.py).
 
 Shapes: b microbatch, s sequence length, t = b*s tokens of a packed microbatch, n documents in it.
 
@@ -11,7 +11,7 @@ for inter-document masking.
 from __future__ import annotations
 
 import json
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import megatron.core.utils as megatron_utils
@@ -21,7 +21,6 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
@@ -37,13 +36,10 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.megatron.core_attention import PackedAcrossRanks
+from s2_megatron.megatron.loss import language_model_loss
 from s2_megatron.megatron.position_loss import packed_positions, position_loss
-from s2_megatron.megatron.preflight.flags import check_first_token
 from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
-
-# A loss counts as spiky (--check-for-spiky-loss) when it is this many times the largest one seen so far.
-SPIKY_LOSS_FACTOR = 10
 
 _TOKEN_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 _DOCUMENT_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group")
@@ -149,7 +145,6 @@ def next_batch(data_iterator, config, vp_stage: int | None = None) -> GPTBatch:
     if not has_tokens:
         return GPTBatch(packed=_packed_seq_params(batch, args))
     if args.s2_loss_from_token is not None and batch["labels"] is not None:
-        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
         batch["loss_mask"] = batch["loss_mask"] * (batch["labels"] >= args.s2_loss_from_token)
     positions = None
     if position_loss() is not None and batch["labels"] is not None:
@@ -211,58 +206,6 @@ def _with_documents_cut(batch: dict, args) -> dict:
         if batch[key] is not None
     }
     return batch | cut
-
-
-@cache
-def _cached_teacher_loss():
-    """Megatron's distillation loss from stored teacher logits; built once, because it opens the store."""
-    from megatron.training.distillation import LossFuncCallable
-
-    args = get_args()
-    return LossFuncCallable(
-        logprobs_dir=args.logits_load_dir,
-        decode_threads=args.logits_load_decode_threads,
-        prefetch_factor=args.logits_load_prefetch_factor,
-        msc_prefetch_depth=args.logits_load_msc_prefetch_depth,
-        kd_loss_alpha=args.logits_load_kd_loss_alpha,
-        ignore_errors=args.logits_load_ignore_errors,
-    )
-
-
-def language_model_loss(
-    loss_mask: torch.Tensor, output: torch.Tensor, model=None, positions: torch.Tensor | None = None
-):
-    """The loss of one microbatch, in the form that Megatron's schedules expect.
-
-    loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements. positions:
-    int64, as many, for the loss by position; None where it is not wanted.
-    Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the
-    log}). With --check-for-nan-in-loss-and-grad a NaN or Inf ends the run, with --check-for-spiky-loss a sudden jump is
-    reported.
-    """
-    args = get_args()
-    if args.logits_load_dir is not None:
-        loss, num_tokens, report = _cached_teacher_loss()(loss_mask, output, model=model)
-    else:
-        mask = loss_mask.view(-1).float()
-        loss = (output.view(-1).float() * mask).sum()
-        num_tokens = mask.sum().detach().to(torch.int)
-        report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
-    _check_loss(loss, args)
-    if positions is not None:
-        position_loss().add(output.view(-1), loss_mask, positions)
-    return loss, num_tokens, report
-
-
-def _check_loss(loss: torch.Tensor, args) -> None:
-    # A forward pass is deterministic, so a rerun that gives another result points at the hardware: tolerance 0.
-    validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
-    if args.check_for_nan_in_loss_and_grad:
-        validate(rejection_func=torch.isnan, message="the loss of a microbatch is NaN", fatal=True)
-        validate(rejection_func=torch.isinf, message="the loss of a microbatch is infinite", fatal=True)
-    if args.check_for_spiky_loss:
-        spiky = partial(get_rerun_state_machine().is_unexpectedly_large, threshold=SPIKY_LOSS_FACTOR, context="loss")
-        validate(rejection_func=spiky, message="the loss of a microbatch is spiky", fatal=False)
 
 
 def forward_step(data_iterator, model, return_schedule_plan: bool = False):

@@ -5,6 +5,7 @@ Source: core/datasets/utils.py (compile_helpers) and core/datasets/Makefile of M
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -47,3 +48,8 @@ def _answer(*command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def say_prebuilt() -> None:
+    """In place of `make`."""
+    logging.getLogger(__name__).info("Megatron's dataset helpers come compiled with the wheel; `make` is skipped")

@@ -21,8 +21,7 @@ def _attention_is_recomputed(args: Namespace) -> bool:
     modules = ["core_attn"] if args.recompute_modules is None else args.recompute_modules
     # Megatron's validation makes the older flag into the newer one.
     selective = getattr(args, "recompute_activations", False) or args.recompute_granularity == "selective"
-    recomputed = "core_attn" in modules if selective else args.recompute_granularity == "full"
-    return recomputed and not getattr(args, "mtp_use_repeated_layer", False)
+    return "core_attn" in modules if selective else args.recompute_granularity == "full"
 
 
 REFUSALS = (
@@ -35,7 +34,7 @@ REFUSALS = (
     Refusal(
         "softmax_type",
         lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla",
-        "--softmax-type {args.softmax_type}: S2 attention has no attention sink and no off-by-one softmax",
+        "--softmax-type {args.softmax_type}: S2 attention adds no offset to the softmax's sum",
         "use --softmax-type vanilla",
     ),
     Refusal(
@@ -61,7 +60,7 @@ REFUSALS = (
         "s2_keep_attention_output",
         lambda args: args.s2_keep_attention_output and not _attention_is_recomputed(args),
         "--s2-keep-attention-output stores the attention's output for a recomputation, and this run recomputes no "
-        "attention or runs a multi-token-prediction layer several times (--mtp-use-repeated-layer)",
+        "attention",
         "remove --s2-keep-attention-output, or add --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1",
     ),

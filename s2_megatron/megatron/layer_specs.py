@@ -32,7 +32,7 @@ from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
 from s2_megatron.megatron.dense_core import resolve_dense_core
 from s2_megatron.megatron.model_check import CALL
 from s2_megatron.megatron.norms import final_norm, stage_norm
-from s2_megatron.megatron.patches import use_own_mtp_specs
+from s2_megatron.megatron.patches import keep_attention_outputs, use_own_mtp_specs
 from s2_megatron.megatron.report import report_layers
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.patterns.ranges import RangePattern
@@ -64,6 +64,8 @@ def _dense_core(config: TransformerConfig, run: S2Run) -> tuple[str, str]:
 def _core_specs(config: TransformerConfig, run: S2Run) -> list[ModuleSpec | None]:
     """The core attention of every layer of the model, those of multi-token prediction last; None to keep Megatron's."""
     sparsity, settings = run.sparsity, run.settings
+    if settings.keep_attention_output:
+        keep_attention_outputs()
     dense = None
     if _dense_core(config, run)[0] == "s2":
         dense = RangePattern.dense(sparsity.block_size, config.num_attention_heads, config.num_query_groups)

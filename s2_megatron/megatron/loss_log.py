@@ -5,13 +5,15 @@ TensorBoard's files hold the exact ones but stay in a buffer for two minutes and
 is flushed line by line, so that an iteration that has a checkpoint has its line too (patches.py puts it into the
 training loop):
 
-    {"run": {"arguments": {...}, "flops_per_token": {"attended": 5.1e9, "dense": 6.3e9}}, "iteration": 1, "time": ...}
+    {"run": {"arguments": {...}, "flops_per_token": {"attended": 5.1e9, "dense": 6.3e9},
+             "machine": {"device": "NVIDIA H100 80GB HBM3"}}, "iteration": 1, "time": ...}
     {"iteration": 1, "lm loss": 7.69140625, "grad_norm": 1.337, "learning_rate": 0.0001, "skipped": 0, "samples": 4,
      "time": 1760000000.25}
     {"iteration": 100, "validation": "iteration 100 on validation set", "lm loss": 4.25}
 
-Each process begins with the first kind, Megatron's arguments. With --s2-position-loss the others have "lm loss by
-position/..." and "tokens by position/...", too. `time` is in seconds of the clock, `samples` the sequences consumed.
+Each process begins with the first kind, Megatron's arguments. A loss is null where no target counted. With
+--s2-position-loss the others have "lm loss by position/..." and "tokens by position/...", too. `time` is in seconds
+of the clock, `samples` the sequences consumed.
 
 A resumed run appends. `read_loss_log` takes back what was logged after the iteration that it resumed at, so that one
 gapless run is left. The log has one writer at a time: a second process is refused, and a process whose torchrun was
@@ -31,6 +33,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
+
+from s2_megatron.megatron.refusal import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +91,7 @@ class LossLog:
             _drop_unfinished_line(path)
 
     def append(self, record: dict) -> None:
-        """Raises ValueError when the file cannot be written, as on a full disk."""
+        """Raises RunError when the file cannot be written, as on a full disk."""
         if self.file is None:
             return
         lines = json.dumps(record) + "\n"
@@ -99,7 +103,7 @@ class LossLog:
             self.file.write(lines)
             self.file.flush()
         except OSError as error:
-            raise ValueError(
+            raise RunError(
                 f"--s2-loss-log={self.path} cannot be written: {error.strerror}; expected room for a line; free some "
                 "space; the same command goes on from the last checkpoint"
             ) from error

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from argparse import Namespace
 from collections import Counter
 
 import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
-from s2_megatron.megatron.run_records import flops_per_token
+from s2_megatron.megatron.run_records import device_name, flops_per_token
 from s2_megatron.patterns.picture import draw_patterns
 from s2_megatron.printing import print_once
 
@@ -39,7 +40,8 @@ def s2_settings(args: Namespace, sparsity: ResolvedSparsity) -> dict:
 
 
 def report_run(args: Namespace, sparsity: ResolvedSparsity) -> None:
-    """Tells wandb's config and TensorBoard what every run is compared by, S2 or not: its density and FLOPs per token.
+    """Tells wandb's config and TensorBoard what every run is compared by, S2 or not: its density, FLOPs per
+    token and device.
 
     sparsity: dense_sparsity(args) for a run without --s2-config.
     """
@@ -50,12 +52,13 @@ def report_run(args: Namespace, sparsity: ResolvedSparsity) -> None:
         return
     flops = flops_per_token(args)
     if wandb is not None:
-        known = {"s2_density": sparsity.density(), "s2_flops_per_token": flops}
+        known = {"s2_density": sparsity.density(), "s2_flops_per_token": flops, "s2_device": device_name()}
         wandb.config.update(known, allow_val_change=True)
         _report_resumed(wandb.run)
     if writer is not None:
         writer.add_scalar("s2/density", sparsity.density(), 0)
         writer.add_text("s2/flops_per_token", json.dumps(flops), 0)
+        writer.add_text("s2/device", device_name(), 0)
     _log_picture(sparsity, writer, wandb)
 
 
@@ -65,7 +68,8 @@ def _report_resumed(run) -> None:
         # Not print_once: only the last rank has a wandb run.
         print(
             f"S2: wandb run {run.id} has steps up to {run.step - 1} from before; iterations up to there are not logged "
-            "again, the run keeps their first values"
+            "again, the run keeps their first values",
+            file=sys.stderr,
         )
 
 

@@ -10,7 +10,8 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
 | guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
 | install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
-| install_model_check | the setup of the model | a script that forgets apply_s2 would train a dense model |
+| keep_attention_outputs | checkpoint, te_checkpoint of core | which call is run again is told nowhere (recompute.py) |
+| install_model_check | the setup of the model | without apply_s2 it would be dense; rope_scaling.py |
 
 torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
 """
@@ -29,7 +30,8 @@ from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
-from s2_megatron.megatron.dataset_helpers import check_build
+from s2_megatron.megatron.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
+from s2_megatron.megatron.dataset_helpers import check_build, say_prebuilt
 from s2_megatron.megatron.flops import FlopAccounting
 from s2_megatron.megatron.loss_log import LossLog, exact_number
 from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
@@ -40,6 +42,7 @@ from s2_megatron.megatron.processes import (
     end_with_torchrun,
     start_manager,
 )
+from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
 from s2_megatron.megatron.run_records import (
     as_record,
     progress,
@@ -48,13 +51,10 @@ from s2_megatron.megatron.run_records import (
     run_header,
     validation_suffixes,
 )
+from s2_megatron.ops.recompute import keep_outputs
 from s2_megatron.printing import print_once
 
 logger = logging.getLogger(__name__)
-
-
-def _prebuilt_dataset_helpers() -> None:
-    logger.info("Megatron's dataset helpers come compiled with the wheel; `make` is skipped")
 
 
 def use_prebuilt_dataset_helpers() -> bool:
@@ -75,8 +75,15 @@ def use_prebuilt_dataset_helpers() -> bool:
             f"{folder} has neither helpers_cpp nor a Makefile to build it; expected one of them; "
             "reinstall megatron-core from its wheel (pip install --force-reinstall megatron-core)"
         )
-    utils.compile_helpers = _prebuilt_dataset_helpers
+    utils.compile_helpers = say_prebuilt
     return True
+
+
+def _replace_everywhere(old, new) -> None:
+    """In the modules that have imported it by its name, too."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(old.__name__) is old:
+            setattr(module, old.__name__, new)
 
 
 # Name in megatron.training.training -> method of FlopAccounting that takes its place.
@@ -113,10 +120,7 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     _accounting = FlopAccounting(args, sparsity, _uncounted)
     if first:
         for name, method in _COUNTED.items():
-            counting = _counting(name, method)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get(name) is _uncounted[name]:
-                    setattr(module, name, counting)
+            _replace_everywhere(_uncounted[name], _counting(name, method))
         print_once(
             f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
         )
@@ -128,8 +132,8 @@ _logging = False
 
 
 def install_loss_log(path: str | Path | None) -> None:
-    """Has Megatron's training loop append its losses to `path`, and log the losses by position where they are added up
-    (`measure_position_loss`); nothing without both.
+    """Has Megatron's training loop append its losses to `path`, log the losses by position where they are added up
+    (`measure_position_loss`), and say so where no target counted (`count_targets`); nothing without all three.
 
     `training_log` is where every iteration's losses pass before they are rounded and averaged. `evaluate` returns those
     of an evaluation without its name, which only its caller `evaluate_and_print_results` is told.
@@ -144,7 +148,7 @@ def install_loss_log(path: str | Path | None) -> None:
             )
         _loss_log = _loss_log or LossLog(path, run_header)
         logger.info("losses are appended to %s", path)
-    if _logging or (path is None and position_loss() is None):
+    if _logging or (path is None and position_loss() is None and counted_targets() is None):
         return
     _logging = True
 
@@ -158,15 +162,16 @@ def install_loss_log(path: str | Path | None) -> None:
 
     @functools.wraps(training_log)
     def logged_training_log(*args, **kwargs):
-        given = signature.bind(*args, **kwargs).arguments
-        iteration, positions = given["iteration"], read_position_loss(TRAIN)
+        call = signature.bind(*args, **kwargs)
+        given, positions = call.arguments, read_position_loss(TRAIN)
+        iteration, losses = given["iteration"], given["loss_dict"]
+        given["loss_dict"] = kept = losses_of_step(losses, iteration)
         if _loss_log is not None:
-            record = {"iteration": iteration}
-            record |= {name: exact_number(value) for name, value in given["loss_dict"].items()}
+            record = {"iteration": iteration} | {name: exact_number(kept.get(name)) for name in losses}
             record |= {name: exact_number(given[name]) for name in ("grad_norm", "learning_rate")}
             record |= {"skipped": given["skipped_iter"]} | progress() | as_record(positions)
             _loss_log.append(record)
-        result = training_log(*args, **kwargs)
+        result = training_log(*call.args, **call.kwargs)
         report_position_loss(positions, iteration)
         return result
 
@@ -175,7 +180,8 @@ def install_loss_log(path: str | Path | None) -> None:
         result = evaluate(*args, **kwargs)
         positions = read_position_loss(EVALUATE)
         if evaluated and result[0] is not None:
-            losses = {name: exact_number(value) for name, value in result[0].items()}
+            kept = losses_of_evaluation(result[0], evaluated["validation"])
+            losses, result = {name: exact_number(kept.get(name)) for name in result[0]}, (kept, *result[1:])
             if _loss_log is not None:
                 _loss_log.append(evaluated | losses | as_record(positions))
             suffix = suffixes.pop(0) if suffixes else ""
@@ -197,6 +203,28 @@ def install_loss_log(path: str | Path | None) -> None:
     training.training_log = logged_training_log
     training.evaluate = logged_evaluate
     training.evaluate_and_print_results = logged_evaluate_and_print_results
+
+
+_keeps_outputs = False
+
+
+def keep_attention_outputs() -> None:
+    """Lets attention know in which checkpointed call it runs (ops/recompute.py), of Megatron's own activation
+    checkpoints and those of Transformer Engine, which it takes under fp8 and fp4."""
+    global _keeps_outputs
+    if _keeps_outputs:
+        return
+    _keeps_outputs = True
+
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.tensor_parallel import random
+
+    for checkpoint in (random.checkpoint, transformer_engine.te_checkpoint):
+        _replace_everywhere(checkpoint, functools.partial(_keeping, checkpoint))
+
+
+def _keeping(checkpoint, function, *args, **kwargs):
+    return checkpoint(keep_outputs(function), *args, **kwargs)
 
 
 _asks_layer_spec = False
@@ -346,8 +374,8 @@ _checks_model = False
 
 
 def install_model_check() -> None:
-    """Has Megatron refuse to train a dense model under --s2-config, which a script without `prepare_s2` or `apply_s2`
-    builds. Installed with the flags, so that it holds for such a script too."""
+    """Has Megatron refuse a dense model under --s2-config, which a script without `apply_s2` builds, and build every
+    model with --rope-scaling-factor. Installed with the flags, so that it holds for such a script too."""
     global _checks_model
     if _checks_model:
         return
@@ -362,8 +390,12 @@ def install_model_check() -> None:
     def checked_setup(*args, **kwargs):
         from s2_megatron.megatron.model_check import check_model
 
+        container = kwargs.get("cfg_container")
+        if getattr(container, "model", None) is not None:
+            set_rope_scaling(get_args(), container.model)
         result = setup(*args, **kwargs)
         check_model(get_args().s2_config, None if _hooks is None else _hooks.sparsity, result[0])
+        check_rope_scaling(get_args(), result[0])
         return result
 
     training.setup_model_and_optimizer = checked_setup

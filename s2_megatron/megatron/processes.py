@@ -12,15 +12,19 @@ is no fork of its parent watches the pipe that its parent holds the other end of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
+import json
 import multiprocessing.util
 import operator
 import os
 import signal
 import socket
 import threading
+import time
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 
 from s2_megatron.printing import print_once
 
@@ -58,6 +62,19 @@ def end_with_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_when_parent_ends()
+
+
+def tell_torchrun(line: str) -> None:
+    """Has torchrun's report of a failed rank, of which it makes 40 lines after the rank's own, end with this line.
+
+    Does nothing in a process that torchrun did not start.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
 # How many processes srun and mpirun started; of several, none knows its rank for Megatron.

@@ -7,6 +7,9 @@ import json
 import time
 from argparse import Namespace
 
+import torch
+
+from s2_megatron.megatron.cuda_on_cpu import compute_device
 from s2_megatron.megatron.position_loss import position_loss
 from s2_megatron.megatron.settings import is_packed
 
@@ -27,13 +30,20 @@ def flops_per_token(args: Namespace) -> dict[str, float] | None:
     }
 
 
+def device_name() -> str:
+    """What computes this process's part of the model: the GPU's name, or "CPU"."""
+    device = compute_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def run_header() -> dict:
-    """The arguments of this run as plain values, and its FLOPs per token: what a comparison of runs needs."""
+    """The arguments of this run as plain values, its FLOPs per token and its device: what a comparison of runs
+    needs."""
     from megatron.training.global_vars import get_args
 
     args = get_args()
     arguments = json.loads(json.dumps(vars(args), default=str))
-    return {"arguments": arguments, "flops_per_token": flops_per_token(args)}
+    return {"arguments": arguments, "flops_per_token": flops_per_token(args), "machine": {"device": device_name()}}
 
 
 def progress() -> dict:

@@ -20,11 +20,13 @@
 | failed | ended with the error of `line` | look at the log |
 
 One key a line, so that a shell script needs no JSON. Written to another name and renamed: a reader sees the old or the
-new file, never a part of one. A disk that is full does not change how the run ends.
+new file, never a part of one. On a disk that is full it is written over the old file, which has spaces behind its
+record for that.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -38,11 +40,15 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import CheckpointError
+from s2_megatron.megatron.processes import tell_torchrun
+from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
 LONGEST_LINE = 2000
+RESERVED = 4096  # bytes of a running run's file, room for any other
 TRACEBACK = "--s2-traceback"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
 # one as well, so that the first one's checks are done and the error is printed once.
 GRACE_SECONDS = 10.0
@@ -70,17 +76,26 @@ def write_status(save: str | Path | None, state: str, line: str, *, iteration: i
     }
     path = Path(save) / FILE
     temporary = path.with_name(f".{FILE}.{record['host']}.{os.getpid()}")
+    text = (json.dumps(record, indent=1) + "\n").encode()
+    reserved = text.ljust(RESERVED - 1) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(record, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_now(temporary, "wb", reserved if state == "running" else text)
         temporary.replace(path)
     except OSError as error:
-        print(f"S2: {path} could not be written ({error.strerror}); it would say: {state}: {line}", file=sys.stderr)
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if error.errno in FULL and path.exists() and path.stat().st_size >= len(reserved):
+            with suppress(OSError):
+                return _write_now(path, "r+b", reserved)
+        print(f"S2: {path} could not be written ({error.strerror}); it would say: {state}: {line}", file=sys.stderr)
+
+
+def _write_now(path: Path, mode: str, text: bytes) -> None:
+    with path.open(mode) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_status(save: str | Path) -> dict | None:
@@ -155,7 +170,7 @@ def recorded_run(args: Namespace) -> Iterator[None]:
     args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
     sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
     run that returns without a step although there were some to do. A checkpoint that turns out not to be what was saved
-    when it is loaded is refused as at the start (start_up.py): one line, status 2.
+    when it is loaded is refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
     """
     first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
     if first:
@@ -178,16 +193,24 @@ def recorded_run(args: Namespace) -> Iterator[None]:
         _ended(args, "failed", line, began, iteration, status or 1)
         if status:
             raise
+        tell_torchrun(f"error: {line}")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
         if _is_refusal(error) and TRACEBACK not in sys.argv:
             _ended(args, "refused", str(error), began, None, 2)
             wait_for_first_of_node()
+            tell_torchrun(f"error: {error}")
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(2)
-        _ended(args, "failed", _one_line(error), began, _steps_done(args)[1], 1)
-        raise
+        explained = isinstance(error, RunError) and TRACEBACK not in sys.argv
+        _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
+        tell_torchrun(f"error: {error}" if explained else _one_line(error))
+        if not explained:
+            raise
+        wait_for_first_of_node()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
 
@@ -202,7 +225,7 @@ def _finished(args: Namespace) -> str:
     if args.train_iters and iteration >= args.train_iters:
         line = f"iteration {iteration} of {args.train_iters} was done before; nothing was left to train"
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"S2: finished: {line}; for more, raise --train-iters", flush=True)
+            print(f"S2: finished: {line}; for more, raise --train-iters", file=sys.stderr, flush=True)
         return line
     raise RuntimeError(
         f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "

@@ -47,8 +47,10 @@ def s2_attention(
     likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
     that the query is its end (static inference). layout: a Layout, or the pattern itself, whose layout is then built at
     the first call and stays with it. placement: whole query blocks and key slots of a longer sequence (see Placement).
-    softmax_scale: default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable kernels and the
-    reference always are). backend: see resolve_backend.
+    softmax_scale: 1e-6 to 1e6, default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
+    kernels and the reference always are), also under torch.use_deterministic_algorithms. backend: see resolve_backend.
+    torch.compile, torch.export and modes see one operator, torch.ops.s2_megatron.attention; an exported program holds
+    the pattern. torch.vmap works; torch.func.grad and forward-mode derivatives raise PyTorch's errors.
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
     log. Raises ValueError for arguments of another type or out of range, and for tensors that do not fit each other,
     the layout or the backend. The numbers in cu_seqlens are looked at by the reference alone, for a look waits for the
@@ -94,6 +96,8 @@ def make_call(
     scale = softmax_scale_of(softmax_scale, query.shape[-1])
     if not isinstance(layout, Layout):
         layout = layout_for(layout)
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        deterministic = True
     return AttentionCall(layout, scale, tensor_format, packed, placement, backend, deterministic)
 
 
@@ -387,4 +391,4 @@ def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
 
 
 # attend(query, key, value, call of make_call) -> (out, LSE [B, H, rows]), with autograd.
-attend = register_attention(_op_forward, _op_backward)
+attend = register_attention(_op_forward, _op_backward, resolve_backend)

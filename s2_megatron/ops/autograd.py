@@ -1,8 +1,9 @@
-"""`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile and CUDA graphs can carry.
+"""`torch.ops.s2_megatron.attention`: S2 attention as an operator that torch.compile, torch.export and CUDA graphs can
+carry.
 
 An operator takes tensors, numbers and strings. What a call knows besides (`AttentionCall`) is taken apart into those
 and put together again inside: index tensors go as tensors, so that a graph neither stores nor compares them; the layout
-goes as its handle, a number that a compiled graph holds (see `_hold_for_graph`). B batch, H query heads, D head dim.
+goes as a text that is its whole pattern (ops/stored_layouts.py). B batch, H query heads, D head dim.
 """
 
 from __future__ import annotations
@@ -13,17 +14,40 @@ from collections.abc import Callable
 import torch
 
 from s2_megatron.ops.call import FORMATS, AttentionCall
-from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_of
+from s2_megatron.ops.layout import PackedSequence, Placement
+from s2_megatron.ops.stored_layouts import keep, layout_of, text_of_layout
 
 _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? query_block_ids, Tensor? query_rank, Tensor? key_slot, "
-    "int layout, float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, "
+    "str layout, float softmax_scale, str tensor_format, str backend, bool deterministic, SymInt max_seqlen, "
     "SymInt n_blocks, SymInt n_slots, SymInt own_slots, int tile_blocks"
 )
 
 _library = torch.library.Library("s2_megatron", "DEF")
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_layouts_of_graphs: dict[int, Layout] = {}  # the graph itself holds only their number
+
+
+def _key_sets(keys: str) -> frozenset[int]:
+    """The DispatchKeySets, as numbers, of alternatives such as "CPU AutocastCPU | CUDA AutocastCUDA"."""
+    sets = []
+    for alternative in keys.split("|"):
+        found = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+        for key in alternative.split():
+            found = found | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        sets.append(found.raw_repr())
+    return frozenset(sets)
+
+
+# What is known to be plain. Of a tensor: its class and its dispatch keys, which are a dense tensor's on a CPU or a CUDA
+# device, made outside or inside of inference_mode. Of the thread: the keys that it adds to those of every tensor.
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_KEYS = _key_sets(
+    "CPU AutogradCPU AutocastCPU ADInplaceOrView | CUDA AutogradCUDA AutocastCUDA ADInplaceOrView | "
+    "CPU AutocastCPU | CUDA AutocastCUDA"
+)
+_PLAIN_THREAD_KEYS = _key_sets("BackendSelect ADInplaceOrView | BackendSelect")
+_keys_of_tensor, _keys_of_thread = torch._C._dispatch_keys, torch._C._dispatch_tls_local_include_set
+_torch_function_mode = torch._C._is_torch_function_mode_enabled
+_hooks_of_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def first_derivative(backward: Callable) -> Callable:
@@ -57,7 +81,7 @@ def _taken_apart(call: AttentionCall) -> tuple:
             if placement is None
             else (placement.query_block_ids, placement.query_rank, placement.key_slot)
         ),
-        call.layout.handle,
+        text_of_layout(call.layout.handle),
         call.softmax_scale,
         call.tensor_format,
         call.backend,
@@ -77,32 +101,34 @@ def _put_together(cu_seqlens, padded, ids, rank, slot, layout, scale, form, back
     return AttentionCall(layout_of(layout), scale, form, packed, placement, backend, deterministic)
 
 
-def _hold_for_graph(handle: int) -> None:
-    """Called while a graph is traced: the layout lives from here on as long as the process, as the graph may."""
-    _layouts_of_graphs[handle] = layout_of(handle)
-
-
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd alone sees the call: no tracing, no dispatch mode, no functorch transform, no subclass."""
+    """Whether autograd alone sees the call, so that it may leave the dispatcher out. A list of what is known to need
+    nothing else; everything else takes the operator, where PyTorch does for it what it does for all operators: tensor
+    classes of others (DTensor, FakeTensor), lazily negated and zero tensors, meta and functional tensors, modes of
+    functions and of dispatch, tracing, function transforms (vmap). Autocast, anomaly detection, the profiler, hooks of
+    saved tensors and deterministic algorithms do not depend on the dispatcher."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._are_functorch_transforms_active()
+        or _torch_function_mode()
+        or _keys_of_thread().raw_repr() not in _PLAIN_THREAD_KEYS
     ):
         return False
-    for tensor in tensors:  # noqa: SIM110 (all() of a generator takes twice as long)
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_meta):
+    for tensor in tensors:
+        if tensor is not None and (
+            type(tensor) not in _PLAIN_TYPES or _keys_of_tensor(tensor).raw_repr() not in _PLAIN_KEYS
+        ):
             return False
     return True
 
 
-def register_attention(forward: Callable, backward: Callable) -> Callable:
+def register_attention(forward: Callable, backward: Callable, resolve_backend: Callable) -> Callable:
     """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key,
     value, AttentionCall).
 
     forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or
     None, query, key, value, out, LSE, call) -> the three gradients, contiguous. They run with real tensors only; a
-    second derivative raises RuntimeError.
+    second derivative raises RuntimeError. resolve_backend(name, device type) -> name: a program may run on another
+    device than it was traced on.
     """
     tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
     _library.define(
@@ -118,8 +144,14 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         torch.ops.s2_megatron.attention_backward.default,
     )
 
+    def here(call, device) -> AttentionCall:
+        call = _put_together(*call)
+        if (call.backend == "reference") != (device.type == "cuda"):
+            return call
+        return call._replace(backend=resolve_backend(call.backend, device.type))
+
     def run_forward(query, key, value, *call):
-        return forward(query, key, value, _put_together(*call))
+        return forward(query, key, value, here(call, query.device))
 
     def differentiate(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
         return tuple(
@@ -129,11 +161,11 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         )
 
     def run_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
-        return differentiate(grad_out, grad_lse, query, key, value, out, lse, _put_together(*call))
+        return differentiate(grad_out, grad_lse, query, key, value, out, lse, here(call, query.device))
 
     def fake_forward(query, key, value, *call):
-        handle, form = call[5], call[7]
-        _hold_for_graph(handle)
+        text, form = call[5], call[7]
+        keep(text)
         batch, heads, rows, _ = FORMATS[form]
         shape = [1 if batch is None else query.shape[batch], query.shape[heads], query.shape[rows]]
         return query.new_empty(query.shape), query.new_empty(
@@ -150,6 +182,7 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
         ):  # AttentionCall, or what it was taken apart into: autograd works on each argument
             if isinstance(call, AttentionCall):
                 out, lse = forward(query, key, value, call)
+                ctx.as_saved = _hooks_of_saved_tensors(False) is None  # what is plain now will come back plain
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     out, lse = attention_op(query, key, value, *call)
@@ -166,7 +199,7 @@ def register_attention(forward: Callable, backward: Callable) -> Callable:
                 return None, None, None, None
             saved, call = ctx.saved_tensors, ctx.call
             if isinstance(call, AttentionCall):
-                if _is_plain(*saved, grad_out, grad_lse):
+                if _is_plain(grad_out, grad_lse) and (ctx.as_saved or _is_plain(*saved)):
                     return *differentiate(grad_out, grad_lse, *saved, call), None
                 call = _taken_apart(call)
             return *backward_op(grad_out, grad_lse, *saved, *call), None

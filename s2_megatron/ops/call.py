@@ -34,8 +34,11 @@ class AttentionCall(NamedTuple):
 
 
 def canonical_view(tensor: torch.Tensor, tensor_format: str) -> torch.Tensor:
-    """[B, heads, rows, D] view of a tensor in one of FORMATS."""
+    """[B, heads, rows, D] view of a tensor in one of FORMATS; of a copy where the tensor is the negative of its memory,
+    which kernels do not see."""
     batch, heads, rows, dim = FORMATS[tensor_format]
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if batch is None:
         return tensor.permute(heads, rows, dim).unsqueeze(0)
     return tensor.permute(batch, heads, rows, dim)

@@ -10,12 +10,20 @@ import torch
 
 from s2_megatron.ops.call import FORMATS, AttentionCall, canonical_view
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement
-from s2_megatron.patterns.checks import HEAD_DIM_LIMIT, MOST_TOKENS, check_integer, shown
+from s2_megatron.patterns.checks import (
+    HEAD_DIM_LIMIT,
+    LARGEST_SCALE,
+    MOST_TOKENS,
+    SMALLEST_SCALE,
+    check_integer,
+    shown,
+)
 from s2_megatron.patterns.ranges import Pattern
 
 LARGEST_TILE = 256  # rows or head dims
 SMALLEST_KERNEL_BLOCK = 16  # the tensor cores' smallest tile
 MOST_KINDS = 1024  # of calls that are remembered to have passed, a layout
+_LAYOUTS = (Layout, Pattern)  # made once: a union in each call takes 0.1 us
 
 
 def addressable(view: torch.Tensor) -> bool:
@@ -25,15 +33,16 @@ def addressable(view: torch.Tensor) -> bool:
 
 
 def softmax_scale_of(softmax_scale, head_dim: int) -> float:
-    """The scale of a call: softmax_scale, or head_dim ** -0.5 for None. Raises ValueError unless it is a positive
-    number."""
+    """The scale of a call: softmax_scale, or head_dim ** -0.5 for None. Raises ValueError unless it is a number from
+    SMALLEST_SCALE to LARGEST_SCALE."""
     if softmax_scale is None:
         return head_dim**-0.5
     # A float needs no further look; booleans are integers to Python.
     number = type(softmax_scale) is float or (isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool))
-    if not number or not 0 < softmax_scale < float("inf"):
+    if not number or not SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
         raise ValueError(
-            f"softmax_scale={shown(softmax_scale)}; expected a positive number; use None for head_dim ** -0.5"
+            f"softmax_scale={shown(softmax_scale)}; expected a number, {SMALLEST_SCALE:g} to {LARGEST_SCALE:g}; use "
+            "None for head_dim ** -0.5"
         )
     return float(softmax_scale)
 
@@ -54,7 +63,7 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
             f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
             "call without rows out"
         )
-    if not isinstance(layout, Layout | Pattern):
+    if not isinstance(layout, _LAYOUTS):
         raise ValueError(
             f"layout={shown(layout)}; expected a Layout or a pattern; use build_layout(pattern), or the pattern of "
             "make_range_pattern"
@@ -151,15 +160,25 @@ def check_packed_values(packed: PackedSequence, rows: int) -> None:
         )
 
 
+def check_dtype(backend: str, dtype: torch.dtype, device_type: str) -> None:
+    """Raises ValueError for a type that a backend does not compute on a device. backend: a resolved one."""
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"query has dtype {dtype}; expected float16, bfloat16 or float32")
+    if backend != "reference" and dtype == torch.float64:
+        raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
+    if backend == "triton" and dtype == torch.bfloat16 and device_type == "cpu":
+        raise ValueError(
+            "query has dtype bfloat16, which Triton's interpreter (TRITON_INTERPRET=1) computes wrongly; expected "
+            "float16 or float32; use backend=reference, or another type"
+        )
+
+
 def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.Tensor]:
     """The views [B, heads, rows, D] of query, key and value. more: the second key and value. Raises ValueError for
     tensors that do not fit each other, the layout, the placement or the backend."""
     layout, form = call.layout, call.tensor_format
     _check_alike(query, key, value)
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise ValueError(f"query has dtype {query.dtype}; expected float16, bfloat16 or float32")
-    if call.backend != "reference" and query.dtype == torch.float64:
-        raise ValueError("query has dtype float64, which the Triton kernels do not compute; use backend=reference")
+    check_dtype(call.backend, query.dtype, query.device.type)
     if call.backend != "reference" and layout.block_size < SMALLEST_KERNEL_BLOCK:
         raise ValueError(
             f"block_size={layout.block_size}: the Triton kernels compute blocks of {SMALLEST_KERNEL_BLOCK} tokens or "

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from s2_megatron.ops.key_steps import column_steps, key_lists
+from s2_megatron.ops.lasting import on_device
 from s2_megatron.ops.query_steps import query_lists
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern, RangePattern
@@ -46,13 +47,10 @@ class DeviceSteps:
         self.cache = {}  # of launches
         self._made = {}
 
-    def _on_device(self, *arrays) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).to(self._device) for array in arrays]
-
     def query(self, pack: bool) -> list[torch.Tensor]:
         """[rows, tiles, steps] of QueryLists."""
         if pack not in self._made:
-            self._made[pack] = self._on_device(*query_lists(self.pattern, *self._place, pack, self._split))
+            self._made[pack] = on_device(self._device, *query_lists(self.pattern, *self._place, pack, self._split))
         return self._made[pack]
 
     def key(self) -> list:
@@ -60,7 +58,7 @@ class DeviceSteps:
         which is not used."""
         if "key" not in self._made:
             lists = key_lists(self.pattern, *self._place, self.n_slots, self._split)
-            tensors = self._on_device(lists.rows, lists.columns, np.append(lists.steps, np.int32(0)))
+            tensors = on_device(self._device, lists.rows, lists.columns, np.append(lists.steps, np.int32(0)))
             self._made["key"] = [*tensors, lists.n_long, lists.columns.shape[1] - lists.n_long]
             self._made["column steps"] = column_steps(lists)
         return self._made["key"]
@@ -106,5 +104,4 @@ class KeyRuns(NamedTuple):
                     sizes = [sizes[0] + len(prefixes[-1]), sizes[1] + len(slots[-1])]
                 index[number, position] = known[key]
         slots.append(np.zeros(1))  # never empty: a kernel takes its address
-        parts = (index, np.concatenate(prefixes), np.concatenate(slots))
-        return cls(*(torch.as_tensor(part, dtype=torch.int32).to(device) for part in parts))
+        return cls(*on_device(device, index, np.concatenate(prefixes), np.concatenate(slots)))

@@ -7,26 +7,26 @@ masks. H query heads, P pattern heads of a block mask, R ranges of distance.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count, pairwise
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 from s2_megatron.ops.attended_blocks import split_blocks
 from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device, parts_of_block
+from s2_megatron.ops.lasting import lasting, on_device
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.checks import check_integer, check_integers, shown
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
-
 _handles = count(1)
-_alive: weakref.WeakValueDictionary[int, Layout] = weakref.WeakValueDictionary()
+alive: WeakValueDictionary[str, Layout] = WeakValueDictionary()  # every layout of this process, by handle
 
 
 class PackedSequence(NamedTuple):
@@ -114,9 +114,8 @@ class Placement:
             parts = (split_blocks(ids, split), None if slots is None else split_blocks(slots, split))
             steps = DeviceSteps(pattern, *parts, n_blocks * split, n_slots * split, device)
         return cls(
-            torch.as_tensor(ids, dtype=torch.int32, device=device),
-            torch.as_tensor(rank, dtype=torch.int32, device=device),
-            None if slots is None else torch.from_numpy(np.ascontiguousarray(slots)).to(device),
+            *on_device(device, ids, rank),
+            None if slots is None else on_device(device, slots)[0],
             n_blocks,
             n_slots,
             n_slots if own_slots is None else own_slots,
@@ -130,20 +129,21 @@ class Placement:
 class Layout:
     """Base of the two kinds of block geometry; `to` copies it to a device.
 
-    handle: a number that stands for this object where only numbers can go, as long as it lives (`layout_of`).
+    handle: this object's name while torch.compile traces, which cannot call functions of objects. It stands in no graph
+    (ops/stored_layouts.py).
     """
 
     pattern: Pattern
 
     def __post_init__(self):
-        object.__setattr__(self, "handle", next(_handles))
+        object.__setattr__(self, "handle", f"layout {next(_handles)}")
         object.__setattr__(self, "_copies", {})
         object.__setattr__(self, "passed_checks", set())  # kinds of calls, of ops.checks.check_once
         object.__setattr__(self, "chosen_kernels", {})  # by kind of call, of kernels.dispatch
         object.__setattr__(self, "known_forwards", {})  # by kind of call, of ops.repeated
         object.__setattr__(self, "known_backwards", {})
         object.__setattr__(self, "_steps", {})
-        _alive[self.handle] = self
+        alive[self.handle] = self
 
     def __reduce__(self):  # a pickled or copied layout gets a handle of its own
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
@@ -193,21 +193,12 @@ class Layout:
         if self.device == device:
             return self
         if device not in self._copies:
-            self._copies[device] = self._copy(device)
+            with lasting():
+                self._copies[device] = self._copy(device)
         return self._copies[device]
 
     def _copy(self, device: torch.device) -> Layout:
         raise NotImplementedError
-
-
-def layout_of(handle: int) -> Layout:
-    """The layout with this handle. Raises RuntimeError when it is gone."""
-    layout = _alive.get(handle)
-    if layout is None:
-        raise RuntimeError(
-            f"layout {handle} no longer exists; keep a reference to it (for example in the module) while it is in use"
-        )
-    return layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +232,7 @@ class RangeLayout(Layout):
             if len(kinds) > 1:
                 work = {head: int(head.key_block_counts(1024).sum()) for head in kinds}
                 of_groups = np.array([work[replace(head, offset=0)] for head in heads]).reshape(-1, group).sum(1)
-                order = torch.from_numpy(np.argsort(-of_groups, kind="stable").astype(np.int32)).to(self.device)
+                (order,) = on_device(self.device, np.argsort(-of_groups, kind="stable"))
             self.cache[group] = order
         return self.cache[group]
 
@@ -270,11 +261,7 @@ class RangeLayout(Layout):
     def pair_distances(self) -> torch.Tensor | None:
         """int32 [KV heads]: how far apart two key blocks lie that are attended by about the same query blocks, when the
         heads of a group have different patterns; None when no group has."""
-        return (
-            None
-            if self._pair_distances is None
-            else torch.tensor(self._pair_distances, dtype=torch.int32, device=self.device)
-        )
+        return None if self._pair_distances is None else on_device(self.device, self._pair_distances)[0]
 
     @cached_property
     def spare_columns(self) -> int:
@@ -356,6 +343,7 @@ def layout_for(pattern: Pattern) -> Layout:
     return layout
 
 
+@torch.compiler.assume_constant_result  # its tensors are no part of a graph
 def build_layout(pattern: Pattern, device="cpu") -> Layout:
     """The layout of a pattern (already sliced for tensor parallelism) on a device.
 
@@ -379,11 +367,10 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
                     stride,
                     head.offset % stride,
                 )
-        tokens = None
-        if any(head.by_token for head in pattern.heads):
-            tokens = torch.tensor([(head.window or 0, head.sink_tokens) for head in pattern.heads], dtype=torch.int32)
-            tokens = tokens.to(device)
-        return RangeLayout(pattern, torch.from_numpy(table).to(device), tokens, _shared_tile_blocks(pattern))
+        tokens = [(head.window or 0, head.sink_tokens) for head in pattern.heads]
+        tables = on_device(device, table, tokens)
+        by_token = any(head.by_token for head in pattern.heads)
+        return RangeLayout(pattern, tables[0], tables[1] if by_token else None, _shared_tile_blocks(pattern))
     row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0
     for indptr, indices in pattern.tables:
         rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))
@@ -394,10 +381,6 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
         )
         query_blocks.append(rows[np.argsort(indices, kind="stable")])
         base += len(indices)
-    tensors = [
-        torch.from_numpy(np.stack(row_starts)),
-        torch.from_numpy(np.concatenate(key_blocks)),
-        torch.from_numpy(np.stack(column_starts)),
-        torch.from_numpy(np.concatenate(query_blocks)),
-    ]
-    return TableLayout(pattern, *(tensor.to(device) for tensor in tensors))
+    blocks = on_device(device, np.concatenate(key_blocks), np.concatenate(query_blocks))
+    starts = on_device(device, np.stack(row_starts), np.stack(column_starts), dtype=np.int64)
+    return TableLayout(pattern, starts[0], blocks[0], starts[1], blocks[1])

@@ -7,7 +7,9 @@ pass, out and LSE, is all that the second one needs of the forward: stored betwe
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 
@@ -17,23 +19,74 @@ from s2_megatron.ops.call import AttentionCall
 
 
 class RecomputeOutputs:
-    """(out, LSE) of one layer's first passes, oldest first: backward passes come in the order of their forward
-    passes."""
+    """What attention computed in the first pass of one checkpointed call, until its second pass takes it.
+
+    It lives as long as the function that the call will run again: a call without a backward (no input with a gradient,
+    a step that was abandoned) leaves nothing behind.
+    """
 
     def __init__(self):
-        self._results: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        # By the layer, and how many of its results in this call came before.
+        self._results: dict[tuple[object, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._computed: Counter = Counter()
 
     def __len__(self) -> int:
         return len(self._results)
 
+    def begin(self) -> None:
+        """A pass begins."""
+        self._computed.clear()
+
+    def of(self, layer: object) -> LayerOutput:
+        """The place of the layer's next result in this pass."""
+        self._computed[layer] += 1
+        return LayerOutput(self._results, (layer, self._computed[layer]))
+
+
+class LayerOutput:
+    """The (out, LSE) of one computation of attention in a checkpointed call."""
+
+    def __init__(self, results: dict, key: tuple[object, int]):
+        self._results, self._key = results, key
+
     def store(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """In a first pass (gradients off); otherwise nothing happens."""
         if not torch.is_grad_enabled():
-            self._results.append((out, lse))
+            self._results[self._key] = out, lse
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The oldest result when gradients are on; None in a first pass, and for a layer that is not recomputed."""
-        return self._results.popleft() if self._results and torch.is_grad_enabled() else None
+    def take(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The result that the first pass stored, for a second pass with this query; None in a first pass, and where
+        there is none (any more)."""
+        known = self._results.pop(self._key, None) if torch.is_grad_enabled() else None
+        assert known is None or (known[0].shape, known[0].dtype) == (query.shape, query.dtype), (
+            f"a result of {known[0].shape} for a query of {query.shape}: the two passes of a call differ"
+        )
+        return known
+
+
+_current: ContextVar[RecomputeOutputs | None] = ContextVar("checkpointed_call", default=None)
+
+
+def keep_outputs(function: Callable) -> Callable:
+    """`function` for one checkpointed call, which runs it twice: attention whose layer asks for `layer_output` keeps
+    the results of the first pass for the second."""
+    outputs = RecomputeOutputs()
+
+    def run(*args, **kwargs):
+        outputs.begin()
+        outside = _current.set(outputs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _current.reset(outside)
+
+    return run
+
+
+def layer_output(layer: object) -> LayerOutput | None:
+    """The place of the next result of `layer` in the checkpointed call that runs; None outside of one."""
+    outputs = _current.get()
+    return None if outputs is None else outputs.of(layer)
 
 
 class _KnownAttention(torch.autograd.Function):
@@ -52,13 +105,13 @@ class _KnownAttention(torch.autograd.Function):
         return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), None, None
 
 
-def recompute_attention(query, key, value, call: AttentionCall, outputs: RecomputeOutputs | None) -> torch.Tensor:
-    """out of `attend`, whose result is stored in a first pass and taken in the second one. call: of make_call. outputs:
+def recompute_attention(query, key, value, call: AttentionCall, output: LayerOutput | None) -> torch.Tensor:
+    """out of `attend`, whose result is stored in a first pass and taken in the second one. call: of make_call. output:
     None to do neither."""
-    known = None if outputs is None else outputs.take()
+    known = None if output is None else output.take(query)
     if known is not None:
         return _KnownAttention.apply(query, key, value, call.on_device(query.device), known)
     out, lse = attend(query, key, value, call)
-    if outputs is not None:
-        outputs.store(out, lse)
+    if output is not None:
+        output.store(out, lse)
     return out

@@ -14,6 +14,7 @@ LARGEST_END = 2**40  # blocks; host arithmetic is int64
 LARGEST_OFFSET = 2**44
 LARGEST_BLOCK_SIZE = 2**16
 HEAD_DIM_LIMIT = 256  # of the kernels and the reference
+SMALLEST_SCALE, LARGEST_SCALE = 1e-6, 1e6  # of the softmax: beyond them scores vanish, or overflow in fp32
 MOST_HEADS = 2**16
 MOST_LAYERS = 2**16
 MOST_TOKENS = 2**40

@@ -17,14 +17,22 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.load import load_config
+from s2_megatron.printing import held
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
+from s2_megatron.tools.progress import working
+from s2_megatron.tools.repair import DROPPED, RENAMED, named, repaired
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
+MISSING = " is not given"
+MOST_ROUNDS = 30  # each finds one mistake at least
 VARIABLE = re.compile(r"\$[A-Za-z_{]")  # as in '--data-path $DATA_PATH', a line that no shell has read
 
 
@@ -38,15 +46,19 @@ class Checked(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "s2-megatron check [-h] [--record] [--s2-traceback] -- LAUNCH LINE"
+    parser.usage = "s2-megatron check [-h] [--here] [--record] [--s2-traceback] -- LAUNCH LINE"
+    parser.add_argument(
+        "--here", action="store_true", help="the line has to start on this machine, though it has no GPU"
+    )
     parser.add_argument(
         "--record", action="store_true", help="write a refusal into run_status.json in the folder of --save"
     )
     parser.add_argument("--s2-traceback", action="store_true", help="show where an error comes from")
 
 
-def _on_this_machine(line: LaunchLine) -> tuple[int, bool]:
-    """(processes of the job, whether the run is for another machine: it wants GPUs and there is none here)."""
+def _on_this_machine(line: LaunchLine, here: bool) -> tuple[int, bool]:
+    """(processes of the job, whether the run is for another machine: it wants GPUs and there is none here). here: it is
+    for this one."""
     import torch
 
     from s2_megatron.megatron.cuda_on_cpu import is_installed
@@ -54,58 +66,186 @@ def _on_this_machine(line: LaunchLine) -> tuple[int, bool]:
     devices = 0 if is_installed() or not torch.cuda.is_available() else torch.cuda.device_count()
     backend = [behind for flag, behind in zip(line.flags, line.flags[1:]) if flag == "--distributed-backend"]
     on_cpu = "--distributed-backend=gloo" in line.flags or backend[-1:] == ["gloo"]
-    return line.world_size(devices or (os.cpu_count() if on_cpu else 0)), not devices and not on_cpu
+    return line.world_size(devices or (os.cpu_count() if on_cpu else 0)), not (devices or on_cpu or here)
 
 
-def check_line(line: LaunchLine) -> Checked:
-    """Everything that a start of this line checks, and its tokenizer, in this process: it sets sys.argv and the
-    environment. Raises ValueError."""
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, is_installed, require_cpu_settings
+class Stage(NamedTuple):
+    """A part of the check. run: takes a _Check, raises ValueError, or what Megatron raises. needs: the stages that have
+    to be right before it."""
 
-    if (variable := next((word for word in line.flags if VARIABLE.search(word)), None)) is not None:
-        raise ValueError(
-            f"launch line: {printable(variable)} is a shell's variable; expected what it stands for; write echo in "
-            "front of the command in its script, and give what that prints"
-        )
-    world_size, elsewhere = _on_this_machine(line)
-    os.environ |= {**line.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-    sys.argv = [line.script or SCRIPT, *line.flags]
-    install_if_no_gpu()
+    run: Callable[[_Check], None]
+    needs: tuple[str, ...] = ()
 
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-    from megatron.training.arguments import validate_args
 
-    from s2_megatron.megatron.arguments import add_s2_arguments, check_run
-    from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
-    from s2_megatron.megatron.preflight.start_up import check_before, parse
-    from s2_megatron.megatron.report import NO_CONFIG
+class _Check:
+    """One look at a launch line, in this process: it sets sys.argv and the environment."""
 
-    other = os.path.basename(sys.argv[0]) != SCRIPT
-    args = parse(add_s2_arguments, ignore_unknown=other)
-    notes = check_before(args, elsewhere=elsewhere)
-    if other:
-        notes.append(f"{sys.argv[0]} is not {SCRIPT}: flags of its own are not checked")
-    if args.use_checkpoint_args:
-        from megatron.training.checkpointing import load_args_from_checkpoint
+    def __init__(self, here: bool):
+        self.here, self.elsewhere, self.run = here, False, None
+        self.notes: list[str] = []
 
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-    validate_args(args, {"tokenizer_type": DEFAULT_TOKENIZER})
-    if elsewhere:
-        notes.append("no GPU here: what depends on the GPU and on the training machine's packages is not checked")
-    elif is_installed():
-        require_cpu_settings(args)
-    notes += _check_tokenizer(args)
-    run = check_run(args, elsewhere=elsewhere)
-    model = argparse.Namespace(**vars(args))
-    model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
-    model.apply_rope_fusion = args.apply_rope_fusion and not elsewhere
-    model_config = gpt_config_from_args(model)
-    if not (elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
-        pretrain_cfg_container_from_args(args, model_config)
-    notes += [NO_CONFIG] if run is None else plan_warnings(run.sparsity)
-    return Checked(args, run, notes)
+    def all_stages(self, line: LaunchLine) -> list[tuple[str, str, BaseException]]:
+        """(name, text of the error line, error) of each stage that fails; stages that need one of those are left out.
+        Raises SystemExit where the line asks for --help."""
+        from s2_megatron.megatron.preflight.start_up import asks_help, error_text
+
+        self.line = line
+        errors: list[tuple[str, str, BaseException]] = []
+        failed: set[str] = set()
+        for name, stage in STAGES.items():
+            if failed.intersection(stage.needs):
+                failed.add(name)
+                continue
+            printed = io.StringIO()
+            try:
+                with contextlib.redirect_stdout(printed), held(printed), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    stage.run(self)
+            except (Exception, SystemExit) as error:
+                if isinstance(error, SystemExit) and not error.code and asks_help(sys.argv[1:]):
+                    print(printed.getvalue(), end="")
+                    raise
+                failed.add(name)
+                errors.append((name, error_text(error, printed.getvalue()), error))
+        return errors
+
+    def start(self) -> None:
+        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+        line = self.line
+        if (variable := next((word for word in line.flags if VARIABLE.search(word)), None)) is not None:
+            raise ValueError(
+                f"launch line: {printable(variable)} is a shell's variable; expected what it stands for; write echo in "
+                "front of the command in its script, and give what that prints"
+            )
+        world_size, self.elsewhere = _on_this_machine(line, self.here)
+        os.environ |= {**line.environment, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+        sys.argv = [line.script or SCRIPT, *line.flags]
+        install_if_no_gpu()
+
+    def parse(self) -> None:
+        from s2_megatron.megatron.arguments import add_s2_arguments
+        from s2_megatron.megatron.preflight.start_up import parse
+
+        other = os.path.basename(sys.argv[0]) != SCRIPT
+        self.args = parse(add_s2_arguments, ignore_unknown=other)
+        if other:
+            self.notes.append(f"{sys.argv[0]} is not {SCRIPT}: flags of its own are not checked")
+
+    def flags(self) -> None:
+        from s2_megatron.megatron.preflight.flags import check_flags
+
+        check_flags(self.args, elsewhere=self.elsewhere)
+
+    def files(self) -> None:
+        from s2_megatron.megatron.preflight.files import check_files
+
+        self.notes += check_files(self.args)
+
+    def data(self) -> None:
+        from s2_megatron.megatron.preflight.datasets import check_datasets
+
+        check_datasets(self.args)
+
+    def yaml(self) -> None:
+        if self.args.s2_config is not None:
+            load_config(self.args.s2_config, allow_python_patterns=True)  # none is called
+
+    def megatron(self) -> None:
+        from megatron.training.arguments import validate_args
+
+        from s2_megatron.megatron.cuda_on_cpu import is_installed, require_cpu_settings
+        from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
+
+        args = self.args
+        if args.use_checkpoint_args:
+            from megatron.training.checkpointing import load_args_from_checkpoint
+
+            load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+            load_args_from_checkpoint(args)
+        validate_args(args, {"tokenizer_type": DEFAULT_TOKENIZER})
+        if self.elsewhere:
+            self.notes.append(
+                "no GPU here, so this line starts on another machine (on this one with --distributed-backend gloo): "
+                "what depends on its GPUs and packages is not checked"
+            )
+        elif is_installed():
+            require_cpu_settings(args)
+
+    def tokenizer(self) -> None:
+        self.notes += _check_tokenizer(self.args)
+
+    def model(self) -> None:
+        from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+        from s2_megatron.megatron.arguments import check_run
+        from s2_megatron.megatron.checkpoint import dropout_note, find_checkpoint
+        from s2_megatron.megatron.report import NO_CONFIG
+
+        args = self.args
+        self.run = check_run(args, elsewhere=self.elsewhere)
+        checkpoint = find_checkpoint(args)
+        if checkpoint is not None and (note := dropout_note(args, checkpoint)) is not None:
+            self.notes.append(note)
+        model = argparse.Namespace(**vars(args))
+        model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
+        model.apply_rope_fusion = args.apply_rope_fusion and not self.elsewhere
+        model_config = gpt_config_from_args(model)
+        if not (self.elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
+            pretrain_cfg_container_from_args(args, model_config)
+        self.notes += [NO_CONFIG] if self.run is None else plan_warnings(self.run.sparsity)
+
+
+STAGES = {
+    "start": Stage(_Check.start),
+    "parse": Stage(_Check.parse, ("start",)),
+    "flags": Stage(_Check.flags, ("parse",)),
+    "files": Stage(_Check.files, ("parse",)),
+    "data": Stage(_Check.data, ("parse",)),
+    "yaml": Stage(_Check.yaml, ("parse",)),
+    "megatron": Stage(_Check.megatron, ("flags",)),
+    "tokenizer": Stage(_Check.tokenizer, ("files", "megatron")),
+    "model": Stage(_Check.model, ("data", "yaml", "tokenizer")),
+}
+
+
+class Mistakes(ValueError):
+    """What is wrong with a launch line: texts of error lines, one for each mistake. The first is its cause."""
+
+    def __init__(self, texts: list[str]):
+        self.texts = tuple(texts)
+        super().__init__("\n".join(texts))
+
+
+def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
+    """Everything that a start of this line checks, and its tokenizer. here: the line has to start on this machine.
+    Raises Mistakes; SystemExit where the line asks for --help."""
+    texts: list[str] = []
+    first: BaseException | None = None
+    touched: set[str] = set()  # flags of mistakes that were found, and of what was done about them
+    done: dict[str, set[str]] = {}  # what was done to the line, by stage
+    for _ in range(MOST_ROUNDS):
+        check = _Check(here)
+        errors = check.all_stages(line)
+        if not errors and not texts:
+            return Checked(check.args, check.run, check.notes)
+        flags = line.flags
+        for stage, text, error in errors:
+            first = first or error
+            # What comes of an earlier repair is no mistake of the line; where values meet, no message says whether.
+            follows = named(text) & touched or (MISSING in text and DROPPED in done.get(stage, ()))
+            unclear = stage in ("megatron", "model") and any(each - {RENAMED} for each in done.values())
+            if text not in texts and not follows and not unclear:
+                texts.append(text)
+            repair = repaired(flags, text)
+            flags = repair.flags
+            touched |= repair.touched
+            done.setdefault(stage, set()).update({repair.kind} if repair.kind else ())
+        if flags == line.flags:
+            break
+        line = replace(line, flags=flags)
+    raise Mistakes(texts) from first
 
 
 def _check_tokenizer(args: argparse.Namespace) -> list[str]:
@@ -145,23 +285,21 @@ def run(args: argparse.Namespace) -> int:
             f"--nproc-per-node 8 {SCRIPT} --num-layers 32 ..."
         )
     line = parse_launch_line(launch_words(args.launch_line))
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checked = check_line(line)
-    except (Exception, SystemExit) as error:
-        from s2_megatron.megatron.preflight.start_up import asks_help, error_text, record
+        with working("checking the launch line"):
+            checked = check_line(line, here=args.here)
+    except SystemExit:  # --help
+        return 0
+    except Mistakes as mistakes:
+        from s2_megatron.megatron.preflight.start_up import record
 
         if args.s2_traceback:
-            raise
-        if isinstance(error, SystemExit) and not error.code and asks_help(sys.argv[1:]):
-            print(printed.getvalue(), end="")
-            return 0
-        text = error_text(error, printed.getvalue())
+            raise mistakes.__cause__ from None
         if args.record:
-            record("refused", text, 2)
-        print(f"error: {text}", file=sys.stderr)
+            more = f" (and {len(mistakes.texts) - 1} more)" if len(mistakes.texts) > 1 else ""
+            record("refused", mistakes.texts[0] + more, 2)
+        for text in mistakes.texts:
+            print(f"error: {text}", file=sys.stderr)
         return 2
     report(checked)
     return 0

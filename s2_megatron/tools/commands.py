@@ -3,11 +3,15 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS. Its docstring, with an
-example, is what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which
-becomes one `error:` line and status 2. Only the tool that is asked for is imported. Ctrl-C ends a command with one line
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS; a good line of it in
+tests/tools/tries.py has all its options and files tried with values that are none. Its docstring, with an example, is
+what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which becomes one
+`error:` line and status 2. Only the tool that is asked for is imported. Output that the terminal's encoding does not
+have is escaped. Ctrl-C ends a command with one line
 and status 130; it has to leave no half-written file (outputs.py, hf/folders.py). Where the reader of a pipe has gone, a
 command ends without a word and with status 141, as one does that SIGPIPE kills.
+
+Completion in bash or zsh: eval "$(register-python-argcomplete s2-megatron)".
 """
 
 from __future__ import annotations
@@ -15,12 +19,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from s2_megatron import __version__
+from s2_megatron.printing import open_streams
+from s2_megatron.tools.streams import BAD_INPUT, flush, one_line, say_error
 
 
 class Command(NamedTuple):
@@ -39,6 +47,7 @@ COMMANDS = {
         "s2_megatron.tools.inspect.command", "what a sparsity YAML means, and a training's time and memory", True
     ),
     "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
+    "make-dataset": Command("s2_megatron.tools.dataset.command", "text files become what Megatron's --data-path reads"),
     "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
     "import-hf": Command("s2_megatron.tools.hf.import_hf", "a Llama- or Qwen-type folder becomes a checkpoint"),
     "export-pattern": Command("s2_megatron.tools.export_pattern", "which blocks are attended, for ports, with vectors"),
@@ -52,7 +61,18 @@ COMMANDS = {
 class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line instead of argparse's usage and line."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        unknown = re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from", message)
+        if unknown:
+            message = f"{unknown[1]} is no command{_meant(unknown[1], COMMANDS)}"
+        self.exit(2, f"error: {one_line(message)}; see {self.prog} --help\n")
+
+
+def _meant(word: str, names: Iterable[str]) -> str:
+    """The question after the name that resembles an unknown word, if one does."""
+    from s2_megatron.config.errors import nearest_name
+
+    near = nearest_name(word.partition("=")[0], names)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
@@ -73,58 +93,52 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. arguments: default those of the command line. Returns the exit status."""
-    _open_streams()
+    open_streams()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         except BrokenPipeError:
             raise
-        except (ValueError, OSError) as error:  # said before what is left is written to a reader that may have gone
-            print(f"error: {error}", file=sys.stderr)
+        except BAD_INPUT as error:  # said before what is left is written to a reader that may have gone
+            say_error(error)
             with contextlib.suppress(OSError):
-                _flush()
+                flush()
             return 2
         finally:
-            _flush()
+            flush()
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # who reads has seen enough, as in `| head`
         return 128 + signal.SIGPIPE
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        say_error(error)
         return 2
 
 
-def _open_streams() -> None:
-    """What is written to a stream that the shell has closed (`>&-`) goes nowhere, and no file gets its number, into
-    which libraries would write then."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+def _complete() -> None:
+    """What a shell offers behind the words so far (argcomplete), which ends the process: its line is in COMP_LINE."""
+    import argcomplete
 
-
-def _flush() -> None:
-    """Writes the rest of standard output here: an error at the end of the process would be a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
-        raise
+    words = os.environ.get("COMP_LINE", "").split()
+    argcomplete.autocomplete(_parser(next((word for word in words if word in COMMANDS), None)))
 
 
 def _run(arguments: list[str]) -> int:
     """The exit status of a command line. Raises what the command does."""
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     chosen, launch_line = arguments[0] if arguments else None, None
     if chosen in COMMANDS and COMMANDS[chosen].takes_launch_line and "--" in arguments:
         at = arguments.index("--")
         arguments, launch_line = arguments[:at], arguments[at + 1 :]
-    args, unknown = _parser(chosen).parse_known_args(arguments, argparse.Namespace(launch_line=launch_line))
+    parser = _parser(chosen)
+    args, unknown = parser.parse_known_args(arguments, argparse.Namespace(launch_line=launch_line))
     if unknown:
-        behind = "; a training's launch line stands behind --" if COMMANDS[args.command].takes_launch_line else ""
-        print(
-            f"error: unrecognized arguments: {' '.join(unknown)}{behind}; see s2-megatron {args.command} --help",
-            file=sys.stderr,
-        )
-        return 2
+        command = COMMANDS[args.command]
+        behind = "; a training's launch line stands behind --" if command.takes_launch_line else ""
+        options = parser._subparsers._group_actions[0].choices[args.command]._option_string_actions
+        meant = _meant(unknown[0], set(options) - {"-h", "--help"}) if unknown[0].startswith("-") else ""
+        words = f"unrecognized arguments: {' '.join(unknown)}{meant or behind}"
+        raise ValueError(f"{words}; see s2-megatron {args.command} --help")
     return import_module(COMMANDS[args.command].module).run(args) or 0

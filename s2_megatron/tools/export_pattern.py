@@ -18,12 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools import flex_mask
 from s2_megatron.tools.hf.folders import complete_folder
+from s2_megatron.tools.inputs import read_json_object
 
 RULE = (
     "Blocks have block_size tokens and count from the start of the text. Query block q attends key block k <= q iff, "
@@ -63,12 +65,10 @@ def _sparsity(args: argparse.Namespace) -> ResolvedSparsity:
     if args.model is not None:
         from s2_megatron.config.stored import sparsity_from_stored
 
-        try:
-            stored = json.loads((args.model / "config.json").read_text()).get("s2_sparsity")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--model {args.model}: config.json cannot be read ({error})") from error
+        where, expected = f"--model {printable(args.model, 200)}", "a folder of export-hf"
+        stored = read_json_object(args.model / "config.json", where, expected).get("s2_sparsity")
         if stored is None:
-            raise ValueError(f"--model {args.model}: its config has no s2_sparsity; expected a folder of export-hf")
+            raise ValueError(f"{where}: its config has no s2_sparsity; expected {expected}; name one")
         return sparsity_from_stored(stored)
     if args.num_layers is None or args.num_attention_heads is None:
         raise ValueError("a sparsity YAML needs --num-layers and --num-attention-heads: offsets depend on both")

@@ -4,19 +4,28 @@
 
 One process, Megatron's static context with the full KV cache, and a loop of our own: Megatron's engines read the cache
 around the core attention, densely. That S2-Attention computed every layer of every step is asserted. The text alone
-goes to standard output.
+goes to standard output. Prompt and text are UTF-8, whatever the locale, and together at most as long as the sequences
+of the training.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO
 
+from s2_megatron.config.errors import printable
+from s2_megatron.tools.inputs import argument_text, standard_input
+from s2_megatron.tools.progress import working
+
 PROMPT_END = 8  # tokens
+LONGEST_TOKEN = 128  # bytes: runs of blanks, in the tokenizers of today
+LARGEST_SEED = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +40,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value, least in (
-        ("--max-new-tokens", args.max_new_tokens, 1),
-        ("--temperature", args.temperature, 0),
-        ("--top-k", args.top_k, 0),
+    for name, value, least, most in (
+        ("--max-new-tokens", args.max_new_tokens, 1, math.inf),
+        ("--temperature", args.temperature, 0, sys.float_info.max),
+        ("--top-k", args.top_k, 0, math.inf),
+        ("--seed", args.seed, -LARGEST_SEED, LARGEST_SEED),
     ):
-        if not value >= least:
-            raise ValueError(f"{name} {value}: expected a number of {least} or more")
+        if not least <= value <= most:
+            raise ValueError(
+                f"{name} {printable(value)}: expected a number of {least} "
+                + (f"to {most}" if name == "--seed" else "or more")
+                + f"; leave {name} out for the default"
+            )
     output = sys.stdout
     with redirect_stdout(sys.stderr):
         _write_text(args, output)
     return 0
+
+
+def _prompt(word: str, length: int) -> str:
+    """The prompt of --prompt, of which no more is read than a text of `length` tokens can have. Raises ValueError."""
+    if word == "-":
+        return standard_input("--prompt -", length * LONGEST_TOKEN)
+    return argument_text(word, "--prompt")
+
+
+def _room(tokens: int, wanted: int, length: int) -> int:
+    """How many new tokens there will be behind a prompt of `tokens`: `wanted`, or fewer, with a line that says so,
+    where the trained length ends. Raises ValueError for a prompt as long as that."""
+    if tokens >= length:
+        raise ValueError(
+            f"--prompt: {tokens} tokens; expected fewer than {length}, the length of the training's sequences, beyond "
+            "which the model has learned nothing; give the end of the text"
+        )
+    if tokens + wanted > length:
+        print(
+            f"note: at most {length - tokens} new tokens, not {printable(wanted)}: with the prompt that is {length}, "
+            "the length of the training's sequences",
+            file=sys.stderr,
+        )
+    return min(wanted, length - tokens)
 
 
 def _write_text(args: argparse.Namespace, output: TextIO) -> None:
@@ -49,11 +87,12 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
     folder = iteration_folder(args.load)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model
+    with working("loading Megatron and the tokenizer"):
+        from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, load_model
 
-    trained = checkpoint_arguments(folder)
-    tokenizer = _tokenizer(trained, args.tokenizer)
+        trained = checkpoint_arguments(folder)
+        tokenizer = _tokenizer(trained, args.tokenizer)
+    prompt = _prompt(args.prompt, trained.seq_length)
     start = tokenizer.tokenize(prompt)
     if not start:
         raise ValueError("--prompt has no token; expected a text, e.g. --prompt 'def '")
@@ -62,23 +101,28 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
             f"--tokenizer {trained.tokenizer_model}: the prompt has token {max(start)}; expected less than "
             f"{trained.padded_vocab_size}, the model's vocabulary; give the tokenizer that it was trained with"
         )
+    count = _room(len(start), args.max_new_tokens, trained.seq_length)
     import torch
 
     from s2_megatron.megatron.cuda_on_cpu import compute_device
     from s2_megatron.ops.api import resolve_backend
 
     dtype = torch.float32 if compute_device().type == "cpu" else trained.params_dtype
-    loaded = load_model(folder, s2_config=args.s2_config, dtype=dtype)
+    with working("loading the checkpoint"):
+        loaded = load_model(folder, s2_config=args.s2_config, dtype=dtype)
     # Rows of the embedding that are no words are never chosen.
     words = min(tokenizer.vocab_size, trained.padded_vocab_size)
     choose = chooser(args.temperature, args.top_k, args.seed, words)
     resolve_backend("auto", compute_device().type)  # says which, before the text
+    tokens = continuation(loaded.model, start, count, choose)
+    with working(f"reading the {len(start)} tokens of the prompt"):  # before the text: a spinner clears its line
+        first = next(tokens)
     print(prompt, end="", file=output, flush=True)
     # Behind the end of the prompt, for what stands between two tokens depends on both.
     shown = list(start[-PROMPT_END:])
     text = tokenizer.detokenize(shown)
     try:
-        for token in continuation(loaded.model, start, args.max_new_tokens, choose):
+        for token in itertools.chain([first], tokens):
             if token == getattr(tokenizer, "eod", None):
                 break
             shown.append(token)
@@ -102,11 +146,11 @@ def _tokenizer(trained, folder: str | None):
         )
     try:
         return build_tokenizer(trained)
-    except (OSError, ValueError, KeyError, ImportError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:160]
+    except Exception as error:  # whatever the libraries raise for files that are no tokenizer
+        reason = printable(" ".join(str(error).split()), 160)
         raise ValueError(
-            f"the tokenizer {trained.tokenizer_type} {trained.tokenizer_model} cannot be loaded ({reason}); "
-            "give a Hugging Face tokenizer folder with --tokenizer"
+            f"the tokenizer {trained.tokenizer_type} {printable(trained.tokenizer_model, 200)} cannot be loaded "
+            f"({reason}); give a Hugging Face tokenizer folder with --tokenizer"
         ) from error
 
 
@@ -118,12 +162,18 @@ def chooser(temperature: float, top_k: int, seed: int, words: int):
 
     def choose(logits) -> int:
         logits = logits[:words].float().cpu()
+        if not bool(logits.isfinite().all()):
+            raise ValueError(
+                "the model's logits are not finite; expected numbers; the checkpoint has diverged or is damaged, so "
+                "give an earlier one"
+            )
         if temperature == 0:
             return int(logits.argmax())
         if top_k:
             least = logits.topk(min(top_k, words)).values[-1]
             logits = logits.masked_fill(logits < least, float("-inf"))
-        return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        scaled = (logits - logits.max()).double() / temperature  # a temperature of next to nothing is the likeliest
+        return int(torch.multinomial(scaled.float().softmax(-1), 1, generator=generator))
 
     return choose
 

@@ -5,8 +5,8 @@
     python pretrain_gpt_s2.py --num-layers 4 ...
     --num-layers 4 ...
 
-All of these, as words or as one quoted text. Nothing is run and nothing but the standard library is imported: what
-Megatron's flags mean is for the caller to say.
+All of these, as words or as one quoted text. Nothing is run, and no other package is imported: what Megatron's flags
+mean is for the caller to say.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
+
+from s2_megatron.tools.inputs import standard_input
 
 EXAMPLE = "torchrun --nproc-per-node 8 pretrain_gpt_s2.py --num-layers 32 ..."
 HINT = f"for example {EXAMPLE}"
@@ -194,7 +195,7 @@ def launch_words(words: list[str]) -> list[str]:
     with a backslash."""
     if words != ["-"]:
         return words
-    text = sys.stdin.read().strip()
+    text = standard_input("launch line", MOST_CHARACTERS).strip()
     return [text] if "\\\n" in text else [line for line in text.splitlines() if line]
 
 

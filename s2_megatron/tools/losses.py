@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,11 @@ def evenly_chosen(prefix: str | Path, documents: range, length: int, most: int) 
 
     length: tokens of a sequence. Returns int64 [sequences, length]. Raises ValueError for less than one sequence.
     """
+    return with_starts(prefix, documents, length, most)[0]
+
+
+def with_starts(prefix: str | Path, documents: range, length: int, most: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The sequences of `evenly_chosen`, and for each where documents begin behind its first token, int64 [n]."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = IndexedDataset(str(prefix))
@@ -27,34 +33,59 @@ def evenly_chosen(prefix: str | Path, documents: range, length: int, most: int) 
             f"{prefix}: {tokens} tokens to validate with; expected {length} or more, a sequence and the token behind "
             "it; use data with more text, or give its validation part more of it"
         )
-    found = np.empty((min(count, most), length), np.int64)
+    found, starts = np.empty((min(count, most), length), np.int64), []
     for row, which in zip(found, np.linspace(0, count - 1, len(found)).astype(int)):
         at, filled = int(which) * length, 0
         document = int(np.searchsorted(ends, at, side="right"))
+        inside = ends[(ends > at) & (ends < at + length)] - at
+        starts.append(np.unique(inside))  # documents without a token end where they begin
         while filled < length:
             start = at + filled - int(ends[document] - lengths[document])
             piece = data.get(documents.start + document, start, min(int(lengths[document]) - start, length - filled))
             row[filled : filled + len(piece)] = piece
             filled, document = filled + len(piece), document + 1
-    return found
+    return found, starts
 
 
-def token_losses(model, sequences: np.ndarray, at_once: int = 1):
+def token_losses(model, sequences: np.ndarray, at_once: int = 1, starts: Sequence[np.ndarray] | None = None):
     """The loss, in nats, of every token but the first of each sequence.
 
     model: a GPTModel in evaluation mode. sequences: int64 [n, length + 1]. at_once: sequences of a forward pass.
-    Returns float32 [n, length] on the CPU.
+    starts: of each sequence, as of `with_starts`: its documents do not attend each other then, as with Megatron's
+    --dataloader-inter-document-masking. Returns float32 [n, length] on the CPU.
     """
     import torch
 
     device = next(model.parameters()).device
     rows = []
     with torch.no_grad():
-        for start in range(0, len(sequences), at_once):
-            ids = torch.from_numpy(sequences[start : start + at_once]).to(device)
+        for start in range(0, len(sequences), at_once if starts is None else 1):
+            ids = torch.from_numpy(sequences[start : start + (at_once if starts is None else 1)]).to(device)
             positions = torch.arange(ids.shape[1] - 1, device=device).expand(len(ids), -1)
-            for row, logits in zip(ids, model(ids[:, :-1].contiguous(), positions, None)):  # [length, vocabulary]
+            packed = None
+            if starts is not None:
+                positions, packed = _documents(positions, starts[start])
+            # [b, length, vocabulary]
+            found = model(ids[:, :-1].contiguous(), positions, None, packed_seq_params=packed)
+            for row, logits in zip(ids, found):
                 pieces = zip(logits.split(LOGITS_AT_ONCE), row[1:].split(LOGITS_AT_ONCE))
                 losses = [torch.nn.functional.cross_entropy(own.float(), to, reduction="none") for own, to in pieces]
                 rows.append(torch.cat(losses).cpu())
     return torch.stack(rows)
+
+
+def _documents(positions, starts: np.ndarray):
+    """(positions in the document, int64 [1, length], Megatron's PackedSeqParams) of a sequence whose documents begin
+    at 0 and at `starts`. positions: those in the sequence."""
+    import torch
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    length = positions.shape[1]
+    borders = np.array([0, *starts[starts < length], length])
+    first = torch.from_numpy(np.repeat(borders[:-1], np.diff(borders))).to(positions.device)
+    cu_seqlens = torch.from_numpy(borders).to(positions.device, torch.int32)
+    longest = int(np.diff(borders).max())
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    return positions - first, packed

@@ -28,13 +28,16 @@ def console() -> Console:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Write a file in one step, and the folders above it. An interruption leaves nothing behind."""
-    file = file.resolve()  # behind a link
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file in one step, and the folders above it. An interruption leaves nothing behind. Raises OSError with
+    the file's name."""
+    file = Path(os.path.realpath(file))  # behind a link
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         unfinished.write_bytes(content)
         os.replace(unfinished, file)
+    except OSError as error:  # of a full disk Python's own has no name
+        raise OSError(error.errno, error.strerror or str(error), str(file)) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -44,7 +44,7 @@ def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
         seen = np.zeros(len(blocks), bool)
         for stride, offset in {(ranges[-1][1], offset % ranges[-1][1]) for ranges, offset in far}:
             seen |= (blocks + offset) % stride == 0
-        if seen.all():
+        if seen.all() or _is_first(np.flatnonzero(seen)):
             continue
         stride = max(ranges[-1][1] for ranges, _ in far)
         offsets = len({offset % stride for _, offset in far})
@@ -58,22 +58,40 @@ def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
         )
 
 
+def _is_first(blocks: np.ndarray) -> bool:
+    """Whether of what lies beyond the window the first block alone is attended, on purpose: models put weight on it
+    that belongs nowhere, and to move it from layer to layer would take it away from them."""
+    return blocks.tolist() == [0]
+
+
 def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
     """Windows through which, over all layers, the start of the context does not reach its end."""
-    reach = 0
+    reach, first_too = 0, False
     for layer in sparsity.layers:
         if not isinstance(layer.pattern, RangePattern):  # dense, or a block mask, whose reach is not known
             return
-        ends = [head.touched_ranges[-1][0] for head in layer.pattern.heads]
+        ends = []
+        for head in layer.pattern.heads:
+            ranges = head.touched_ranges
+            end = ranges[-1][0]
+            if end is None and len(ranges) > 1:
+                end = ranges[-2][0]
+                beyond = head.key_blocks(sparsity.n_blocks - 1)
+                if not _is_first(beyond[beyond < sparsity.n_blocks - end]):
+                    return
+                first_too = True
+            ends.append(end)
         if None in ends:
             return
         reach += max(ends) - 1
     if reach < sparsity.n_blocks - 1:
         tokens = reach * sparsity.block_size
+        first = ", but the first block," if first_too else ""
         yield (
             f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {tokens} of "
-            f"{sparsity.seq_length} tokens back: what lies before cannot change a prediction; use a stride, a dense "
-            "layer, or a larger window, unless all packed documents are shorter"
+            f"{sparsity.seq_length} tokens back: what lies before{first} cannot "
+            "change a prediction; use a stride, a dense layer, or a larger window, unless all packed documents are "
+            "shorter"
         )
 
 

@@ -31,7 +31,7 @@ def test_host_time_of_kernels_that_do_nothing(tmp_path, kernels, chosen, launch)
     path = tmp_path / "x.json"
     done = run("--stub", kernels, "--profile", "--json", str(path))
     assert done.returncode == 0, done.stderr
-    assert f"S2 attention kernels: {chosen}" in done.stdout
+    assert f"S2 attention kernels: {chosen}" in done.stderr
     content = json.loads(path.read_text())
     rows = {row["entry"]: row for row in content["rows"]}
     assert set(rows) == {"S2", "function"} and content["command"].startswith("python benchmarks/host_time.py")

@@ -110,3 +110,10 @@ def test_triton_kernels(found, ranks):
         for name, result in results["triton"].items():
             assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
             assert result["repeats"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_context_before_and_lazy_negation_change_nothing(found, ranks):
+    for results in found(ranks):
+        wrong = [name for name, right in results["contexts"].items() if not right]
+        assert not wrong and len(results["contexts"]) == 13

@@ -1,6 +1,6 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [gradients|triton|packed|wrong|volume ...]
+    python tests/context_parallel/worker.py RANKS FILE [contexts|gradients|triton|packed|wrong|volume ...]
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from s2_megatron.context_parallel import attention as context_parallel
 from s2_megatron.context_parallel import plan as cp_plan
 from s2_megatron.context_parallel.attention import ContextParallel
-from s2_megatron.context_parallel.dense import cut_order
+from s2_megatron.context_parallel.dense import cut_order, sequence_order
 from s2_megatron.context_parallel.exchange import BlockExchange, Pending, all_gather, count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.ops.api import s2_attention
@@ -257,7 +257,48 @@ def packed(group):
     return results
 
 
-PARTS = {"gradients": gradients, "triton": triton, "packed": packed, "wrong": wrong, "volume": volume}
+def contexts(group):
+    """Whether every bit is that of a plain first call: of training after a call in another context, which filled the
+    caches, and with lazily negated tensors, which kernels read as their negatives."""
+    rank, size = group.rank(), group.size()
+    pattern, results = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1), {}
+    whole = inputs(pattern, 16 * size, 8, 1, torch.float64)
+    mine = [own_rows(tensor, rank, size) for tensor in whole]
+    packed = PackedSequence(torch.tensor([0, 9, 16 * size], dtype=torch.int32), 16 * size)
+    before = {"inference": torch.inference_mode, "device": lambda: torch.device("meta")}
+    for name in (*COMM_TYPES, "all_gather packed", "a2a packed"):
+        comm_type, options = name.split()[0], dict(softmax_scale=0.4, backend="reference")
+        given = mine
+        if name.endswith("packed"):
+            given, options["packed"] = [tensor[:, 0] for tensor in mine], packed
+        sequence_order.cache_clear()
+        plain = differentiate(given, ContextParallel(pattern, group, comm_type).attention, **options)
+        for context in before:
+            sequence_order.cache_clear()
+            cp = ContextParallel(pattern, group, comm_type)
+            with before[context]():
+                cp.attention(*given[:3], **options)
+            again = differentiate(given, cp.attention, **options)
+            results[f"{name}/{context}"] = all(map(torch.equal, plain, again))
+    pattern = ranges(((1, 1), (None, 2)), 16, 2 * size, size)
+    mine = [own_rows(a, rank, size) for a in inputs(pattern, 32 * size, 16, 1, torch.float32)]
+    for comm_type in COMM_TYPES:
+        attend = ContextParallel(pattern, group, comm_type).attention
+        plain, again = (
+            differentiate(given, attend, backend="triton") for given in (mine, [torch._neg_view(-a) for a in mine])
+        )
+        results[f"{comm_type}/negated"] = all(map(torch.equal, plain, again))
+    return results
+
+
+PARTS = {
+    "contexts": contexts,
+    "gradients": gradients,
+    "triton": triton,
+    "packed": packed,
+    "wrong": wrong,
+    "volume": volume,
+}
 
 
 def rank_main(rank, size, file, parts):

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "NOTES.md", ROOT / "examples" / "README.md"],
+    [
+        *(*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")),
+        *(ROOT / "benchmarks" / "NOTES.md", ROOT / "examples" / "README.md", ROOT / "studies" / "README.md"),
+    ],
     key=lambda path: path.as_posix(),
 )
 # Texts about versions that are gone: their commands and flags are those of the past.
@@ -167,7 +170,7 @@ def test_modules_and_commands_that_are_named_exist(page):
 
     lines = code_lines(page.read_text())
     text = "\n".join(lines)
-    for module in re.findall(r"-m (s2_megatron\.[\w.]+|examples\.[\w.]+)", text):
+    for module in re.findall(r"-m ((?:s2_megatron|examples|studies)\.[\w.]+)", text):
         assert exists(f"{module.replace('.', '/')}.py"), f"python -m {module}"
     for command in re.findall(r"(?:-m s2_megatron|\bs2-megatron) ([a-z][a-z-]*)", text):
         assert command in COMMANDS, f"s2-megatron {command}"

@@ -37,9 +37,9 @@ def qkv(rows, length, heads=HEADS, kv_heads=KV_HEADS, seed=0):
 
 def fed(cache, layer, parts, pieces, starts=None, scale=0.3):
     """The outputs of a layer that is given the tokens in pieces."""
-    out, first = [], 0
+    out, first, pattern = [], 0, cache.layers[layer].pattern
     for count in pieces:
-        out.append(cache.attend(layer, *(part[:, :, first : first + count] for part in parts), starts, scale))
+        out.append(cache.attend(layer, *(part[:, :, first : first + count] for part in parts), starts, scale, pattern))
         first += count
     return torch.cat(out, 2)
 
@@ -99,7 +99,9 @@ def test_rows_that_begin_later_token_by_token(name, starts, grows):
     cache = S2Cache(config_of(sparsity), max_length=None if grows else 120 - int(starts.min()))
     cache.layers = [cache.layers[1]]
     out = [
-        cache.attend(0, *(part[:, :, at : at + 1] for part in parts), starts.clamp(max=at + 1), 0.3)
+        cache.attend(
+            0, *(part[:, :, at : at + 1] for part in parts), starts.clamp(max=at + 1), 0.3, cache.layers[0].pattern
+        )
         for at in range(120)
     ]
     for row, start in enumerate(starts.tolist()):

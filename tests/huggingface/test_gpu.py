@@ -24,7 +24,7 @@ def test_decoding_equals_the_full_cache(name, dtype):
     cache.layers = [cache.layers[1]]
     out = []
     for first, count in ((0, 500), *((500 + step, 1) for step in range(100))):
-        out.append(cache.attend(0, *(part[:, :, first : first + count] for part in parts), starts, 0.2))
+        out.append(cache.attend(0, *(part[:, :, first : first + count] for part in parts), starts, 0.2, pattern))
     out = torch.cat(out, 2)
     for row, start in enumerate(starts.tolist()):
         rows = [part[row : row + 1, :, start:].cpu().double() for part in parts]

@@ -230,8 +230,6 @@ def test_masks_that_are_not_plain_are_refused():
     hole[1, 7] = 0
     with pytest.raises(ValueError, match="a hole in row 1"):
         model(text, attention_mask=hole)
-    with pytest.raises(ValueError, match="packed rows"):
-        model(text, position_ids=torch.arange(40).remainder(20)[None], use_cache=False)
     with pytest.raises(ValueError, match="a mask per pair of tokens"):
         model(text, attention_mask=torch.ones(2, 1, 40, 40, dtype=torch.bool))
     with pytest.raises(ValueError, match="dropout"):

@@ -339,9 +339,9 @@ def test_what_they_do_not_compute_is_said(capfd, monkeypatch):
             backend="gluon",
         )
     s2_attention(*tensors, build_layout(pattern_of(PAPER, 32, 2, 2), "cuda"))
-    assert "triton (portable), because block_size=32 is no multiple of 64" in capfd.readouterr().out
+    assert "triton (portable), because block_size=32 is no multiple of 64" in capfd.readouterr().err
     s2_attention(*[tensor.float() for tensor in tensors], layout)
-    assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().out
+    assert "triton (portable), because torch.float32 is not a 16-bit type" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("dim", [128, 192, 256])

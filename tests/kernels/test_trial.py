@@ -97,7 +97,7 @@ def test_a_trial_that_fails_leaves_the_portable_kernels(runs, answer, status, st
     assert chosen() is None and chosen() is None
     new_process()
     assert chosen() is None and len(runs.made) == 1, "the verdict was not stored"
-    printed = [line for line in capsys.readouterr().out.splitlines() if "portable" in line]
+    printed = [line for line in capsys.readouterr().err.splitlines() if "portable" in line]
     assert len(printed) == 1 and words in printed[0] and "measured on Triton 3.6 and 3.9, this is 3.11.0" in printed[0]
     with pytest.raises(ValueError, match=r"backend=gluon: .*; use backend=auto or triton"):
         chosen(backend="gluon")
@@ -140,7 +140,7 @@ def test_an_older_version_has_the_portable_kernels(runs, monkeypatch, capsys):
     monkeypatch.setattr("s2_megatron.printing._printed", set())
     monkeypatch.setattr(trial.triton, "__version__", "3.5.1")
     assert chosen() is None and runs.made == []
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("the kernels for Hopper need Triton 3.6 or newer, and this is Triton 3.5.1")
 
 
@@ -148,7 +148,7 @@ def test_a_version_without_what_the_kernels_import(runs, monkeypatch, capsys):
     monkeypatch.setattr("s2_megatron.printing._printed", set())
     monkeypatch.setitem(sys.modules, "s2_megatron.kernels.hopper.launch", None)
     assert chosen() is None and runs.made == []
-    assert "the Gluon of Triton 3.11.0 lacks what the kernels for Hopper need" in capsys.readouterr().out
+    assert "the Gluon of Triton 3.11.0 lacks what the kernels for Hopper need" in capsys.readouterr().err
 
 
 def test_the_process_of_a_trial_starts_and_answers():

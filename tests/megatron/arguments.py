@@ -140,7 +140,7 @@ def run_case(case: dict) -> dict:
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
             patch.object(arguments, "compute_device", lambda: torch.device(case.get("device", "cpu"))),
             patch.object(importlib.util, "find_spec", found_unless_missing),
-            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
         ):
             run = arguments.prepare_s2(args)
         result["is_s2"] = run is not None

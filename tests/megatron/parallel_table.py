@@ -70,6 +70,7 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 KEEP = f"{RECOMPUTE} --s2-keep-attention-output"
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-token-dispatcher-type alltoall"
 PACKED = "--dataloader-inter-document-masking"
+MASKED = "--eod-mask-loss --s2-loss-from-token 100"  # context-parallel ranks then count unequal numbers of targets
 ENGINE_SPEC = "--transformer-impl transformer_engine --no-rope-fusion --no-gradient-accumulation-fusion"
 FP32_BOUND = 1e-5
 FIRST_SEED = 1234  # Megatron's default
@@ -93,6 +94,8 @@ LAYOUTS = {
     "cp2_keep": Layout(2, f"{CP} 2 {KEEP}"),
     "cp2_gather_packed": Layout(2, f"{CP} 2 {GATHER}", PACKED),
     "cp2_a2a_packed": Layout(2, f"{CP} 2 {A2A}", PACKED),
+    "cp2_masked": Layout(2, f"{CP} 2", MASKED),
+    "cp2_a2a_masked": Layout(2, f"{CP} 2 {A2A}", MASKED),
     "dp2_ep2": Layout(2, f"{EP} 2", MOE),
     "tp2_sp_ep2": Layout(2, f"{TP} 2 {SP} {EP} 2 {ETP} 1", MOE),
     "cp2_ep2": Layout(2, f"{CP} 2 {EP} 2", MOE),
@@ -101,6 +104,7 @@ LAYOUTS = {
     "cp4_gather_packed": Layout(4, f"{CP} 4 {GATHER}", PACKED),
     "cp2_dp2": Layout(4, f"{CP} 2"),
     "tp2_sp_cp2": Layout(4, f"{TP} 2 {SP} {CP} 2"),
+    "pp2_vpp2_cp2_masked": Layout(4, f"{PP} 2 {VPP} {CP} 2", MASKED),
     "tp2_sp_cp2_a2a": Layout(4, f"{TP} 2 {SP} {CP} 2 {A2A}"),
     "tp2_sp_cp2_a2a_packed": Layout(4, f"{TP} 2 {SP} {CP} 2 {A2A}", PACKED),
     "tp2_sp_pp2": Layout(4, f"{TP} 2 {SP} {PP} 2"),
@@ -118,7 +122,7 @@ LAYOUTS = {
     "pp2_vpp2_cp2_dp2": Layout(8, f"{PP} 2 {VPP} {CP} 2"),
     "tp2_sp_cp2_dp2_ep2": Layout(8, f"{TP} 2 {SP} {CP} 2 {EP} 2 {ETP} 1", MOE),
 }
-ALONE = {common: Layout(1, "", common) for common in ("", MOE, PACKED)}
+ALONE = {common: Layout(1, "", common) for common in ("", MOE, PACKED, MASKED)}
 COLUMNS = (
     "layout",
     "processes",
@@ -301,7 +305,7 @@ def main() -> int:
     names = args.only or possible
     rows: list[dict] = []
     with tempfile.TemporaryDirectory() as folder:
-        lab = Lab(Path(folder), f"--distributed-backend {backend}", timeout=args.timeout, gpus=gpus > 0)
+        lab = Lab(Path(folder), f"--distributed-backend {backend}", timeout=args.timeout, gpus=bool(gpus))
         lab.sparsity.write_text(SPARSITY)
         write_corpus(lab.folder / "corpus")
         table = Table(lab, f"{SIZES[size]} {MODEL}", engine, args.jobs or (8 if gpus else 1), args.seeds)

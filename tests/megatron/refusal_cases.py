@@ -107,6 +107,13 @@ CASES = {
         ),
         "remove --mtp-num-layers",
     ),
+    "s2_cp_mtp_masks": (
+        dict(
+            flags={"--context-parallel-size": "2", "--eod-mask-loss": None, "--mtp-num-layers": "1"},
+            world_size=2,
+        ),
+        "add --calculate-per-token-loss",
+    ),
     "s2_keep_attention_output": (dict(flags={"--s2-keep-attention-output": None}), "remove --s2-keep-attention-output"),
     "hierarchical_context_parallel_sizes": (
         dict(flags={"--context-parallel-size": "4", "--hierarchical-context-parallel-sizes": ["2", "2"]}, world_size=4),

@@ -248,7 +248,7 @@ def test_uneven_tensor_parallel_work_is_warned_about(dense_heads, warned, tmp_pa
     path.write_text(f"layers: S\nspecs:\n  S: {{local_tokens: 128, stride: 8, dense_heads: {dense_heads}}}\n")
     sparsity = load_config(path).resolve(num_layers=2, num_heads=4, num_kv_heads=4, seq_length=8192)
     report_tensor_parallel(sparsity, 2)
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert "2 tensor-parallel ranks" in printed
     assert ("WARNING" in printed) == warned
 
@@ -269,9 +269,9 @@ def test_position_losses_that_cannot_be(cases):
 
 def test_a_resumed_wandb_run_is_said_to_keep_its_first_values(capsys):
     _report_resumed(SimpleNamespace(resumed=True, id="abc", step=26))
-    assert "wandb run abc has steps up to 25" in capsys.readouterr().out
+    assert "wandb run abc has steps up to 25" in capsys.readouterr().err
     _report_resumed(SimpleNamespace(resumed=False, id="abc", step=0))
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_config_that_stands_twice(capsys):
@@ -280,3 +280,11 @@ def test_a_config_that_stands_twice(capsys):
         add_s2_arguments(argparse.ArgumentParser()).parse_args([flag, "a.yaml", flag, "b.yaml"])
     assert stop.value.code == 2
     assert "given twice, 'a.yaml' and 'b.yaml'; expected one value; remove one of them" in capsys.readouterr().err
+
+
+def test_the_loss_counts_from_the_id_of_a_token(capsys):
+    parser = add_s2_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--s2-loss-from-token", "1792"]).s2_loss_from_token == 1792
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--s2-loss-from-token=-1"])
+    assert "expected the id of a token, 0 or more" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_checksums_are_made_in_the_background(checkpoint, monkeypatch):
 
 def test_checksums_of_a_checkpoint_that_is_gone(tmp_path, capsys):
     BackgroundChecksums._write(tmp_path / "iter_0000001", 0, 1)
-    assert not any(tmp_path.iterdir()) and capsys.readouterr().out == ""
+    assert not any(tmp_path.iterdir()) and capsys.readouterr().err == ""
 
 
 def test_a_complete_checkpoint_in_the_way_is_moved_aside(checkpoint, capsys):
@@ -105,7 +105,7 @@ def test_a_complete_checkpoint_in_the_way_is_moved_aside(checkpoint, capsys):
     free_way(checkpoint)
     aside = checkpoint.with_name("replaced_iter_0000004_1")
     assert not checkpoint.exists() and {path.name: path.read_bytes() for path in aside.iterdir()} == before
-    assert str(aside) in capsys.readouterr().out
+    assert str(aside) in capsys.readouterr().err
     checkpoint.mkdir()
     (checkpoint / "metadata.json").write_text("{}")
     free_way(checkpoint)
@@ -117,7 +117,7 @@ def test_what_a_save_that_did_not_end_left_goes(checkpoint, capsys):
     for name in (".metadata", "metadata.json"):
         (checkpoint / name).unlink()
     free_way(checkpoint)
-    assert not any(checkpoint.parent.iterdir()) and capsys.readouterr().out == ""
+    assert not any(checkpoint.parent.iterdir()) and capsys.readouterr().err == ""
     free_way(checkpoint)  # nothing there
 
 
@@ -235,7 +235,7 @@ def test_a_new_run_in_a_used_tensorboard_folder_loses_nothing(tmp_path, monkeypa
         for step in (1, 2, 3):
             writer.add_scalar("lm loss", number, step)
         writer.close()
-        printed = capsys.readouterr().out
+        printed = capsys.readouterr().err
         aside = tmp_path / f"replaced_events_{number}"
         assert (printed.count("\n"), f"are now in {aside};" in printed) == ((1, True) if number else (0, False)), (
             printed
@@ -249,7 +249,7 @@ def test_no_events_no_folder(tmp_path, capsys):
     (tmp_path / "other").write_text("x")
     set_events_aside(tmp_path, "events.out.tfevents.1.own")
     set_events_aside(tmp_path / "none", "own")
-    assert len(list(tmp_path.iterdir())) == 2 and capsys.readouterr().out == ""
+    assert len(list(tmp_path.iterdir())) == 2 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("lines, expected", [

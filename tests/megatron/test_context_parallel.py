@@ -120,8 +120,8 @@ def test_documents_cut_by_themselves(lab, scripts, conversations, same_training)
     gets the same pads)."""
     path, tokenizer, stand_in = conversations
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
-        --tokenizer-model {tokenizer} --data-path {path} --split 100,0,0
-        --train-iters 4 --calculate-per-token-loss --seq-length 256 --max-position-embeddings 256"""
+        --tokenizer-model {tokenizer} --data-path {path} --split 80,20,0 --train-iters 4 --seq-length 256
+        --max-position-embeddings 256 --eval-iters 1 --eval-interval 4"""
     options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
     one_process = lab.run("context_sft", flags, **options)
     for comm_type in ("a2a", "all_gather"):
@@ -129,6 +129,8 @@ def test_documents_cut_by_themselves(lab, scripts, conversations, same_training)
             f"context_sft_{comm_type}", f"{flags} {CP2} --s2-cp-comm-type {comm_type}", processes=2, **options
         )
         same_training(run, one_process, steps=4)
+        assert run.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-5)
+        assert run.evaluations == pytest.approx(one_process.evaluations, abs=1e-5) and run.evaluations
 
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

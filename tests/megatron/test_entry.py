@@ -114,7 +114,7 @@ def test_a_process_without_a_rank_is_the_only_one(monkeypatch, capsys):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     start_without_torchrun()
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 0 < int(os.environ["MASTER_PORT"]) < 65536
-    assert "no torchrun started this process" in capsys.readouterr().out
+    assert "no torchrun started this process" in capsys.readouterr().err
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.delenv("MASTER_ADDR")
     start_without_torchrun()

@@ -18,6 +18,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from s2_megatron import printing
 from s2_megatron.megatron import data as gpt_data
+from s2_megatron.megatron import loss as gpt_loss
 from s2_megatron.megatron.dataset_helpers import check_build
 from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
@@ -43,19 +44,20 @@ class Rerun:
 @pytest.fixture
 def rerun(monkeypatch):
     machine = Rerun()
-    monkeypatch.setattr(gpt_data, "get_rerun_state_machine", lambda: machine)
+    monkeypatch.setattr(gpt_loss, "get_rerun_state_machine", lambda: machine)
     return machine
 
 
 def with_args(monkeypatch, **settings):
     defaults = dict(logits_load_dir=None, check_for_nan_in_loss_and_grad=True, check_for_spiky_loss=False)
-    monkeypatch.setattr(gpt_data, "get_args", lambda: SimpleNamespace(**{**defaults, **settings}))
+    defaults |= dict(context_parallel_size=1)
+    monkeypatch.setattr(gpt_loss, "get_args", lambda: SimpleNamespace(**{**defaults, **settings}))
 
 
 def test_loss_counts_unmasked_tokens(monkeypatch, rerun):
     with_args(monkeypatch)
     output = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.bfloat16, requires_grad=True)
-    loss, num_tokens, report = gpt_data.language_model_loss(torch.tensor([[1.0, 0.0, 1.0, 0.0]]), output)
+    loss, num_tokens, report = gpt_loss.language_model_loss(torch.tensor([[1.0, 0.0, 1.0, 0.0]]), output)
     assert (loss.item(), loss.dtype) == (5.0, torch.float32)
     assert (num_tokens.item(), num_tokens.dtype) == (2, torch.int32)
     assert report["lm loss"].tolist() == [5.0, 2.0]
@@ -69,10 +71,10 @@ def test_loss_counts_unmasked_tokens(monkeypatch, rerun):
 def test_a_bad_loss_ends_the_run(monkeypatch, rerun, value, word):
     output, mask = torch.tensor([[1.0, value]]), torch.ones(1, 2)
     with_args(monkeypatch, check_for_nan_in_loss_and_grad=False)
-    gpt_data.language_model_loss(mask, output)
+    gpt_loss.language_model_loss(mask, output)
     assert not rerun.rejected
     with_args(monkeypatch)
-    gpt_data.language_model_loss(mask, output)
+    gpt_loss.language_model_loss(mask, output)
     ((message, fatal),) = rerun.rejected
     assert word in message
     assert fatal
@@ -80,9 +82,9 @@ def test_a_bad_loss_ends_the_run(monkeypatch, rerun, value, word):
 
 def test_a_spiky_loss_is_reported(monkeypatch, rerun):
     with_args(monkeypatch, check_for_spiky_loss=True)
-    gpt_data.language_model_loss(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]))
+    gpt_loss.language_model_loss(torch.ones(1, 2), torch.tensor([[1.0, 2.0]]))
     assert not rerun.rejected
-    gpt_data.language_model_loss(torch.ones(1, 2), torch.tensor([[100.0, 2.0]]))
+    gpt_loss.language_model_loss(torch.ones(1, 2), torch.tensor([[100.0, 2.0]]))
     assert rerun.rejected == [("the loss of a microbatch is spiky", False)]
 
 
@@ -130,7 +132,7 @@ def test_prints_once_and_on_rank_0(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     printing.print_once("second")
     printing.print_table("third")
-    assert capsys.readouterr().out == "first\n"
+    assert capsys.readouterr().err == "first\n"
 
 
 def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
@@ -218,7 +220,7 @@ def test_cuda_stands_for_the_cpu(count_gpus):
         pytest.skip("a GPU is there: nothing is replaced")
     done = subprocess.run([sys.executable, "-c", CPU_FOR_CUDA], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("No GPU found") == 1
+    assert done.stderr.count("No GPU found") == 1
 
 
 def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
@@ -232,4 +234,4 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "No GPU found: transformer_engine left out" in done.stdout
+    assert "No GPU found: transformer_engine left out" in done.stderr

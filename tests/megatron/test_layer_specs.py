@@ -297,7 +297,7 @@ def test_apply_sets_spec_and_scale(capsys):
     assert model_config.transformer.softmax_scale == 0.25
     spec = model_config.transformer_layer_spec(model_config, vp_stage=None)
     assert core_of(spec.layer_specs[1]).module is S2CoreAttention
-    assert "Megatron local" in capsys.readouterr().out
+    assert "Megatron local" in capsys.readouterr().err
 
 
 def test_megatron_asks_the_spec_for_multi_token_prediction_layers(last_stage, monkeypatch):

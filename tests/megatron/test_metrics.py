@@ -95,5 +95,7 @@ def test_settings_reach_the_writers(run):
     (picture,) = events.Images("s2/patterns")
     assert picture.encoded_image_string.startswith(b"\x89PNG")
     assert list((folder / "wandb" / "wandb").glob("offline-run-*/files/media/images/s2/patterns_*.png"))
+    (device,) = events.Tensors("s2/device/text_summary")
+    assert device.tensor_proto.string_val == [b"CPU"]
     (plan,) = events.Tensors("s2/plan/text_summary")
     assert json.loads(plan.tensor_proto.string_val[0]) == ["D", "S", "S", "S"]

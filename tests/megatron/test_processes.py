@@ -148,3 +148,16 @@ def test_only_torchruns_ranks_end_with_their_parent(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     processes.end_with_torchrun()
     assert signals == [1]
+
+
+def test_torchruns_report_ends_with_the_line(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    processes.tell_torchrun("error: nobody started this process")  # and nothing is written
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    processes.tell_torchrun('error: --lr: "x"; expected é')
+    failures = {0: ProcessFailure(0, 1, 2, str(tmp_path / "error.json")), 1: ProcessFailure(1, 2, -15, "none")}
+    lines = str(ChildFailedError("pretrain_gpt_s2.py", failures)).splitlines()
+    assert lines[-2] == '  traceback : error: --lr: "x"; expected é' and not lines[-1].strip("=")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "none" / "error.json"))
+    processes.tell_torchrun("error: where nothing can be written")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -37,6 +38,25 @@ def test_stopped_finished_and_nothing_left(lab, tmp_path):
     line = "iteration 4 of 4 was done before; nothing was left to train"
     assert words(tmp_path) == ("finished", line, 4, 0) and not again.losses
     assert again.output.count(f"S2: finished: {line}; for more, raise --train-iters") == 1
+
+
+def test_a_full_disk_still_takes_the_end(tmp_path, monkeypatch, capsys):
+    """Over the running file; a file without room in it stays, and the end is printed."""
+    write_status(tmp_path, "running", "started")
+    opened = type(tmp_path).open
+
+    def full(path, mode="r", **kwargs):
+        if mode == "wb":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, **kwargs)
+
+    monkeypatch.setattr(type(tmp_path), "open", full)
+    write_status(tmp_path, "failed", "the disk is full: " + 5000 * "x", iteration=3, status=1)
+    assert (read_status(tmp_path)["state"], read_status(tmp_path)["iteration"]) == ("failed", 3)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE] and not capsys.readouterr().err
+    (tmp_path / FILE).write_text("{}")
+    write_status(tmp_path, "failed", "no room")
+    assert "it would say: failed: no room" in capsys.readouterr().err and (tmp_path / FILE).read_text() == "{}"
 
 
 def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):

@@ -12,10 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from s2_megatron.ops import autograd as attention_op
+from s2_megatron.ops import stored_layouts
 from s2_megatron.ops.api import AttentionCall, s2_attention
 from s2_megatron.ops.autograd import _taken_apart
-from s2_megatron.ops.layout import build_layout, layout_of
+from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.stored_layouts import layout_of, text_of_layout
+from s2_megatron.testing.oracle import random_mask
 from tests.calls import KINDS, equal, make_call, results
 from tests.ops.test_attention import PAPER, pattern_of
 
@@ -133,9 +135,79 @@ def test_another_layout_is_another_result():
         assert equal(result, results(lambda *qkv, layout=layout: attend(*qkv, layout), leaves))
 
 
+def test_another_mask_is_another_result():
+    """Handed over as patterns, whose layouts are looked up while a graph is traced."""
+    leaves, options = make_call("mask", "cpu")
+    compiled = torch.compile(lambda *qkv, layout: s2_attention(*qkv, **{**options, "layout": layout}), backend="eager")
+    for seed in range(3):
+        pattern = random_mask(BLOCK, 4, 2, 2, seed=seed)
+        eager = results(lambda *qkv, p=pattern: s2_attention(*qkv, **{**options, "layout": p}), leaves)
+        assert equal(results(lambda *qkv, p=pattern: compiled(*qkv, layout=p), leaves), eager)
+
+
+@pytest.fixture
+def another_process(monkeypatch):
+    """another_process(): from now on no layout is known but those made later."""
+
+    def forget():
+        monkeypatch.setattr(stored_layouts, "_by_text", weakref.WeakValueDictionary())
+        monkeypatch.setattr(stored_layouts, "_kept", {})
+
+    return forget
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["sbhd", "mask", "padded", "placed"])
+def test_an_exported_program_holds_its_layout(kind, strict, tmp_path, another_process):
+    """It is loaded where other layouts were made, and computes with its own."""
+    leaves, options = make_call(kind, "cpu")
+    tensors = [leaf.detach() for leaf in leaves]
+
+    class Attends(torch.nn.Module):
+        def forward(self, query, key, value):
+            return s2_attention(query, key, value, **options)
+
+    torch.export.save(torch.export.export(Attends(), tuple(tensors), strict=strict), tmp_path / "program.pt2")
+    another_process()
+    others = [build_layout(pattern_of(((near, 1), (None, 2)), BLOCK, 4, 2)) for near in range(1, 9)]
+    loaded = torch.export.load(tmp_path / "program.pt2").module()
+    assert all(map(torch.equal, loaded(*tensors), s2_attention(*tensors, **options))) and others
+
+
+def test_a_program_runs_on_another_device_than_it_was_traced_on():
+    """What was chosen for a GPU is chosen again for the CPU."""
+    leaves, options = make_call("sbhd", "cpu")
+    call = AttentionCall(options["layout"], 0.25, backend="auto")
+    found = torch.ops.s2_megatron.attention(*leaves, *_taken_apart(call))
+    assert torch.equal(found[0], s2_attention(*leaves, options["layout"], softmax_scale=0.25))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", '{"format":2}', '{"format":1,"kind":"ranges"}', '{"format":1,"kind":"x","heads":[]}']
+)
+def test_a_text_that_is_no_layout_is_refused(text):
+    leaves, options = make_call("sbhd", "cpu")
+    arguments = list(_taken_apart(AttentionCall(options["layout"], 0.25)))
+    arguments[5] = text
+    with pytest.raises(ValueError, match=r"the stored layout .* cannot be read .*; export the program again"):
+        torch.ops.s2_megatron.attention(*leaves, *arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_is_what_its_text_says(kind, another_process):
+    _, options = make_call(kind, "cpu")
+    layout = options["layout"]
+    another_process()
+    text = text_of_layout(layout.handle)
+    assert layout_of(text) is layout
+    another_process()
+    other = layout_of(text)
+    assert other is not layout and layout_of(text) is other and text_of_layout(other.handle) == text
+    assert all(map(torch.equal, other.tensors, layout.tensors)) and other.tile_blocks == layout.tile_blocks
+
+
 def test_a_graph_keeps_its_layout():
-    """The layout may be dropped between the forward and the backward of a compiled call: the graph has only its
-    number."""
+    """The layout may be dropped between the forward and the backward of a compiled call."""
     leaves, options = make_call("sbhd", "cpu")
     expected = results(lambda *qkv: s2_attention(*qkv, **options), leaves)
 
@@ -144,38 +216,35 @@ def test_a_graph_keeps_its_layout():
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     layout = build_layout(options["layout"].pattern)
-    handle = layout.handle
     out, lse = compiled(*leaves, layout)
+    text = text_of_layout(layout.handle)
     del layout
     gc.collect()
-    assert handle in attention_op._layouts_of_graphs
+    assert text in stored_layouts._kept
     grads = torch.autograd.grad(out.sin().sum() + lse.cos().sum(), leaves)
     assert equal((out, lse, *grads), expected)
 
 
 def test_eager_calls_keep_nothing():
     leaves, options = make_call("padded", "cpu")
-    before = len(attention_op._layouts_of_graphs)
+    before = len(stored_layouts._kept)
     layout = build_layout(options["layout"].pattern)
     out = s2_attention(*leaves, **{**options, "layout": layout})[0]
     gone = [weakref.ref(item) for item in (layout, options["packed"].cu_seqlens)]
-    handle = layout.handle
     del layout, options
     gc.collect()
-    assert layout_of(handle) is not None, "the backward still needs it"
+    assert gone[0]() is not None, "the backward still needs it"
     out.sum().backward()
     del out
     gc.collect()
     assert [item() for item in gone] == [None, None]
-    assert len(attention_op._layouts_of_graphs) == before
-    with pytest.raises(RuntimeError, match=f"layout {handle} no longer exists"):
-        layout_of(handle)
+    assert len(stored_layouts._kept) == before
 
 
-def test_copies_of_a_layout_have_their_own_number():
+def test_copies_of_a_layout_are_layouts_of_their_own():
     layout = build_layout(pattern_of(PAPER, BLOCK, 4, 2))
     for other in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
-        assert other.handle != layout.handle and layout_of(other.handle) is other
+        assert other.handle != layout.handle
         assert torch.equal(other.ranges, layout.ranges)
     elsewhere = layout.to("meta")
     assert elsewhere is layout.to("meta") and elsewhere.device.type == "meta"
@@ -258,4 +327,4 @@ def test_the_backend_is_printed_once_by_a_compiled_call(capsys, monkeypatch):
     compiled = torch.compile(lambda *qkv: s2_attention(*qkv, **options)[0], backend="aot_eager", fullgraph=True)
     for _ in range(2):
         compiled(*leaves)
-    assert capsys.readouterr().out.count("S2 attention backend: reference") == 1
+    assert capsys.readouterr().err.count("S2 attention backend: reference") == 1

@@ -53,15 +53,16 @@ def make_files(tmp: Path) -> None:
         (tmp / name).write_text(text.replace("{tmp}", str(tmp)))
     (tmp / "data_args").write_text(f"1 {tmp}/good")
     (tmp / "no_weights").write_text(f"0 {tmp}/good 0 {tmp}/good")
-    (tmp / "empty").mkdir()
-    (tmp / "cache").mkdir()
+    for name in ("empty", "cache", "logits"):
+        (tmp / name).mkdir()
     (tmp / "cache" / "0a1b-GPTDataset-train-document_index.npy").write_bytes(b"")
-    (tmp / "logits").mkdir()
     (tmp / "logits" / "cp0_dp0__1.tar").write_bytes(b"")
     index, long_index = _index(2), _index(100)
     for name, head, data in (
         ("good", long_index, bytes(1000)),
         ("few", index, bytes(20)),
+        ("empty_documents", _index(100, lengths=[0] * 100), b""),
+        ("half_empty", _index(100, lengths=[5] * 10 + [0] * 90), bytes(100)),
         ("no_index", None, bytes(20)),
         ("no_data", index, None),
         ("other_index", b"something else entirely, and long enough", bytes(20)),
@@ -80,10 +81,11 @@ def make_files(tmp: Path) -> None:
     (tmp / "bad_tracker" / "latest_checkpointed_iteration.txt").write_text("")
 
 
-def _index(documents: int, token_bytes: int = 2) -> bytes:
-    """Of an indexed dataset of documents of 5 tokens, uint16 or int32."""
+def _index(documents: int, token_bytes: int = 2, lengths: list[int] | None = None) -> bytes:
+    """Of an indexed dataset of documents of 5 tokens, or these lengths, uint16 or int32."""
     fields = struct.pack("<QBQQ", 1, {2: 8, 4: 4}[token_bytes], documents, documents + 1)
-    lengths, starts = [5] * documents, [5 * token_bytes * at for at in range(documents)]
+    lengths = lengths or [5] * documents
+    starts = [token_bytes * sum(lengths[:at]) for at in range(documents)]
     each = struct.pack(f"<{documents}i{documents}q{documents + 1}q", *lengths, *starts, *range(documents + 1))
     return b"MMIDIDX\x00\x00" + fields + each
 
@@ -292,6 +294,8 @@ BAD = {
     "a suffix": data("good.bin", ".idx is missing; the prefix has no suffix"),
     "another index": data("other_index", ".idx is no index of a Megatron dataset"),
     "a cut index": data("cut_index", ".idx was cut: it has 40 of 82 bytes"),
+    "empty documents": data("empty_documents", "has 100 documents, and no token in any"),
+    "an empty part": Bad(DATA | {"--data-path": "{tmp}/half_empty"}, ("of the 100 documents that have tokens",), MOCK),
     "cut data": data("cut_data", ".bin was cut: it has 19 of 20 bytes"),
     "other words": Bad(DATA | {"--data-path": "{tmp}/other_words"},
         ("--data-path={tmp}/other_words: has the token 60000, and the vocabulary ", "expected data of this"), MOCK),
@@ -361,7 +365,8 @@ BAD = {
         "checkpoint there", "give its parent and --ckpt-step 5")),
     "an unset variable": Bad({"--save": "", "--save-interval": "5"},
         ("--save is empty (an unset variable?); expected a path",)),
-    "a token that is none": Bad({"--s2-loss-from-token": "600"}, ("--s2-loss-from-token=600: the vocabulary has 512",)),
+    "a token that is none": Bad({"--s2-loss-from-token": "600"}, ("--s2-loss-from-token=600: the vocabulary has no "
+        "token above 512",)),
     "finetune from nothing": Bad({"--finetune": None, "--load": "{tmp}/empty"},
         ("--finetune with --load={tmp}/empty: no",)),
     "pretrained": Bad({"--pretrained-checkpoint": "{tmp}/empty"},

@@ -30,10 +30,10 @@ def losses(seed: int, own: int, steps: int = 300, gap: float = 0.0, noise: float
     own noise, correlated from step to step. gap: share by which the loss is higher."""
     step = np.arange(1, steps + 1)
     batches = np.random.default_rng(seed).normal(0, 0.05, steps)
-    shocks = np.random.default_rng([own, 1]).normal(0, noise * np.sqrt(1 - 0.8**2), steps)
+    shocks = np.random.default_rng([own, 1]).normal(0, noise * np.sqrt(1 - 0.5**2), steps)
     drift = np.zeros(steps)
     for index in range(1, steps):
-        drift[index] = 0.8 * drift[index - 1] + shocks[index]
+        drift[index] = 0.5 * drift[index - 1] + shocks[index]
     return (3 + 4 * step**-0.5) * (1 + gap) + batches + drift
 
 

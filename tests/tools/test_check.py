@@ -23,7 +23,7 @@ from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
 from tests.tools.bad_values import REFUSED_FLAGS, TAKEN
-from tests.tools.scripts.check_cases import violates
+from tests.tools.scripts.check_cases import WORKING, violates
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "tools" / "scripts" / "check_cases.py"
@@ -106,7 +106,7 @@ def line(bad: Bad, tmp: Path) -> list[str]:
 def results(tmp: Path) -> dict[str, dict]:
     make_files(tmp)
     assert not BAD.keys() & FINE.keys()
-    launches = BAD | {name: launch for name, (launch, _) in FINE.items()}
+    launches = BAD | {name: launch for name, (launch, _) in (FINE | SEVERAL).items()}
     (tmp / "cases.json").write_text(json.dumps([line(launch, tmp) for launch in launches.values()]))
     before = sorted(tmp.rglob("*"))
     target = tmp.parent / f"{tmp.name}.json"
@@ -138,7 +138,7 @@ def test_a_bad_launch_is_one_line(checked, name):
     result = found[name]
     assert violates(result) is None and result["status"] == 2, result
     text, at = result["err"], 0
-    assert not result["out"]
+    assert not result["out"] and text.count("error: ") == 1 + (name in TWICE), text
     for words in BAD[name].words:
         at = text.find(words.replace("{tmp}", str(tmp)), at)
         assert at >= 0, f"{words!r} is not in {text}"
@@ -166,7 +166,8 @@ def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
     tmp, found = checked
     assert commands.main(["inspect", "--png", str(tmp / "drawn.png"), "--", *line(BAD[name], tmp)]) == 2
     printed = capsys.readouterr()
-    assert printed.err == found[name]["err"] and not printed.out and not (tmp / "drawn.png").exists()
+    said = found[name]["err"].removeprefix(WORKING).splitlines()
+    assert printed.err.splitlines() == said[:1] and not printed.out and not (tmp / "drawn.png").exists()
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -174,6 +175,36 @@ def test_inspect_takes_what_training_takes(checked, name, capsys):
     tmp, _ = checked
     assert commands.main(["inspect", "--json", "--", *line(FINE[f"taken: {name}"][0], tmp)]) == 0
     assert json.loads(capsys.readouterr().out)["no_forecast"] == []
+
+
+# Bad launches with another mistake: a tracker that is cut, and two context-parallel ranks in one process.
+TWICE = ("a step", "a mistake: cp_comm_type", "a mistake: cp_comm_type of each layer")
+# Launches with several mistakes: (changes, words of each error line)
+SEVERAL = {
+    "of every kind": (Bad({"--num-layrs": "4", "--hidden-size": "x", "--data-path": "{tmp}/none", "--s2-config":
+        "{tmp}/wrong.yaml", "--save": "{tmp}/file/x", "--save-interval": "1"}, (),
+        ("--num-layers", "--lr", "--mock-data")),
+        ("--hidden-size: invalid int value: 'x'", "--num-layrs 4; did you mean --num-layers?",
+        "--lr is not given", "--save={tmp}/file/x: {tmp}/file is a file", "--data-path={tmp}/none: .idx is missing",
+        "wrong.yaml: specs.S.stride")),
+    "missing": (Bad({}, (), ("--micro-batch-size", "--lr", "--eval-interval", "--num-layers")),
+        ("--num-layers is not given", "--micro-batch-size is not given", "--lr is not given",
+        "--eval-interval is not")),
+    "typos": (Bad({"--lrr": "1e-3", "--hiden-size": "64"}, (), ("--lr", "--hidden-size")),
+        ("--lrr 1e-3 --hiden-size; did you mean --lr?", "--hiden-size 64; did you mean --hidden-size?")),
+    "sparsity and data": (Bad(DATA | {"--data-path": "{tmp}/cut_data", "--s2-config": "{tmp}/none.yaml"}, (), MOCK),
+        ("cut_data: .bin was cut", "none.yaml: ")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_every_mistake_has_its_line(checked, name):
+    tmp, found = checked
+    lines = found[name]["err"].removeprefix(WORKING).splitlines()
+    assert found[name]["status"] == 2 and not found[name]["out"] and violates(found[name]) is None
+    words = [word.replace("{tmp}", str(tmp)) for word in SEVERAL[name][1]]
+    assert len(lines) == len(words) and all(line.startswith("error: ") for line in lines), lines
+    assert all(any(word in line for line in lines) for word in words), lines
 
 
 def test_every_refusal_of_flags_has_a_launch():
@@ -238,11 +269,24 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     (tmp_path / "config.yaml").write_text("layers: X\n")
     bad = Bad({"--save": str(tmp_path / "save"), "--save-interval": "3"}, ())
     done = command("--record", "--", *line(bad, tmp_path))
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    said = done.stderr.removeprefix(WORKING)
+    assert done.returncode == 2 and said.startswith("error: ") and said.count("\n") == 1, done.stderr
     from s2_megatron.megatron.run_status import read_status
 
     found = read_status(tmp_path / "save")
-    assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, done.stderr)
+    assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, said)
+
+
+def test_what_cannot_start_on_this_machine_is_refused_where_it_is_to_start_here(tmp_path, monkeypatch):
+    """A launcher asks that before torchrun; on a login node the line is for other machines."""
+    make_files(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch = line(Bad({}, (), ("--distributed-backend",)), tmp_path)
+    done = command("--", *launch)
+    assert done.returncode == 0 and "note: no GPU here, so this line starts on another machine" in done.stderr
+    done = command("--here", "--", *launch)
+    assert done.returncode == 2 and not done.stdout
+    assert "error: --distributed-backend nccl" in done.stderr and "add --distributed-backend gloo" in done.stderr
 
 
 def test_without_a_line():
@@ -269,6 +313,8 @@ def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path
         (cached / "snapshots/0a1b/config.json").write_text('{"model_type": "gpt2"}')
     done = command("--", *hub, *line(launch, tmp_path), "--data-path", f"{tmp_path}/other_words")
     assert done.returncode == 2 and "has the token 60000, and the vocabulary 300 tokens" in done.stderr, done.stderr
+    done = command("--", *hub, *line(launch, tmp_path), "--s2-loss-from-token", "300")
+    assert done.returncode == 2 and "=300: the vocabulary has no token above 299" in done.stderr, done.stderr
 
 
 def test_the_shape_of_a_checkpoint_is_compared():

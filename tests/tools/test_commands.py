@@ -38,7 +38,8 @@ def test_help_names_every_command_and_imports_none():
     *help_text, imported = done.stdout.splitlines()
     for name, command in commands.COMMANDS.items():
         assert f" {name}" in "\n".join(help_text) and command.summary in " ".join("\n".join(help_text).split())
-    assert imported == "['s2_megatron.tools', 's2_megatron.tools.commands']"
+    light = ("printing", "tools", "tools.commands", "tools.streams")
+    assert imported == str([f"s2_megatron.{name}" for name in light])
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)
@@ -53,7 +54,12 @@ def test_every_command_has_its_own_help(name, capsys):
     "arguments, words",
     [
         ([], "the following arguments are required: COMMAND; see s2-megatron --help"),
-        (["inspekt"], "invalid choice: 'inspekt' (choose from"),
+        (["insepct"], "insepct is no command; did you mean inspect?; see s2-megatron --help"),
+        (["xyzzy"], "xyzzy is no command; see s2-megatron --help"),
+        (
+            ["generate", "--load", "x", "--promt=a", "--prompt", "a"],
+            "--promt=a; did you mean --prompt?; see s2-megatron",
+        ),
         (["inspect"], "--num-layers, --num-attention-heads, --seq-length: not given; expected the sizes"),
         (["env-report", "--all"], "unrecognized arguments: --all; see s2-megatron env-report --help"),
         (
@@ -69,14 +75,55 @@ def test_bad_input_is_one_error_line(arguments, words, capsys):
     assert not out and error.startswith("error: ") and words in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("a bad setting"), PermissionError(13, "Permission denied", "/file")])
-def test_what_a_command_raises_is_one_error_line(error, monkeypatch, capsys):
+def test_a_shell_completes_commands_and_options(tmp_path):
+    """As argcomplete's function in bash asks: the line is in the environment, the answer goes to descriptor 8."""
+    pytest.importorskip("argcomplete")
+    for line, expected in (("s2-megatron in", {"inspect"}), ("s2-megatron generate --te", {"--temperature"})):
+        words = dict(_ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n")
+        environment = os.environ | words | {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
+        subprocess.run([sys.executable, "-m", "s2_megatron"], cwd=ROOT, env=environment, check=True)
+        assert {word.strip() for word in (tmp_path / "found").read_text().splitlines()} == expected
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (ValueError("a bad setting"), "a bad setting"),
+        (ValueError("a.yaml: 2 problems\n  one\n  two"), "a.yaml: 2 problems\n  one\n  two"),
+        (ValueError("--load a\nb\x1b[31m: no folder"), r"--load a\nb\x1b[31m: no folder"),
+        (ValueError(f"--load {'x' * 5000}: no folder"), f"--load {'x' * 200}...{'x' * 49}: no folder"),
+        (PermissionError(13, "Permission denied", "/a\nb"),
+            r"/a\nb: Permission denied; expected a path that can be used; correct it"),
+        (OSError(28, "No space left on device", "a.png"),
+            "a.png: No space left on device; expected room for the output; free some, or write to another disk"),
+        (RecursionError("maximum depth"), "an input is nested too deeply; expected what a command or Megatron wrote; "
+            "correct the files"),
+        (OverflowError("too big"), "a number is too large (too big); expected one of 64 bits; correct the options and "
+            "the files"),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_what_a_command_raises_is_one_error_line(error, line, monkeypatch, capsys):
     def run(args):
         raise error
 
     monkeypatch.setattr("s2_megatron.tools.env_report.run", run)
     assert status("env-report") == 2
-    assert capsys.readouterr().err == f"error: {error}\n"
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+ENCODINGS = {
+    "ascii": {"PYTHONIOENCODING": "ascii"},
+    "C": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+}
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_a_terminal_without_unicode_gets_tables(name):
+    environment = os.environ | ENCODINGS[name]
+    command = [sys.executable, "-m", "s2_megatron", *INSPECT]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.isascii() and b"local 2 + stride 4" in done.stdout
 
 
 def test_ctrl_c_is_one_line():
@@ -119,8 +166,8 @@ PIPED = {
     "no stdout, json": ([*INSPECT, "--json"], ">&-", 0, ""),
     "no stdin": (["check", "--", "-"], "<&-", 2, "error: launch line: "),
     "no stderr": (["inspect"], "2>&-", 2, ""),
-    "full": (["schema"], "> /dev/full", 2, "error: [Errno 28] No space left on device"),
-    "full, help": (["--help"], "> /dev/full", 2, "error: [Errno 28] No space left on device"),
+    "full": (["schema"], "> /dev/full", 2, "error: No space left on device; expected room for the output; "),
+    "full, help": (["--help"], "> /dev/full", 2, "error: No space left on device; expected room for the output; "),
 }
 
 
@@ -168,7 +215,8 @@ def test_the_package_is_the_command():
         [sys.executable, "-m", "s2_megatron", "schema", "--wrong"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 2
-    assert done.stderr == "error: unrecognized arguments: --wrong; see s2-megatron schema --help\n"
+    meant = "did you mean --write?; see s2-megatron schema --help"
+    assert done.stderr == f"error: unrecognized arguments: --wrong; {meant}\n"
 
 
 @pytest.mark.parametrize("version", ["0.20.0+abc", importlib.metadata.version("megatron-core")], ids=["other", "equal"])
@@ -185,3 +233,28 @@ def test_the_megatron_that_is_imported_is_reported(tmp_path, version):
 def test_version(capsys):
     assert status("--version") == 0
     assert capsys.readouterr().out == f"s2-megatron {s2_megatron.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["--png", "--output", "a run"])
+def test_a_link_that_loops_is_one_error_line(name, tmp_path, capsys):
+    (loop := tmp_path / "loop.png").symlink_to(loop)
+    sizes = ["--num-layers", "4", "--num-attention-heads", "4"]
+    line = {
+        "--png": [*INSPECT, "--png", str(loop)],
+        "--output": ["export-pattern", str(ROOT / "configs" / "quickstart.yaml"), *sizes, "--output", str(loop)],
+        "a run": ["compare", str(loop), str(tmp_path)],
+    }[name]
+    assert status(*line) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "loop.png" in error
+    assert name == "a run" or "Too many levels of symbolic links" in error
+
+
+def test_a_picture_on_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    def full(self, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert status(*INSPECT, "--png", str(tmp_path / "a.png")) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/a.png: No space left on device; expected room")
+    assert not list(tmp_path.iterdir())

@@ -173,9 +173,13 @@ def test_losses_that_a_resume_took_back_may_be_infinite(folder, capsys):
         ({"run": 3}, "with a JSON object as run"),
         ({"run": {}}, "a header without a JSON object as arguments"),
         (HEADER | {"run": {"arguments": [], "flops_per_token": None}}, "a header without a JSON object as arguments"),
-        (HEADER | {"run": {"arguments": {}}}, "or without numbers or null as flops_per_token"),
-        (HEADER | {"run": {"arguments": {}, "flops_per_token": 3}}, "or without numbers or null as flops_per_token"),
-        (HEADER | {"run": {"arguments": {}, "flops_per_token": {"dense": "6"}}}, "or without numbers or null"),
+        (HEADER | {"run": {"arguments": {}}}, "without numbers or null as flops_per_token"),
+        (HEADER | {"run": {"arguments": {}, "flops_per_token": 3}}, "without numbers or null as flops_per_token"),
+        (HEADER | {"run": {"arguments": {}, "flops_per_token": {"dense": "6"}}}, "without numbers or null"),
+        (
+            HEADER | {"run": {"arguments": {}, "flops_per_token": None, "machine": "H100"}},
+            "something else than a JSON object as machine",
+        ),
     ],
 )
 def test_records_of_other_types(folder, capsys, record, message):

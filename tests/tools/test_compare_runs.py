@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from s2_megatron.tools.compare.readers import read_run
+from s2_megatron.tools.compare.readers import read_run, read_runs
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, Piece, join
 from s2_megatron.tools.compare.settings import DENSE, check_comparable, make_arms, pair_by_seed, sparsity_of
 from tests.tools.logged_runs import ARGUMENTS, BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
@@ -56,7 +56,7 @@ def test_a_loss_log(tmp_path):
     assert run.arguments["seed"] == 7
     assert run.axis("tokens")[-1] == 300 * BATCH * SEQ_LENGTH
     assert run.axis("hours")[-1] == pytest.approx(300 * 0.5 / 3600)
-    assert run.axis("flops")[-1] == 5e6 * run.axis("tokens")[-1]
+    assert run.axis("flops")[-1] == 5e6 * run.axis("tokens")[-1] and run.devices == ()
     assert run.axis("dense-flops")[-1] == 6e6 * run.axis("tokens")[-1]
     assert list(run.series["lm loss validation"].steps) == [100, 200, 300]
     assert set(run.series) >= {"grad-norm", "learning-rate"}
@@ -234,7 +234,7 @@ def test_arms_are_settings_and_pairs_are_seeds(tmp_path):
     pairs = pair_by_seed(arm, baseline, [])
     assert [(own.name, other.name) for own, other in pairs] == [("s23", "dense3"), ("s21", "dense1")]
     (other,) = make_arms([run_with(tmp_path, "s29", seed=9, **s2_arguments())], [], [False])
-    with pytest.raises(ValueError, match="quickstart has seeds 9 and dense has 1, 2, 3"):
+    with pytest.raises(ValueError, match="s29 has seeds 9 and dense has 1, 2, 3"):
         pair_by_seed(other, baseline, [])
     assert len(pair_by_seed(other, baseline, ["seed"])) == 1
 
@@ -242,12 +242,21 @@ def test_arms_are_settings_and_pairs_are_seeds(tmp_path):
 def test_names_and_varied_settings_make_arms(tmp_path):
     low, high = run_with(tmp_path, "low"), run_with(tmp_path, "high", lr=0.01)
     arms = make_arms([low, high], ["lr"], [False, False])
+    assert [arm.name for arm in arms] == ["low", "high"]  # as the user calls them
+    more = [run_with(tmp_path, f"{name}2", seed=2, lr=lr) for name, lr in (("low", 0.004), ("high", 0.01))]
+    arms = make_arms([low, high, *more], ["lr"], [False] * 4)
     assert [arm.name for arm in arms] == ["dense lr=0.004", "dense lr=0.01"]
     again = run_with(tmp_path, "again")
     with pytest.raises(ValueError, match="equal settings and seed 1; expected one run per seed"):
         make_arms([low, again], [], [False, False])
     named = [read_run(f"{name}={tmp_path / file}.jsonl")[0] for name, file in (("triton", "low"), ("gluon", "again"))]
     assert [arm.name for arm in make_arms(named, [], [True, True])] == ["triton", "gluon"]
+
+
+def test_runs_in_folders_of_one_name_are_told_apart(tmp_path):
+    places = [str(write_loss_log(tmp_path / f"{name}/run/losses.jsonl", np.full(30, 3.0))) for name in "ab"]
+    assert [run.name for run, _ in read_runs(places)] == places
+    assert [run.name for run, _ in read_runs([f"one={places[0]}", places[1]])] == ["one", "run"]
 
 
 def test_a_dense_yaml_is_dense(tmp_path):

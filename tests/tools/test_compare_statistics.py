@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
+from scipy import signal
 
+from s2_megatron.tools.compare import statistics
 from s2_megatron.tools.compare.statistics import (
     GOING_ON,
     LARGE_RUNS,
     LARGE_TOKENS,
     MIDDLE_RUNS,
     MIDDLE_TOKENS,
+    MIN_STEPS,
     SMALL_RUNS,
     block_steps,
     bootstrap_error,
     difference_of_pairs,
+    longest_block,
     run_offset_for,
 )
 from s2_megatron.tools.compare.table import amount_text
 
 PAIRS = 200
 RUN_OFFSET = LARGE_RUNS.nats
-# The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %.
-CALLED_AT_MOST = 17
+# The bound for 5 %: with a true rate of 5 % a count above 17 of 200 has a probability of 2 %, one above 20 of 0.1 %,
+# which is the bound where many rates are asked for.
+CALLED_AT_MOST, CALLED_AT_MOST_OF_MANY = 17, 20
 
 
 def noise(rng, steps: int, correlation: float, size: float) -> np.ndarray:
-    """A stationary series, correlated from step to step. Returns float64 [steps]."""
-    shocks = rng.normal(0, size * np.sqrt(1 - correlation**2), steps + 200)
-    series = np.zeros(steps + 200)
-    for step in range(1, steps + 200):
-        series[step] = correlation * series[step - 1] + shocks[step]
-    return series[200:]
+    """A stationary series, correlated from step to step; with correlation 1 the last quarter of a random walk. Returns
+    float64 [steps]."""
+    if correlation == 1.0:
+        return np.cumsum(rng.normal(0, size, 4 * steps))[-steps:]
+    before = 1000  # steps, after which a series of 0.99 has forgotten its start
+    shocks = rng.normal(0, size * np.sqrt(1 - correlation**2), before + steps)
+    return signal.lfilter([1.0], [1.0, -correlation], shocks)[before:]
 
 
 def pair(rng, steps: int, correlation: float, gap: float = 0.0, offset: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -41,20 +49,56 @@ def pair(rng, steps: int, correlation: float, gap: float = 0.0, offset: float = 
     return batches * (1 + gap) + own, batches
 
 
-@pytest.mark.parametrize("steps, correlation", [(75, 0.0), (75, 0.8), (250, 0.0), (250, 0.9), (250, 0.95), (1000, 0.8)])
-def test_noise_alone_is_not_called_different(steps, correlation):
-    rng = np.random.default_rng(1)
-    found = [difference_of_pairs([pair(rng, steps, correlation, offset=RUN_OFFSET)], RUN_OFFSET) for _ in range(PAIRS)]
+@pytest.fixture
+def few_draws(monkeypatch):
+    """Enough for a rate over many pairs."""
+    monkeypatch.setattr(statistics, "DRAWS", 300)
+
+
+@pytest.mark.parametrize(
+    "steps, correlation",
+    [*product((40, 75, 250), (0.0, 0.8, 0.9, 0.95, 0.98, 1.0)), (20, 0.9), (1000, 0.0), (1000, 0.98)],
+)
+def test_noise_of_steps_alone_is_not_called_different(steps, correlation, few_draws):
+    """However strongly it is correlated, up to a random walk, and without anything added for what else differs."""
+    rng = np.random.default_rng([steps, round(100 * correlation)])
+    found = [difference_of_pairs([pair(rng, steps, correlation)], run_offset=0.0) for _ in range(PAIRS)]
+    assert sum(difference.verdict != "not told apart" for difference in found) <= CALLED_AT_MOST_OF_MANY
+
+
+@pytest.mark.parametrize("steps, correlation", [(500, 0.9), (1000, 0.95)])
+def test_a_drift_beneath_the_noise_of_single_steps_is_seen(steps, correlation, few_draws):
+    """Seven tenths of the variance are noise of each step by itself."""
+    rng = np.random.default_rng([steps, round(100 * correlation)])
+    own = np.sqrt(0.7 / 0.3) * 0.01
+    found = [
+        difference_of_pairs([(arm + rng.normal(0, own, steps), baseline)], run_offset=0.0)
+        for arm, baseline in (pair(rng, steps, correlation) for _ in range(PAIRS))
+    ]
     assert sum(difference.verdict != "not told apart" for difference in found) <= CALLED_AT_MOST
 
 
-@pytest.mark.parametrize("steps, correlation", [(75, 0.5), (250, 0.9), (1000, 0.8)])
-def test_the_bootstrap_alone_covers_the_noise_of_steps(steps, correlation):
+@pytest.mark.parametrize("steps, correlation", [(75, 0.5), (250, 0.8), (1000, 0.8)])
+def test_the_bootstrap_is_not_too_wide(steps, correlation, few_draws):
+    """Intervals that never miss are of no use, nor are those that are never given."""
     rng = np.random.default_rng(2)
     found = [difference_of_pairs([pair(rng, steps, correlation)], run_offset=0.0) for _ in range(PAIRS)]
-    called = sum(difference.verdict != "not told apart" for difference in found)
-    assert called <= CALLED_AT_MOST
-    assert called >= 1  # intervals that never miss are too wide to be of use
+    assert sum(difference.verdict != "not told apart" for difference in found) >= 1
+    assert sum(bool(difference.undecided) for difference in found) <= 0.05 * PAIRS
+
+
+def test_too_few_steps_and_a_slow_drift_are_said():
+    rng = np.random.default_rng(8)
+    few = difference_of_pairs([pair(rng, MIN_STEPS - 1, 0.0, gap=0.05)], RUN_OFFSET)
+    assert few.verdict == "not told apart" and "39 steps were compared, 40 or more are needed" in few.undecided
+    assert difference_of_pairs([pair(rng, MIN_STEPS, 0.0, gap=0.05)], RUN_OFFSET).verdict == "worse"
+    walks = [noise(rng, 75, 0.99, 0.01) for _ in range(3)]
+    drifting = [(3.3 + 0.03 + walk, np.full(75, 3.3)) for walk in walks]
+    assert "drifts too slowly for the 75 steps" in difference_of_pairs(drifting[:1], RUN_OFFSET).undecided
+    # A gap of many times what the drift moves is decided all the same.
+    assert difference_of_pairs([(3.3 + 0.3 + walks[0], np.full(75, 3.3))], RUN_OFFSET).verdict == "worse"
+    # Three pairs measure themselves how far apart such drifts end.
+    assert difference_of_pairs(drifting, RUN_OFFSET).undecided == ""
 
 
 def test_a_gap_of_half_a_percent_is_found():
@@ -70,7 +114,7 @@ def test_a_gap_of_half_a_percent_is_found():
 def test_equal_batches_are_what_finds_it():
     """The noise of batches alone is three times the gap: with batches of another order the interval is wider."""
     rng = np.random.default_rng(4)
-    (arm, same_batches), (_, other_batches) = (pair(rng, 250, 0.8, 0.005) for _ in range(2))
+    (arm, same_batches), (_, other_batches) = (pair(rng, 250, 0.5, 0.005) for _ in range(2))
     paired, unpaired = (difference_of_pairs([(arm, batches)], 0.0) for batches in (same_batches, other_batches))
     assert paired.verdict == "worse"
     assert unpaired.high - unpaired.low > 1.5 * (paired.high - paired.low)
@@ -101,10 +145,15 @@ def test_three_pairs_measure_their_own_spread():
 
 def test_blocks_grow_with_correlation():
     rng = np.random.default_rng(6)
-    lengths = [block_steps(noise(rng, 1000, correlation, 1.0)) for correlation in (0.0, 0.5, 0.9)]
-    assert lengths[0] < 20 < lengths[2] and lengths[0] <= lengths[1] <= lengths[2]
-    assert block_steps(np.ones(100)) == 1
-    assert block_steps(np.arange(30.0)) == 10  # a trend: a third of the steps
+    none, some, much = (
+        np.median([block_steps(noise(rng, 1000, correlation, 1.0)) for _ in range(20)])
+        for correlation in (0.0, 0.5, 0.9)
+    )
+    assert none < 50 < much and none < some < much
+    assert (
+        block_steps(np.ones(100)) == block_steps(0.002 + np.linspace(3.5, 3.3, 100) - np.linspace(3.5, 3.3, 100)) == 1
+    )
+    assert block_steps(np.arange(30.0)) == longest_block(30) == 10  # a trend
 
 
 def test_the_bootstrap_of_independent_steps_is_the_standard_error():

@@ -3,6 +3,9 @@
 That its greedy continuation is the exported model's is tested with real checkpoints, in tests/megatron.
 """
 
+import io
+import os
+import sys
 from argparse import Namespace
 
 import pytest
@@ -26,14 +29,56 @@ def test_samples_follow_the_distribution_and_the_seed():
         assert abs(drawn[0].count(word) / 2000 - share) < 0.05
     top = chooser(1, 2, 1, 4)
     assert {top(logits) for _ in range(200)} == {0, 1}
-    cold = chooser(0.01, 0, 1, 4)
-    assert {cold(logits) for _ in range(200)} == {0}
+    for temperature in (0.01, 1e-320):
+        cold = chooser(temperature, 0, 1, 4)
+        assert {cold(logits) for _ in range(200)} == {0}
+
+
+def test_logits_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError, match="the model's logits are not finite; expected numbers"):
+        chooser(0, 0, 0, 2)(torch.tensor([0.0, float("nan")]))
+
+
+@pytest.mark.parametrize("locale", ["UTF-8", "C"])
+def test_a_prompt_is_utf_8_in_every_locale(locale, monkeypatch):
+    """Under LC_ALL=C the bytes of an é come as two surrogates."""
+    word = "é" if locale == "UTF-8" else os.fsencode("é").decode("ascii", "surrogateescape")
+    assert generate._prompt(word, 8) == "é"
+    encoding, errors = ("utf-8", "strict") if locale == "UTF-8" else ("ascii", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é".encode()), encoding, errors))
+    assert generate._prompt("-", 8) == "é"
+
+
+def test_a_prompt_that_is_no_utf_8_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"^--prompt: no UTF-8 \(byte 1: 0xff\); expected text in UTF-8"):
+        generate._prompt("a\udcff", 8)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"^--prompt -: no UTF-8 \(byte 1: 0xff\)"):
+        generate._prompt("-", 8)
+
+
+def test_no_more_of_a_prompt_is_read_than_the_trained_length_can_have(monkeypatch):
+    source = io.BytesIO(bytes(10_000_000))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(source))
+    with pytest.raises(ValueError, match="--prompt -: more than 1,024 bytes on the standard input; expected at most"):
+        generate._prompt("-", 8)
+    assert source.tell() < 100_000
+
+
+def test_a_text_ends_at_the_trained_length(capsys):
+    assert generate._room(3, 5, 8) == 5 and not capsys.readouterr().err
+    assert generate._room(3, 10**30, 8) == 5
+    assert capsys.readouterr().err.startswith(f"note: at most 5 new tokens, not {10**30}: with the prompt that is 8")
+    with pytest.raises(ValueError, match="--prompt: 8 tokens; expected fewer than 8, the length of the training's"):
+        generate._room(8, 1, 8)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--max-new-tokens", "0"], "--max-new-tokens 0: expected a number of 1 or more"),
+        (["--seed", "9" * 30], f"--seed {'9' * 30}: expected a number of -9223372036854775807 to 9223372036854775807"),
+        (["--temperature", "inf"], "--temperature inf: expected a number of 0 or more"),
         (["--temperature", "-1"], "--temperature -1.0: expected a number of 0 or more"),
         (["--temperature", "nan"], "--temperature nan"),
         ([], "no such folder; expected a checkpoint that Megatron saved"),
@@ -47,7 +92,7 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
 
 
 def test_a_tokenizer_with_more_words_than_the_model(tmp_path, monkeypatch, capsys):
-    trained = Namespace(padded_vocab_size=256, tokenizer_model="other")
+    trained = Namespace(padded_vocab_size=256, tokenizer_model="other", seq_length=64)
     monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load)
     monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: trained)
     monkeypatch.setattr(generate, "_tokenizer", lambda *_: Namespace(tokenize=lambda text: [255, 256]))

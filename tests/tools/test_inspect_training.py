@@ -1,4 +1,4 @@
-"""What `s2-megatron inspect` says of a training: its facts as JSON, the launch line, the pictures of the context."""
+"""What `s2-megatron inspect` says of a training: its facts as JSON, the launch line, what the layers see."""
 
 import io
 import json
@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.config.load import SparsityConfig
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, read_flags
 from s2_megatron.tools.forecast.tables import NAMED, memory_gib
-from s2_megatron.tools.inspect import context_picture, layer_kinds
+from s2_megatron.tools.inspect import layer_kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 S2_YAML = str(ROOT / "configs/s2_1p3b_s2.yaml")
@@ -316,63 +316,3 @@ def test_windows_of_masks():
     mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
     assert layer_kinds.window_blocks(mask, 8) == 2 and layer_kinds.head_groups(mask) == [[0, 1, 2, 3]]
     assert layer_kinds.kept_blocks(mask, 8).sum() == 2 * 3
-
-
-@pytest.mark.parametrize("n_blocks, cells", [(40, 64), (64, 16), (200, 10)])
-def test_cells_are_shares_of_the_pattern(n_blocks, cells):
-    shares = context_picture.cell_shares(PATTERN, 4, n_blocks, cells)
-    side = min(cells, n_blocks)
-    assert shares.shape == (side, side) and np.isnan(shares[0, 1:]).all()
-    assert shares[-1, -1] == 1 or n_blocks == 200
-    if n_blocks == 40:  # a block a cell
-        full = np.zeros((40, 40))
-        for query in range(40):
-            full[query, PATTERN.key_blocks(4, query)] = 1
-        assert np.array_equal(np.nan_to_num(shares), full)
-    else:
-        far = shares[-1, 0]
-        assert far == pytest.approx(1 / 4, abs=0.1)
-
-
-def test_the_heads_together_serve_the_last_query():
-    names, cells = context_picture.last_query_cells([PATTERN], 64)
-    assert names == ["heads 0-3", "heads 4-7", "all heads"] and cells.shape == (3, 64)
-    assert np.array_equal(cells[2], np.maximum(cells[0], cells[1]))
-    assert cells[0, PATTERN.key_blocks(0, 63)].all() and cells[0].sum() == len(PATTERN.key_blocks(0, 63))
-    _, near = context_picture.last_query_cells([PATTERN], 64, 8, first=56)
-    assert near[0, -4:].tolist() == [1, 1, 1, 1]
-    _, merged = context_picture.last_query_cells([PATTERN], 64, 16)
-    assert merged[0, 0] == pytest.approx(1 / 4)
-
-
-def test_consecutive_layers_serve_the_last_query_together():
-    sparsity = load_config(ROOT / "configs/s2_70b_hybrid.yaml").resolve(
-        num_layers=8, num_heads=64, num_kv_heads=8, seq_length=8192
-    )
-    patterns = context_picture.covering_layers(sparsity)
-    assert patterns == [sparsity.layers[0].pattern, sparsity.layers[1].pattern]  # 8 offsets each, of 16
-    names, cells = context_picture.last_query_cells(patterns, 128)
-    assert names[-2:] == ["all heads", "all, 2 layers"] and len(names) == 10
-    assert cells[-1].all() and 0.5 < cells[-2].mean() < 0.65
-    assert context_picture.last_query_sees(patterns, 128).all()
-
-
-def test_the_picture_has_a_panel_for_every_pattern_and_group_of_heads(tmp_path, capsys):
-    sparsity = load_config(S2_YAML).resolve(num_layers=24, num_heads=16, num_kv_heads=16, seq_length=131072)
-    assert [name for name, _ in context_picture.distinct_patterns(sparsity)] == ["layers 0-23"]
-    assert len(layer_kinds.head_groups(sparsity.layers[0].pattern)) == 16
-    file = tmp_path / "new" / "context.png"
-    assert commands.main(["inspect", "--context-png", str(file), "--", *LINE]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {file}"
-    assert file.read_bytes().startswith(b"\x89PNG") and 20_000 < file.stat().st_size < 400_000
-    dense = str(ROOT / "configs/s2_1p3b_dense.yaml")
-    assert commands.main(["inspect", dense, "--context-png", str(file), "--", *LINE]) == 2
-    assert "leave out --context-png" in capsys.readouterr().err
-
-
-def test_too_many_panels_are_said(tmp_path, capsys):
-    yaml = tmp_path / "many.yaml"
-    yaml.write_text("block_size: 16\nlayers: S\nspecs: {S: {local_blocks: 2, stride: 64, layer_step: 1}}\n")
-    flags = ["--num-layers", "8", "--num-attention-heads", "16", "--seq-length", "2048"]
-    assert commands.main(["inspect", str(yaml), *flags, "--context-png", str(tmp_path / "a.png")]) == 0
-    assert "a.png: 48 of 128 pairs of layer pattern and heads are drawn" in capsys.readouterr().out

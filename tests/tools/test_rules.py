@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE = dict(num_layers=12, num_heads=12, num_kv_heads=4, seq_length=8192)
 
 
-def plan(layers: str, spec: dict | None = None, **shape):
-    content = {"block_size": 64, "layers": layers, **({"specs": {"S": spec}} if spec else {})}
+def plan(layers: str, spec: dict | None = None, block_size: int = 64, **shape):
+    content = {"block_size": block_size, "layers": layers, **({"specs": {"S": spec}} if spec else {})}
     return SparsityConfig.from_data(content).resolve(**SHAPE | shape)
 
 
@@ -86,6 +86,24 @@ def test_the_configurations_of_the_repository_have_none(path, length):
 def test_plans_with_one_warning(layers, spec, shape, expected):
     (text,) = warnings(plan(layers, spec, **shape))
     assert expected in text and re.search(r"; docs/patterns\.md#[a-z-]+$", text)
+
+
+FIRST = dict(local_tokens=128, stride=16, head_step=0, layer_step=0)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [FIRST, dict(ranges=[dict(end_tokens=128, stride=1), dict(stride=16)], head_step=0, layer_step=0)],
+)
+def test_a_plan_that_keeps_the_first_block_is_not_told_to_move_it(spec):
+    """16 blocks, a window of 4; with another offset, or more blocks, it is a stride that the layers do not share."""
+    short = dict(seq_length=512, block_size=32)
+    assert [text for text in warnings(plan("S", spec, **short)) if "attended by no head" in text] == []
+    (text,) = warnings(plan("S", spec, num_layers=3, **short))
+    assert "reach 288 of 512 tokens back: what lies before, but the first block, cannot change a prediction" in text
+    for other in (spec | dict(base_offset=3), FIRST | dict(stride=4)):
+        (text,) = warnings(plan("S", other, **short))
+        assert "of the blocks beyond its window are attended by no head" in text and "use layer_step: auto" in text
 
 
 @pytest.mark.parametrize(

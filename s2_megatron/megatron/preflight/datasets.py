@@ -122,6 +122,8 @@ def dataset_problem(prefix: str) -> str | None:
             file.seek(INDEX_FIELDS.size + 4 * sequences + 8 * (sequences - 1))
             (pointer,) = struct.unpack("<q", file.read(8))
         tokens, size = pointer + length * DTYPE_BYTES[code], Path(f"{prefix}.bin").stat().st_size
+        if tokens == 0:
+            return f"has {sequences} documents, and no token in any"
         return f".bin was cut: it has {size} of {tokens} bytes" if size < tokens else None
     except OSError as error:
         return f"cannot be read ({error.strerror})"
@@ -183,20 +185,34 @@ def _header(prefix: str) -> tuple[int, int, int]:
         return INDEX_FIELDS.unpack(file.read(INDEX_FIELDS.size))[2:]
 
 
-def _empty_parts(split: str, documents: int) -> list[str]:
-    """The parts of a split that are to have data, and get none of so many documents; by Megatron's own arithmetic."""
+def _starts(prefix: str) -> np.ndarray:
+    """Where each document begins in the .bin of a dataset that check_data passed, in bytes; and where the last ends.
+    int64 [documents + 1]"""
+    code, sequences, _ = _header(prefix)
+    if sequences == 0:
+        return np.zeros(1, np.int64)
+    after = INDEX_FIELDS.size + 4 * sequences
+    starts = np.fromfile(f"{prefix}.idx", "<i8", sequences, offset=after)
+    (length,) = np.fromfile(f"{prefix}.idx", "<i4", 1, offset=after - 4)
+    return np.append(starts, starts[-1] + int(length) * DTYPE_BYTES[code])
+
+
+def _empty_parts(split: str, starts: np.ndarray) -> list[str]:
+    """The parts of a split that are to have data, and get no token of a dataset; by Megatron's own arithmetic. starts:
+    of _starts."""
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
+    documents = len(starts) - 1
     ends = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(split))
     return [
         name
         for name, part in zip(("training", "validation", "test"), ends, strict=True)
-        if part is not None and round(part[0] * documents) == round(part[1] * documents)
+        if part is not None and starts[round(part[0] * documents)] == starts[round(part[1] * documents)]
     ]
 
 
 def check_parts(args: Namespace) -> None:
-    """Raises ValueError for a part of --split that gets no document of a dataset: Megatron 0.19.2 then counts epochs of
+    """Raises ValueError for a part of --split that gets no token of a dataset: Megatron 0.19.2 then counts epochs of
     no tokens without end (core/datasets/gpt_dataset.py:693)."""
     other = Path(sys.argv[0]).name != "pretrain_gpt_s2.py"  # whose datasets may be others
     if other or args.mock_data or args.sft or getattr(args, "dataloader_fast_cache_load", False):
@@ -206,16 +222,18 @@ def check_parts(args: Namespace) -> None:
         if not flag.startswith(("--data-path", "--data-args-path")):
             continue  # one list for each part
         for prefix in found:
-            documents = 0 if is_remote(prefix) else _header(prefix)[1]
-            empty = _empty_parts(split, documents) if documents else []
+            starts = np.zeros(1) if is_remote(prefix) else _starts(prefix)
+            documents = len(starts) - 1
+            empty = _empty_parts(split, starts) if documents else []
             if empty:
-                better = [text for text in ("99,1,0", "90,10,0", "50,50,0") if not _empty_parts(text, documents)]
+                better = [text for text in ("99,1,0", "90,10,0", "50,50,0") if not _empty_parts(text, starts)]
                 use = f"--split {better[0]}" if better else "--split 100,0,0 and --eval-iters 0"
                 default = "" if args.split else " (Megatron's default)"
+                with_tokens = " that have tokens" if (starts[1:] == starts[:-1]).any() else ""
                 raise ValueError(
                     f"--split={printable(split)}{default} with {flag}={printable(prefix, 200)}: its part for "
-                    f"{empty[0]} gets none of the {documents} documents, and Megatron fails or looks without end; "
-                    f"expected one or more in each part that is not 0; use {use}"
+                    f"{empty[0]} gets none of the {documents} documents{with_tokens}, and Megatron fails or looks "
+                    f"without end; expected one or more in each part that is not 0; use {use}"
                 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
@@ -56,6 +57,8 @@ def check_writable(flag: str, value: str | Path, *, is_file: bool) -> None:
     if "\0" in str(value):
         raise ValueError(f"{flag}: expected a path without a null byte; name another one")
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # says what exists() is silent about: links that loop, names that are too long
         if is_file and path.exists() and not path.is_file():
             raise ValueError(f"{flag}: a folder or a device; expected a file; name a file in it")
         if is_file and path.exists() and not os.access(path, os.W_OK):

@@ -7,6 +7,7 @@ the first thing that is wrong.
 from __future__ import annotations
 
 import math
+import os
 import re
 from argparse import Namespace
 from importlib.util import find_spec
@@ -75,16 +76,16 @@ def check_settings(args: Namespace) -> None:
     if args.split is not None:
         split_shares(args.split)
     if args.vocab_size is not None:
-        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size)
+        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)
 
 
 def check_first_token(first: int | None, vocabulary: int) -> None:
-    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: its tokens; some
-    tokenizers add one."""
-    if first is not None and first > vocabulary:
+    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: how many tokens
+    there may be, with one that a tokenizer adds to --vocab-size, or with the padding."""
+    if first is not None and first >= vocabulary:
         raise ValueError(
-            f"--s2-loss-from-token={first}: the vocabulary has {vocabulary} tokens, and no prediction would count; "
-            "expected one of them; name the first token that counts"
+            f"--s2-loss-from-token={first}: the vocabulary has no token above {vocabulary - 1}, and no prediction "
+            "would count; expected one of its tokens; name the first token that counts"
         )
 
 
@@ -153,7 +154,11 @@ def _check_load(args: Namespace, needed: bool) -> None:
     if args.load is None or "://" in args.load or args.non_persistent_ckpt_type is not None:
         return
     folder = Path(args.load)
-    if args.save is not None and "\0" not in args.load + args.save and folder.resolve() == Path(args.save).resolve():
+    if (
+        args.save is not None
+        and "\0" not in args.load + args.save
+        and os.path.realpath(folder) == os.path.realpath(args.save)
+    ):
         return
     if checkpoint_to_load(folder, step=args.ckpt_step) is None and needed:
         folder = folder.absolute()

@@ -26,9 +26,11 @@ from s2_megatron.config.errors import nearest_name, printable
 from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
+from s2_megatron.megatron.processes import tell_torchrun
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
-from s2_megatron.printing import print_once
+from s2_megatron.printing import held as held_lines
+from s2_megatron.printing import open_streams, print_once
 
 PACKAGE = str(Path(__file__).resolve().parents[2])
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
@@ -205,30 +207,38 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
     provider: add_s2_arguments. An error ends the process with status 2, after one line on stderr and an entry in the
     run's status file; with --s2-traceback, and when it is the machine's, it is raised.
     """
+    open_streams()
     first = is_first_of_node()
-    held = _Held(sys.stdout)
+    held, lines = _Held(sys.stdout), _Held(sys.stderr)
+
+    def let_go() -> None:
+        print(lines.getvalue(), end="", file=sys.stderr, flush=True)
+        print(held.getvalue(), end="", flush=True)
+
     try:
-        with redirect_stdout(held):
+        with redirect_stdout(held), held_lines(lines):
             if first and not asks_help(sys.argv[1:]):
                 for warning in check_before(parse(provider)):
                     print_once(f"S2: {warning}")
             yield with_error_lines(provider)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or asks_help(sys.argv[1:]):
-            print(held.getvalue(), end="", flush=True)
+            let_go()
             raise
         wait_for_first_of_node()
         if TRACEBACK in sys.argv or is_of_the_machine(error):
-            print(held.getvalue(), end="", flush=True)
+            let_go()
             if first:
                 record("failed", f"{type(error).__name__}: {error}", 1)
+            tell_torchrun(f"{type(error).__name__}: {error}")
             raise
         text = error_text(error, held.getvalue())
         if first:
             record("refused", text, 2)
+        tell_torchrun(f"error: {text}")
         print(f"error: {text}", file=sys.stderr, flush=True)
         sys.exit(2)
-    print(held.getvalue(), end="", flush=True)
+    let_go()
 
 
 def is_of_the_machine(error: BaseException) -> bool:

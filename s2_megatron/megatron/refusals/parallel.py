@@ -12,7 +12,20 @@ def _documents_shift_labels_over_ranks(args: Namespace) -> bool:
     return bool(args.context_parallel_size > 1 and packed_cut(args) == "sequence" and args.mtp_num_layers)
 
 
+def _mtp_targets_differ_over_ranks(args: Namespace) -> bool:
+    masked = args.eod_mask_loss or args.sft or args.s2_loss_from_token is not None
+    return bool(args.context_parallel_size > 1 and args.mtp_num_layers and masked and not args.calculate_per_token_loss)
+
+
 REFUSALS = (
+    Refusal(
+        "s2_cp_mtp_masks",
+        _mtp_targets_differ_over_ranks,
+        "--mtp-num-layers with --context-parallel-size {args.context_parallel_size} and a mask of the loss "
+        "(--eod-mask-loss, --sft, --s2-loss-from-token): Megatron divides the MTP loss of each rank by that rank's own "
+        "number of targets",
+        "add --calculate-per-token-loss, or use --context-parallel-size 1",
+    ),
     Refusal(
         "s2_cp_mtp",
         _documents_shift_labels_over_ranks,

@@ -12,7 +12,10 @@ step is to the one after training on: docs/quality.md.
 Under a plan that loses next to nothing (wide windows on short sequences) there is nothing to rank heads by. --beside
 names another plan to measure under; its heads are dense in the plan of --s2-config then.
 
-Status 0: written; 1: no set is near enough, no YAML is written; 2: bad input.
+All losses are kept in --json, also of a run that is interrupted: --from-json takes them from there, for another
+--within, --heads, --by or plan, and measures what is missing.
+
+Status 0: written; 1: no set is near enough, or no head has to be dense: no YAML is written; 2: bad input.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +36,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.tools.choose_dense.kept import Kept, weights_sha256
 from s2_megatron.tools.choose_dense.plan import (
     HEAD,
     LAYER,
@@ -48,11 +51,12 @@ from s2_megatron.tools.choose_dense.plan import (
 )
 from s2_megatron.tools.choose_dense.search import DenseSet, Ranked, Sets, rank
 from s2_megatron.tools.outputs import console, write_file
+from s2_megatron.tools.progress import duration, progress, working
 
-TOLD_SECONDS = 10.0
+IMPORTED = 8192  # tokens of a sequence: what an imported model has positions for takes hours, at 131,072 of them
 SHOWN = 10  # candidates
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
-# lost 3.4 % (docs/quality/extend-recall32k).
+# lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
 
 
@@ -67,7 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-path", required=True, metavar="PREFIX", help="an indexed dataset: PREFIX.idx, .bin")
     parser.add_argument("--split", help="as Megatron's (default: the training's); its second part is measured on")
     parser.add_argument("--sequences", type=int, default=8, help="to measure on (default: 8)")
-    parser.add_argument("--seq-length", type=int, help="tokens of each (default: the training's)")
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        help=f"tokens of each (default: the training's; of an imported model {IMPORTED} at most)",
+    )
+    parser.add_argument(
+        "--eod-mask-loss", action="store_true", help="as in training: the token behind a document does not count"
+    )
+    parser.add_argument(
+        "--dataloader-inter-document-masking",
+        action="store_true",
+        help="as in training: documents do not attend others",
+    )
     parser.add_argument("--by", choices=(HEAD, LAYER), default=HEAD, help="what becomes dense (default: head)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -79,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     size.add_argument("--heads", type=int, metavar="N", help="exactly so many more dense KV heads, over all layers")
     parser.add_argument("--write", type=Path, required=True, metavar="YAML", help="a new file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all that was measured, too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="all that was measured (default: the name of --write, with .json)"
+    )
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="losses of an earlier run, which it adds to")
 
 
 def run(args: Namespace) -> int:
@@ -104,13 +123,16 @@ def _check_options(args: Namespace) -> None:
             f"--heads {args.heads} with --by {LAYER}: expected heads that are chosen one by one; leave --by out, or "
             "give --within"
         )
+    args.json = args.json or args.from_json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
-        if file is None:
-            continue
-        if file.exists():
-            raise ValueError(f"{name} {file}: is there already; expected a new file; give another name, or remove it")
+        known = args.from_json is not None and file.resolve() == args.from_json.resolve() != args.write.resolve()
+        if file.exists() and not known:
+            instead = f", or take its losses with --from-json {file}" if name == "--json" else ""
+            raise ValueError(
+                f"{name} {file}: is there already; expected a new file; give another name, or remove it{instead}"
+            )
         check_writable(f"{name} {file}", file, is_file=True)
-    if args.json is not None and args.json.resolve() == args.write.resolve():
+    if args.json.resolve() == args.write.resolve():
         raise ValueError(
             f"--json {args.json}: is the file of another option; expected one of its own; give another name"
         )
@@ -129,7 +151,7 @@ def _resolved(args: Namespace, source: str, config: SparsityConfig, trained: Nam
                 f"--load {args.load}: trained with S2-Attention already; expected a dense checkpoint, beside which "
                 "heads can be measured; give the one that it began with"
             )
-    length = args.seq_length or trained.seq_length
+    length = args.seq_length or _usual_length(trained)
     if length > trained.seq_length:
         raise ValueError(
             f"--seq-length {length}: the checkpoint was trained with {trained.seq_length}; expected at most that, for "
@@ -158,10 +180,16 @@ def _resolved(args: Namespace, source: str, config: SparsityConfig, trained: Nam
     )
 
 
+def _usual_length(trained: Namespace) -> int:
+    """Tokens of a sequence where no --seq-length is given."""
+    imported = getattr(trained, "train_iters", 1) is None and getattr(trained, "train_samples", 1) is None
+    return min(trained.seq_length, IMPORTED) if imported else trained.seq_length
+
+
 def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: TextIO) -> int:
     """The status. plans: the one to train first, the one to measure under last, each behind its option and file.
     output: gets the tables."""
-    from s2_megatron.tools.choose_dense.measure import Measured, validation_sequences
+    from s2_megatron.tools.choose_dense import measure
     from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments, quiet
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
@@ -192,46 +220,94 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
             f"expected fewer, so that one stays sparse; "
             + (f"use at most --heads {len(units) - 1}" if len(units) > 1 else "give a YAML with more")
         )
+    apart = args.dataloader_inter_document_masking or getattr(trained, "dataloader_inter_document_masking", False)
+    masked = args.eod_mask_loss or getattr(trained, "eod_mask_loss", False)
     with quiet():
-        sequences = validation_sequences(args.data_path, args.split, trained, sparsity.seq_length, args.sequences)
-    measured = Measured(folder, sequences)
+        sequences = measure.validation_sequences(
+            args.data_path, args.split, trained, sparsity.seq_length, args.sequences, eod_mask_loss=masked, apart=apart
+        )
+    model = []  # built with the first loss that is not known
+
+    def measured_loss(plan: ResolvedSparsity) -> float:
+        if not model:
+            with working("loading the checkpoint"):
+                model.append(measure.Measured(folder, sequences))
+        return model[0].loss(plan)
+
+    with working("reading the checkpoint"):
+        of = {"checkpoint": weights_sha256(folder), "choice of sequences": sequences.sha256()}
+        kept = Kept(measured_loss, of | {"precision": measure.precision()})
+    if args.from_json is not None:
+        kept.take(args.from_json)
+    name = (args.beside or args.s2_config).name
+    about = (
+        f"{args.sequences} sequences of {sparsity.seq_length} tokens of {printable(Path(args.data_path).name)}, "
+        f"{measure.precision()}"
+    ) + (", documents apart" if apart else "")
+    try:
+        return _measure(args, folder, trained, plans, resolved, units, kept, about, name, output)
+    except BaseException:
+        if kept.measured:
+            write_file(args.json, (json.dumps(kept.facts(), indent=1) + "\n").encode())
+            print(f"{kept.measured} losses are kept; go on with --from-json {args.json}", file=sys.stderr)
+        raise
+
+
+def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, about: str, name: str, output) -> int:
+    """The measurements, the choice and what is written of them; the status."""
+    sparsity, beside, source = resolved[0], resolved[-1], plans[-1][0]
 
     def loss_of(dense) -> float:
-        return measured.loss(with_dense(beside, dense))
+        return kept.loss(with_dense(beside, dense))
 
-    dense_loss = measured.loss(all_dense(beside))
-    ranked = rank(units, loss_of, _progress(len(units)))
+    # One for each candidate, the two first ones, and about as many sets as there are powers of two.
+    count = len(units) + 2 + len(units).bit_length()
+    positions = f" (the model has positions for {trained.seq_length})" if beside.seq_length < trained.seq_length else ""
+    print(f"choose-dense: {about}{positions}: {len(units)} candidates, about {count} measurements", file=sys.stderr)
+    with working("measuring the dense model, and the plan"):
+        dense_loss = kept.loss(all_dense(beside))
+        began = time.monotonic()
+        plan_loss = loss_of([])
+        taken = time.monotonic() - began
+    if kept.measured:
+        print(f"a measurement takes {taken:.1f} s, all of them about {duration(taken * count)}", file=sys.stderr)
+    gap = plan_loss / dense_loss - 1
+    enough = args.heads is None and gap <= args.within / 100  # without a dense head
+    ranked = []
+    if not enough:
+        with progress("choose-dense", len(units)) as tell:
+            ranked = rank(units, loss_of, lambda done: tell(done, f"{done} of {len(units)} candidates"))
     sets = Sets([each.unit for each in ranked], loss_of, dense_loss)
-    chosen = sets.smallest(args.within / 100) if args.heads is None else sets.exactly(args.heads)
-    about = (
-        f"{len(sequences)} sequences of {sparsity.seq_length} tokens of {printable(Path(args.data_path).name)}, "
-        f"{'fp32 on a CPU' if measured.device == 'cpu' else 'bf16 on a GPU'}"
-    )
-    name = (args.beside or args.s2_config).name
+    with working("measuring the best heads together"):
+        chosen = sets.exactly(args.heads) if args.heads else sets.smallest(args.within / 100) if ranked else sets.of(0)
     with redirect_stdout(output):
-        console().print(_ranking(ranked, sets.of(0).loss, dense_loss))
+        if ranked:
+            console().print(_ranking(ranked, plan_loss, dense_loss))
         console().print(_table(beside, sets, chosen, about, name))
-    if sets.of(0).gap < LEAST_GAP:
-        none = "no head is made dense, and " if chosen is not None and chosen.size == 0 else ""
+    if not enough and gap < LEAST_GAP:
         longer = ", or a longer --seq-length" if beside.seq_length < trained.seq_length else ""
         print(
-            f"warning: {source}: its loss before any step is only {sets.of(0).gap:+.4%} above the dense one at "
-            f"{beside.seq_length} tokens; expected {LEAST_GAP:+.1%} or more, for {none}chance has a say in the order "
-            f"of the heads below that; give --beside a YAML with narrower windows{longer}",
+            f"warning: {source} loses only {gap:+.4%} of the dense loss at {beside.seq_length} tokens, so chance has a "
+            f"say in the order of the heads; give --beside a YAML with narrower windows{longer}",
             file=sys.stderr,
         )
     result = None
     if chosen is not None:
         plan = with_dense(sparsity, sets.units[: chosen.size])
-        before, after = sets.of(0).loss, chosen.loss
-        if args.beside:
-            before, after = measured.loss(sparsity), measured.loss(plan)
+        before, after = kept.loss(sparsity), kept.loss(plan)
         gap = after / dense_loss - 1
         result = {"dense_kv_heads": count_dense(plan), "density": plan.density()}
         result |= {"loss_before": before, "loss": after, "gap": gap}
-    if args.json is not None:  # before the YAML: who finds that has the measurements, too
-        content = _facts(args, folder.absolute(), beside, sets, ranked, chosen, len(sequences)) | {"result": result}
-        write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
+    # Before the YAML: who finds that has the measurements, too.
+    content = _facts(args, folder.absolute(), beside, sets, ranked, chosen) | {"result": result} | kept.facts()
+    write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
+    if enough:
+        print(
+            f"nothing to choose: {source} loses {gap:+.4%} of the dense loss at {beside.seq_length} tokens, within "
+            f"{args.within:g} %; no YAML is written; train with {args.s2_config} as it is, or ask for --heads N",
+            file=sys.stderr,
+        )
+        return 1
     if chosen is None:
         best = min(sets.measured.values(), key=lambda each: each.gap)
         instead = f", or --heads {best.size}" if args.by == HEAD and 0 < best.size < len(units) else ""
@@ -256,20 +332,6 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
     with redirect_stdout(output):
         print(f"wrote {args.write}: {of}, {plan.density():.1%} of the pairs, {gap:+.2%} of the dense loss")
     return 0
-
-
-def _progress(count: int) -> Callable[[int], None]:
-    """Tells how many candidates are done, on standard error, every few seconds."""
-    began = told = time.monotonic()
-
-    def tell(done: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= TOLD_SECONDS:
-            told = now
-            print(f"{done} of {count} candidates, {now - began:.0f} s", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def _ranking(ranked: list[Ranked], without: float, dense: float) -> Table:
@@ -308,9 +370,7 @@ def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, abou
     return table
 
 
-def _facts(
-    args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None, count: int
-) -> dict:
+def _facts(args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None) -> dict:
     """The content of --json but its "result", the plan of the YAML. beside: the plan that was measured
     under. Gaps are shares of the dense loss; "chosen" is the size of the set, None without one."""
     return {
@@ -318,7 +378,7 @@ def _facts(
         "config": args.s2_config.name,
         "beside": args.beside and args.beside.name,
         "by": args.by,
-        "sequences": count,
+        "sequences": args.sequences,
         "seq_length": beside.seq_length,
         "dense_loss": sets.dense,
         "candidates": [{"layer": unit.layer, "kv_heads": list(unit.heads), "loss": loss} for unit, loss in ranked],

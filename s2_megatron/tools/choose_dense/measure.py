@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from argparse import Namespace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,14 +13,41 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, dataset_problem, split_shares
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.losses import evenly_chosen, token_losses
+from s2_megatron.tools.losses import token_losses, with_starts
 
 
-def validation_sequences(prefix: str, split: str | None, trained: Namespace, length: int, count: int) -> np.ndarray:
-    """int64 [count, length + 1] of the documents that Megatron validates with.
+class Sequences(NamedTuple):
+    """What is measured on. tokens: int64 [n, length + 1]. counted: bool [n, length], the predictions that count; None:
+    all. starts: of each sequence, where documents begin that do not attend the ones before; None: they do."""
 
-    split: --split; None for the training's. trained: the checkpoint's arguments. Raises ValueError for data that are
-    not there, are too short, or are another tokenizer's.
+    tokens: np.ndarray
+    counted: np.ndarray | None = None
+    starts: list[np.ndarray] | None = None
+
+    def sha256(self) -> str:
+        parts = (self.tokens, *(() if self.counted is None else (self.counted,)), *(self.starts or ()))
+        digest = hashlib.sha256(repr([part.shape for part in parts]).encode())
+        for part in parts:
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
+
+
+def validation_sequences(
+    prefix: str,
+    split: str | None,
+    trained: Namespace,
+    length: int,
+    count: int,
+    *,
+    eod_mask_loss: bool = False,
+    apart: bool = False,
+) -> Sequences:
+    """`count` sequences of `length` tokens, and the token behind, of the documents that Megatron validates with.
+
+    split: --split; None for the training's. trained: the checkpoint's arguments. eod_mask_loss: predictions from a
+    document's last token do not count, as with Megatron's flag. apart: documents do not attend each other. Raises
+    ValueError for data that are not there, are too short, or are another tokenizer's, and for documents that end with
+    several tokens where such a token is asked for.
     """
     from megatron.core.datasets import blended_megatron_dataset_config as megatron
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -39,7 +68,7 @@ def validation_sequences(prefix: str, split: str | None, trained: Namespace, len
             f"--split {printable(split)}: none of the {documents} documents of {printable(prefix, 200)} is for "
             "validation; expected one or more; use --split 90,10,0"
         )
-    found = evenly_chosen(prefix, range(first, last), length + 1, count)
+    found, starts = with_starts(prefix, range(first, last), length + 1, count)
     if len(found) < count:
         raise ValueError(
             f"--sequences {count}: the documents for validation (--split {printable(split)}) have {len(found)} whole "
@@ -50,24 +79,39 @@ def validation_sequences(prefix: str, split: str | None, trained: Namespace, len
             f"--data-path {printable(prefix, 200)}: has the token {found.max()}; expected less than "
             f"{trained.padded_vocab_size}, the model's vocabulary; give data of the tokenizer that it was trained with"
         )
-    return found
+    counted = None
+    if eod_mask_loss:
+        ends = np.unique([row[at - 1] for row, places in zip(found, starts) for at in places])
+        if len(ends) > 1:
+            raise ValueError(
+                f"--eod-mask-loss: documents of {printable(prefix, 200)} end with the tokens {ends[:3].tolist()} and "
+                "others; expected one that ends all of them; make the data with it, or leave the flag out"
+            )
+        counted = ~np.isin(found[:, :-1], ends)
+    return Sequences(found, counted, starts if apart else None)
+
+
+def precision() -> str:
+    """That of a measurement on this machine: `bf16 on a GPU` or `fp32 on a CPU`."""
+    from s2_megatron.megatron.cuda_on_cpu import compute_device
+
+    return "fp32 on a CPU" if compute_device().type == "cpu" else "bf16 on a GPU"
 
 
 class Measured:
     """The checkpoint's weights, in bf16 on a GPU and in fp32 on a CPU, with S2-Attention in every layer.
 
-    folder: of one iteration. sequences: int64 [n, length + 1]. Once a process, as load_model.
+    folder: of one iteration. Once a process, as load_model.
     """
 
-    def __init__(self, folder: Path, sequences: np.ndarray):
+    def __init__(self, folder: Path, sequences: Sequences):
         import torch
 
         from s2_megatron.megatron.core_attention import S2CoreAttention
         from s2_megatron.megatron.cuda_on_cpu import compute_device
         from s2_megatron.tools.hf.checkpoint_model import load_model
 
-        self.device = compute_device().type
-        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+        dtype = torch.float32 if compute_device().type == "cpu" else torch.bfloat16
         self.model = load_model(folder, dtype=dtype).model
         self.sequences = sequences
         cores = [module for module in self.model.modules() if isinstance(module, S2CoreAttention)]
@@ -75,9 +119,13 @@ class Measured:
         assert len(self.cores) == self.model.config.num_layers, "a layer without S2's core attention"
 
     def loss(self, sparsity: ResolvedSparsity) -> float:
-        """The mean loss of a token, in nats, under a plan."""
+        """The mean loss of a token that counts, in nats, under a plan."""
+        import torch
+
         shape = (sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
         dense = RangePattern.dense(*shape)
         for core, layer in zip(self.cores, sparsity.layers, strict=True):
             core.use_pattern(dense if layer.pattern is None else layer.pattern)
-        return float(token_losses(self.model, self.sequences).double().mean())
+        losses = token_losses(self.model, self.sequences.tokens, starts=self.sequences.starts).double()
+        counted = self.sequences.counted
+        return float((losses if counted is None else losses[torch.from_numpy(counted)]).mean())

@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     from s2_megatron.tools.compare import table
     from s2_megatron.tools.compare.measure import compare
-    from s2_megatron.tools.compare.readers import read_run
+    from s2_megatron.tools.compare.readers import read_runs
 
     vary = [name.strip().lstrip("-").replace("-", "_") for name in args.vary.split(",") if name.strip()]
-    read = [read_run(text, args.wandb_project) for text in args.runs]
+    read = read_runs(args.runs, args.wandb_project)
     runs = [each for each, _ in read]
     check_comparable(runs, vary)
     arms = make_arms(runs, vary, [named for _, named in read])
@@ -105,21 +105,16 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(table.as_json(comparison), indent=1))
     else:
         printed = console()
+        for line in [*(text for _, text in table.verdict_lines(comparison)), *table.about_verdicts(comparison)]:
+            printed.print(line, highlight=False, markup=False)
+        printed.print()
         printed.print(table.rich_table(comparison), highlight=False)
-        for line in [*table.remarks(comparison), *_verdicts(comparison)]:
+        for line in table.remarks(comparison):
             printed.print(line, highlight=False, markup=False)
     for file in (args.html, args.png):
         if file is not None:
             print(f"wrote {file}", file=sys.stderr if args.json else sys.stdout)
     return 0 if args.at_most is None else _gate(comparison, args.at_most)
-
-
-def _verdicts(comparison) -> list[str]:
-    from s2_megatron.tools.compare.table import verdict_line
-
-    if len(comparison.results) == 1:
-        return ["All runs have the same settings: there is nothing to compare but their spread over seeds."]
-    return [verdict_line(result, comparison) for result in comparison.results[1:]]
 
 
 def _gate(comparison, at_most: float) -> int:
@@ -128,13 +123,17 @@ def _gate(comparison, at_most: float) -> int:
         raise ValueError(
             f"--at-most {at_most}: all runs have the same settings; expected two arms; name them (one=PATH two=PATH)"
         )
-    beyond = [result for result in comparison.results[1:] if result.difference.relative[2] > at_most]
-    for result in beyond:
-        print(
-            f"--at-most {at_most:g}: {result.arm.name} may be worse by {result.difference.relative[2]:.2%} (upper end "
-            "of the interval)",
-            file=sys.stderr,
-        )
+    beyond = 0
+    for result in comparison.results[1:]:
+        high, undecided = result.difference.relative[2], result.difference.undecided
+        if undecided or high > at_most:
+            beyond += 1
+            why = (
+                f"how much worse is not known: {undecided}"
+                if undecided
+                else f"may be worse by {high:.2%} (upper end of the interval)"
+            )
+            print(f"--at-most {at_most:g}: {result.arm.name} {why}", file=sys.stderr)
     return 1 if beyond else 0
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from s2_megatron.tools.compare.runs import AXES, TRAINING_LOSS, VALIDATION_LOSS, Run
 from s2_megatron.tools.compare.settings import Arm, begins_with, pair_by_seed
 from s2_megatron.tools.compare.statistics import Difference, RunOffset, difference_of_pairs, run_offset_for
+from s2_megatron.tools.compare.times import StepTimes, step_times, why_withheld
 
 # A loss "at" a point is the mean of this share of the run's logged steps up to it (of MIN_SMOOTHED at least).
 SMOOTHED_SHARE = 0.05
@@ -36,7 +37,7 @@ class ArmResult:
 
     at_equal: {axis: smoothed training loss where the shortest run ends}. to_target: {axis: how much it took to reach
     the target loss}. speed_up: the baseline's hours to the target over the arm's. spread: standard deviation of the
-    final smoothed loss over seeds.
+    final smoothed loss over seeds. step_seconds: over the steps of all its runs.
     """
 
     arm: Arm
@@ -50,17 +51,20 @@ class ArmResult:
     throughputs: dict[str, float]
     difference: Difference | None
     validation_difference: float | None
+    step_seconds: StepTimes | None = None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """target: the loss of to_target. limits: {axis: where the shortest run ends}. The first arm is the baseline."""
+    """target: the loss of to_target. limits: {axis: where the shortest run ends}. The first arm is the baseline.
+    times_withheld: why hours are none of the axes, and nothing that follows from times is given; "" where it is."""
 
     results: tuple[ArmResult, ...]
     target: float
     limits: dict[str, float]
     run_offset: RunOffset
     paired: dict[str, list[Paired]]
+    times_withheld: str = ""
 
 
 def smoothed_steps(run: Run) -> int:
@@ -161,6 +165,9 @@ def compare(
     if target is None:
         target = max(float(smoothed(run)[-1]) for run in runs)
     shared = [axis for axis in AXES if all(axis in run.axes for run in runs)]
+    withheld = why_withheld(runs) if "hours" in shared else ""
+    if withheld:
+        shared.remove("hours")
     limits = {axis: min(float(run.axis(axis)[-1]) for run in runs) for axis in shared}
     baseline = arms[0]
     pairs_of = {arm.name: [] if arm is baseline else pair_by_seed(arm, baseline, vary) for arm in arms}
@@ -192,17 +199,18 @@ def compare(
                 },
                 to_target={axis: amount for axis, amount in to_target.items() if amount is not None},
                 speed_up=baseline_hours / hours if baseline_hours and hours else None,
-                tokens_per_second=_mean(map(_tokens_per_second, arm.runs)),
+                tokens_per_second=None if withheld else _mean(map(_tokens_per_second, arm.runs)),
                 throughputs={
                     name: value
-                    for name in THROUGHPUTS
+                    for name in (() if withheld else THROUGHPUTS)
                     if (value := _mean(_mean_value(run, name) for run in arm.runs)) is not None
                 },
                 difference=difference,
                 validation_difference=_mean(_validation_difference(*pair) for pair in pairs),
+                step_seconds=step_times(arm.runs),
             )
         )
-    return Comparison(tuple(results), target, limits, offset, paired)
+    return Comparison(tuple(results), target, limits, offset, paired, withheld)
 
 
 def _mean(values) -> float | None:

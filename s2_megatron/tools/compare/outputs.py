@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
 
     outputs: {option: its path, None without it}. runs: the runs of the command line.
     """
-    taken = {Path(place).resolve(): f"the input {place}" for text in runs for place in split_run(text)[1]}
+    taken = {os.path.realpath(place): f"the input {place}" for text in runs for place in split_run(text)[1]}
     for option, file in outputs.items():
         if file is None:
             continue
@@ -28,7 +29,7 @@ def check_outputs(outputs: dict[str, Path | None], runs: Sequence[str]) -> None:
                 f"compare{suffixes[0]}"
             )
         check_writable(f"{option} {file}", file, is_file=True)
-        place = file.resolve()
+        place = os.path.realpath(file)
         if place in taken:
             raise ValueError(
                 f"{option} {file}: would overwrite {taken[place]}; expected a file of its own; give another path"

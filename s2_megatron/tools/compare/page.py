@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from s2_megatron.tools.compare import table
-from s2_megatron.tools.compare.figures import pattern_svg, svg_panels
+from s2_megatron.tools.compare.figures import legend_svgs, pattern_svg, svg_panels
 from s2_megatron.tools.compare.measure import Comparison
+from s2_megatron.tools.compare.settings import Arm
 from s2_megatron.tools.outputs import write_file
 
 _STYLE = """
@@ -24,6 +25,7 @@ th:first-child, td:first-child { text-align: left; }
 .panels { display: flex; flex-wrap: wrap; gap: .5em; } .panels svg { width: 560px; max-width: 100%; height: auto; }
 .tabs button { font: inherit; padding: .3em .9em; border: 1px solid #bbb; background: #fff; cursor: pointer; }
 .tabs button[aria-selected=true] { background: #2f6db3; border-color: #2f6db3; color: #fff; }
+.legend span { display: inline-block; margin-right: 1.2em; white-space: nowrap; } .wide { overflow-x: auto; }
 .note { color: #666; font-size: .9em; }
 """
 
@@ -43,25 +45,35 @@ def make_page(comparison: Comparison, x: str) -> str:
     """The page. x: the axis shown first; the others of the axes that all runs have are a click away."""
     axes = [x, *(axis for axis in comparison.limits if axis != x)]
     names = [result.arm.name for result in comparison.results]
-    title = html.escape(" and ".join(names))
+    title = html.escape(
+        " and ".join(names) if len(names) <= table.MOST_BESIDE else f"{len(names)} runs against {names[0]}"
+    )
     parts = [f"<h1>{title}</h1>"]
-    for result in comparison.results:
-        if result.difference is not None:
-            kind = html.escape(result.difference.verdict.replace(" ", "-"))
-            text = html.escape(table.verdict_line(result, comparison))
-            parts.append(f'<p class="verdict {kind}">{text}</p>')
+    for verdict, text in table.verdict_lines(comparison):
+        parts.append(f'<p class="verdict {verdict.replace(" ", "-")}">{html.escape(text)}</p>')
+    parts += [f'<p class="note">{html.escape(text)}</p>' for text in table.about_verdicts(comparison)]
     parts += [_table(comparison), f'<p class="note">{html.escape(table.footnote())}</p>', *_remarks(comparison)]
     parts.append('<h2>Curves</h2><div class="tabs" role="tablist">over ')
     for axis in axes:
         parts.append(f'<button role="tab" data-axis="{axis}">{html.escape(table.AXIS_NAMES[axis])}</button>')
     parts.append("</div>")
+    parts.append('<p class="legend">')
+    parts += [f"<span>{line} {html.escape(name)}</span>" for name, line in legend_svgs(comparison)]
+    parts.append("</p>")
     for axis in axes:
         panels = "".join(
             f'<figure id="{name}-{axis}" style="margin:0">{svg}</figure>'
             for name, svg in svg_panels(comparison, axis).items()
         )
         parts.append(f'<div class="panels" data-axis="{axis}">{panels}</div>')
-    pictures = [(result.arm.name, svg) for result in comparison.results if (svg := pattern_svg(result.arm)) is not None]
+    alike: dict[str, list[Arm]] = {}
+    for result in comparison.results:
+        alike.setdefault(result.arm.sparsity, []).append(result.arm)
+    pictures = [
+        (", ".join(arm.name for arm in arms), svg)
+        for arms in alike.values()
+        if (svg := pattern_svg(arms[0])) is not None
+    ]
     if pictures:
         parts.append("<h2>Patterns</h2><p class=note>The share of a layer's heads that attend each key block.</p>")
         parts += [f"<figure><figcaption>{html.escape(name)}</figcaption>{svg}</figure>" for name, svg in pictures]
@@ -76,10 +88,10 @@ def make_page(comparison: Comparison, x: str) -> str:
 
 
 def _table(comparison: Comparison) -> str:
-    columns, rows = table.table_rows(comparison)
+    columns, rows = table.shown_table(comparison)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _remarks(comparison: Comparison) -> list[str]:

@@ -13,6 +13,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -23,6 +26,16 @@ from s2_megatron.tools.compare.runs import LEARNING_RATE, TRAINING_LOSS, Piece, 
 # Fields of a loss log's records that have another name than Megatron's TensorBoard tag.
 _LOSS_LOG_NAMES = {"grad_norm": "grad-norm", "learning_rate": LEARNING_RATE, "samples": "samples vs steps"}
 _NO_SERIES = {"iteration", "validation", "time", "skipped"}
+
+
+def read_runs(texts: Sequence[str], wandb_project: str | None = None) -> list[tuple[Run, bool]]:
+    """read_run of each. Runs that the user did not name and that would share a name have their place as theirs."""
+    read = [read_run(text, wandb_project) for text in texts]
+    taken = Counter(run.name for run, _ in read)
+    return [
+        (run if named or taken[run.name] == 1 else replace(run, name=split_run(text)[1][0]), named)
+        for text, (run, named) in zip(texts, read)
+    ]
 
 
 def read_run(text: str, wandb_project: str | None = None) -> tuple[Run, bool]:
@@ -120,6 +133,7 @@ def read_loss_log_pieces(path: Path) -> list[Piece]:
                 pieces.append(Piece(str(path)))
             pieces[-1].arguments = record[HEADER]["arguments"]
             pieces[-1].flops_per_token = record[HEADER]["flops_per_token"]
+            pieces[-1].device = _text((record[HEADER].get("machine") or {}).get("device"))
             last = 0
             continue
         step = record["iteration"]
@@ -129,7 +143,8 @@ def read_loss_log_pieces(path: Path) -> list[Piece]:
             continue
         if step <= last:
             before = pieces[-1]
-            pieces.append(Piece(str(path), arguments=before.arguments, flops_per_token=before.flops_per_token))
+            known = {name: getattr(before, name) for name in ("arguments", "flops_per_token", "device")}
+            pieces.append(Piece(str(path), **known))
         last = step
         if record.get("time") is not None:
             pieces[-1].times[step] = record["time"]
@@ -163,11 +178,12 @@ def _is_record(line: bytes) -> bool:
 def _check_header(path: Path, line: int, header: dict) -> None:
     flops = header.get("flops_per_token", "")
     numbers = flops is None or (isinstance(flops, dict) and all(map(finite_number, flops.values())))
-    if not isinstance(header.get("arguments"), dict) or not numbers:
+    machine = isinstance(header.get("machine"), dict | None)
+    if not isinstance(header.get("arguments"), dict) or not numbers or not machine:
         raise ValueError(
-            f"{path}, line {line}: a header without a JSON object as arguments, or without numbers or null as "
-            "flops_per_token; expected the first line of a process's --s2-loss-log; remove the line, and pass --vary "
-            "all if no other header is left"
+            f"{path}, line {line}: a header without a JSON object as arguments, without numbers or null as "
+            "flops_per_token, or with something else than a JSON object as machine; expected the first line of a "
+            "process's --s2-loss-log; remove the line, and pass --vary all if no other header is left"
         )
 
 
@@ -203,6 +219,7 @@ def _read_events(file: Path) -> Piece:
         piece.arguments = texts
     if "s2/flops_per_token" in texts:
         piece.flops_per_token = json.loads(texts["s2/flops_per_token"])
+    piece.device = texts.get("s2/device")
     return piece
 
 
@@ -251,6 +268,12 @@ def _take_settings(piece: Piece) -> None:
     piece.arguments = piece.arguments or None
     if piece.arguments and isinstance(piece.arguments.get("s2_flops_per_token"), dict):
         piece.flops_per_token = piece.arguments["s2_flops_per_token"]
+    if piece.arguments:
+        piece.device = _text(piece.arguments.get("s2_device"))
+
+
+def _text(value) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def read_wandb_path(path: str) -> Piece:

@@ -15,6 +15,7 @@ TRAINING_LOSS = "lm loss"
 LEARNING_RATE = "learning-rate"
 VALIDATION_LOSS = "lm loss validation"
 AXES = ("tokens", "hours", "flops", "dense-flops")
+CPU = "CPU"  # as a device
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Piece:
 
     source: where it was read. values: {series: {iteration: value}}. times: {iteration: seconds of the clock}.
     arguments: Megatron's, None when they were not logged. flops_per_token: {"attended": .., "dense": ..}, forward and
-    backward, None when they were not logged.
+    backward, None when they were not logged. device: the name of what computed it, None when it was not logged.
     """
 
     source: str
@@ -47,6 +48,7 @@ class Piece:
     times: dict[int, float] = field(default_factory=dict)
     arguments: dict | None = None
     flops_per_token: dict[str, float] | None = None
+    device: str | None = None
 
     def add(self, series: str, step: int, value: float) -> None:
         """The first value of a step stands: after the last iteration Megatron logs its test set under the name of the
@@ -62,7 +64,7 @@ class Piece:
 @dataclass(frozen=True)
 class Run:
     """One training run. remarks: what joining its pieces showed. The cumulative axes have one value per entry of
-    `steps`; an axis that was not logged is missing."""
+    `steps`; an axis that was not logged is missing. devices: those of its pieces that are known."""
 
     name: str
     sources: tuple[str, ...]
@@ -71,6 +73,7 @@ class Run:
     steps: np.ndarray
     axes: dict[str, np.ndarray]
     remarks: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
 
     def axis(self, name: str) -> np.ndarray:
         """The cumulative quantity at every entry of `steps`. Raises ValueError when it was not logged."""
@@ -127,7 +130,14 @@ def join(name: str, logs: Sequence[Sequence[Piece]]) -> Run:
         steps=steps,
         axes=_axes(steps, series, elapsed, arguments, flops),
         remarks=(*remarks, *_gaps(steps)),
+        devices=tuple(dict.fromkeys(device for piece in pieces if (device := _device(piece)) is not None)),
     )
+
+
+def _device(piece: Piece) -> str | None:
+    """Logs of older releases do not name it; gloo is the backend of runs on a CPU."""
+    on_cpu = (piece.arguments or {}).get("distributed_backend") == "gloo"
+    return piece.device or (CPU if on_cpu else None)
 
 
 def _join_pieces(pieces: Sequence[Piece]) -> tuple[dict[str, dict[int, float]], dict[int, float], list[str]]:

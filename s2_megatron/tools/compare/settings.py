@@ -63,7 +63,7 @@ CHECKED = {
 }  # fmt: skip
 ALL = "all"  # --vary all: nothing is checked
 DENSE = "dense"
-# In the header of a thinned log (examples/quality): the hash of the losses of the run whose weights it begins with.
+# In the header of a thinned log (studies): the hash of the losses of the run whose weights it begins with.
 START_LOSSES = "start_losses"
 
 
@@ -199,7 +199,8 @@ def make_arms(runs: Sequence[Run], vary: Sequence[str], named: Sequence[bool]) -
                 "seed in an arm; name the arms to compare them (one=PATH two=PATH), or join the pieces of one run "
                 "with a comma"
             )
-        name = members[0].name if key[0] in ("named", "alone") else _arm_name(members[0], settings, groups)
+        alone = len(members) == 1 or key[0] in ("named", "alone")
+        name = members[0].name if alone else _arm_name(members[0], settings, groups)
         taken[name] = taken.get(name, 0) + 1
         arms.append(
             Arm(name if taken[name] == 1 else f"{name} #{taken[name]}", tuple(members), sparsity_of(members[0]))

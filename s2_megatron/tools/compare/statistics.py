@@ -18,9 +18,15 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 DRAWS = 2000
-BLOCK_FACTOR = 3
+BLOCK_FACTOR, DRIFT_FACTOR = 3, 1.5
+DRIFT_GROUPS = 32
 # Pairs from which on their own spread says how much seeds differ.
 SPREAD_PAIRS = 3
+# Steps that each of fewer pairs needs for a verdict: fewer show too little of how they are correlated.
+MIN_STEPS = 40
+# Standard deviations of the steps' differences that a slow drift keeps from zero over the last quarter of a run in at
+# most 5 % of all runs, even where it is a random walk. Gaps beyond are decided however the steps are correlated.
+CERTAIN = 12
 
 
 class RunOffset(NamedTuple):
@@ -34,13 +40,13 @@ class RunOffset(NamedTuple):
 # Training loss over the last quarter, rounding alone: benchmarks/results/cpu_run_offset.json.
 SMALL_RUNS = RunOffset(0.0037, "nine quickstarts of this project that differ in rounding alone, 0.6M tokens each")
 # The same of language models of 100M parameters, whose loss falls from 4 to 2.3 on the way, not at the same step in
-# each run: docs/quality/repeats.
+# each run: studies/results/repeats.npz.
 MIDDLE_RUNS = RunOffset(
     0.041, "two models of this project, three and four runs that differ in rounding alone, 149M and 80M tokens"
 )
 # Runs of which each pair begins with the same trained weights. Two pairs from one checkpoint have not been measured.
 # From checkpoints trained alike the gaps of two repeats ended 0.0026 apart, and were 0.049, 0.053 and 0.063 at
-# the beginning of three (docs/quality/repeats), which holds what the checkpoints differ in, too.
+# the beginning of three (studies/results/repeats.npz), which holds what the checkpoints differ in, too.
 GOING_ON = RunOffset(0.0037, "assumed of runs that go on from one checkpoint: it has not been measured")
 # Validation loss, rounding and seed, as published with the records of that speed run.
 LARGE_RUNS = RunOffset(0.0013, "ten runs of modded-nanogpt that differ in rounding and seed, a GPT-2 124M on FineWeb")
@@ -64,7 +70,8 @@ class Difference:
 
     step_error, offset_error: half-widths from the steps' own noise and from what distinguishes runs otherwise; the
     interval has their root of summed squares, or for three or more pairs that of the pairs' spread. baseline: the
-    baseline's mean loss over the same steps. block: steps of a bootstrap block (the longest of the pairs).
+    baseline's mean loss over the same steps. block: steps of a bootstrap block (the longest of the pairs). undecided:
+    why the steps are no ground for an interval, which is then too short; "" where they are.
     """
 
     mean: float
@@ -76,9 +83,12 @@ class Difference:
     pairs: int
     steps: int
     block: int
+    undecided: str = ""
 
     @property
     def verdict(self) -> str:
+        if self.undecided:
+            return "not told apart"
         if self.high < 0:
             return "better"
         return "worse" if self.low > 0 else "not told apart"
@@ -89,19 +99,37 @@ class Difference:
         return self.mean / self.baseline, self.low / self.baseline, self.high / self.baseline
 
 
-def block_steps(values: np.ndarray) -> int:
-    """Steps of a block of the circular bootstrap: BLOCK_FACTOR times the rule of Politis and White (2004) with the
-    correction of Patton, Politis and White (2009), from 1 to a third of the steps. values: float [n].
+def longest_block(steps: int) -> int:
+    """Of so many steps: at least three blocks are drawn."""
+    return max(1, steps // 3)
 
-    The rule alone gives the best estimate of a variance, and intervals that are too short on the few hundred steps of
-    a real comparison: 64 of 200 simulated pairs of noise alone (75 steps, correlation 0.95 from step to step) were
-    called different, and 46 of 200 with 250 steps; with the factor 22 and 8, and 12 at most for smaller correlations.
+
+def block_steps(values: np.ndarray) -> int:
+    """Steps of a block of the circular bootstrap, from 1 to longest_block. values: float [n].
+
+    The longer one of two: BLOCK_FACTOR times the rule of Politis and White (2004) with the correction of Patton,
+    Politis and White (2009), which gives the best estimate of a variance and, used alone, intervals that are too short;
+    and DRIFT_FACTOR times what the rule gives for a series of which each value is correlated with the last alone. That
+    sees correlations over more steps than the first one looks at. It is taken of the steps and, as their own noise
+    hides a slow drift, of the means over DRIFT_GROUPS groups of them, too.
+
+    A block of longest_block says that the steps hold too few independent ones: Difference.undecided.
     """
     n = len(values)
     centred = values - values.mean()
-    variance = float(centred @ centred) / n
-    if n < 8 or variance == 0.0:
+    # Differences that are all equal but for rounding are not correlated.
+    if n < 8 or np.abs(centred).max() <= 1e-12 * max(1.0, np.abs(values).max()):
         return 1
+    group = max(1, n // DRIFT_GROUPS)
+    grouped = centred[n % group :].reshape(-1, group).mean(axis=1)
+    drift = DRIFT_FACTOR * max(_drift_block(centred), group * _drift_block(grouped))
+    return int(np.clip(math.ceil(max(BLOCK_FACTOR * _automatic_block(centred), drift)), 1, longest_block(n)))
+
+
+def _automatic_block(centred: np.ndarray) -> float:
+    """Of Politis and White. centred: float [n], its mean is 0."""
+    n = len(centred)
+    variance = float(centred @ centred) / n
     run_length = max(5, math.ceil(math.sqrt(math.log10(n))))
     longest = min(n - 1, math.ceil(math.sqrt(n)) + run_length)
     covariances = np.array([centred[: n - lag] @ centred[lag:] for lag in range(longest + 1)]) / n
@@ -113,10 +141,19 @@ def block_steps(values: np.ndarray) -> int:
     window = np.clip(2 * (1 - lags / cut), 0, 1)  # flat-top: 1 up to half of the cut, then falling to 0
     slope = 2 * float(np.sum(window * lags * covariances[1 : cut + 1]))
     spectrum = variance + 2 * float(np.sum(window * covariances[1 : cut + 1]))
-    if spectrum <= 0:
-        return 1
-    block = (2 * slope**2 / (4 / 3 * spectrum**2)) ** (1 / 3) * n ** (1 / 3)
-    return int(np.clip(math.ceil(BLOCK_FACTOR * block), 1, max(1, n // 3)))
+    return 1.0 if spectrum <= 0 else (2 * slope**2 / (4 / 3 * spectrum**2)) ** (1 / 3) * n ** (1 / 3)
+
+
+def _drift_block(values: np.ndarray) -> float:
+    """The best block for an autoregression of first order, 0 without a positive correlation. values: float [n]."""
+    n = len(values)
+    centred = values - values.mean()
+    variance = float(centred @ centred)
+    if variance == 0.0:
+        return 0.0
+    estimate = float(centred[1:] @ centred[:-1]) / variance
+    correlation = min(estimate + (1 + 3 * estimate) / n, 0.999)  # the estimate is too low by that much in the mean
+    return (math.sqrt(6) * max(correlation, 0.0) / (1 - correlation**2)) ** (2 / 3) * n ** (1 / 3)
 
 
 def bootstrap_error(values: np.ndarray, block: int, seed: int = 0) -> float:
@@ -146,6 +183,7 @@ def difference_of_pairs(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run_offs
     blocks = [block_steps(difference) for difference in differences]
     errors = [bootstrap_error(difference, block, seed) for difference, block in zip(differences, blocks)]
     step_error = math.sqrt(sum(error**2 for error in errors)) / count
+    undecided = ""
     if count >= SPREAD_PAIRS:
         quantile = stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)
         offset_error = half = float(quantile * means.std(ddof=1) / math.sqrt(count))
@@ -153,6 +191,7 @@ def difference_of_pairs(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run_offs
         quantile = stats.norm.ppf((1 + CONFIDENCE) / 2)
         offset_error = float(quantile * run_offset * math.sqrt(2 / count))  # both runs of a pair have theirs
         half = math.hypot(step_error, offset_error)
+        undecided = _undecided(differences, blocks)
     mean = float(means.mean())
     return Difference(
         mean=mean,
@@ -164,4 +203,18 @@ def difference_of_pairs(pairs: Sequence[tuple[np.ndarray, np.ndarray]], run_offs
         pairs=count,
         steps=sum(map(len, differences)),
         block=max(blocks),
+        undecided=undecided,
     )
+
+
+def _undecided(differences: Sequence[np.ndarray], blocks: Sequence[int]) -> str:
+    """Why one or two pairs give no interval. blocks: block_steps of the differences."""
+    least = min(map(len, differences))
+    if least < MIN_STEPS:
+        return f"{least} steps were compared, {MIN_STEPS} or more are needed"
+    if any(
+        block >= longest_block(len(difference)) and abs(difference.mean()) <= CERTAIN * difference.std()
+        for difference, block in zip(differences, blocks)
+    ):
+        return f"their difference drifts too slowly for the {least} steps that were compared to say how far"
+    return ""

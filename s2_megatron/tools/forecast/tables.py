@@ -95,7 +95,8 @@ class Tables:
         )
 
     def exchange(self, comm_type: str, ranks: int, tokens: int, notes: set[str]) -> tuple[float, float]:
-        """Seconds per byte sent that context parallelism adds, in the forward and in the backward."""
+        """Seconds per byte sent that context parallelism adds, in the forward and in the backward. notes: gets what
+        lies outside of the table."""
         rows = [row for row in self.content["exchange"] if row["exchange"] == comm_type]
         if not rows:
             rows = [row for row in self.content["exchange"] if row["exchange"] == "te:p2p"]
@@ -106,6 +107,12 @@ class Tables:
             known = " and ".join(map(str, measured))
             notes.add(f"exchange {comm_type} over {ranks} ranks: measured on {known}, taken as on {nearest}")
         rows = sorted((row for row in rows if row["ranks"] == nearest), key=lambda row: row["tokens"])
+        least, most = rows[0]["tokens"], rows[-1]["tokens"]
+        if not least <= tokens <= most:
+            notes.add(
+                f"exchange {comm_type} over {tokens:,} tokens: measured from {least:,} to {most:,}, the rate of "
+                f"{least if tokens < least else most:,} is taken"
+            )
         at = math.log(tokens)
         lengths = [math.log(row["tokens"]) for row in rows]
         return tuple(
@@ -133,7 +140,7 @@ class _Kernels:
         for dim in sorted({row["head_dim"] for row in rows} - {BASE_HEAD_DIM}):
             self.head_dims[dim] = self._factors(row for row in rows if row["head_dim"] == dim)
         few = [row for row in rows if row["head_dim"] == BASE_HEAD_DIM and row["kv_heads"] == 1]
-        self.one_kv_head = self._factors(few) if few else [1.0, 1.0]
+        self.one_kv_head = self._factors(few) if few else None
 
     def _base(self, kind: int, keys: float) -> float:
         return float(np.exp(np.interp(math.log(keys), self.keys, self.series[kind])))
@@ -159,11 +166,14 @@ class _Kernels:
             notes.add(f"{name} attention at head dim {head_dim}: measured at {_listed(dims)}, taken as at {dim}")
         scale = max(1.0, head_dim / dim)
         few = max(0.0, 1 - math.log2(max(1, kv_heads)) / math.log2(ALL_KV_HEADS))
+        if few and self.one_kv_head is None:
+            notes.add(f"{name} attention with {kv_heads} KV heads a GPU: measured from {ALL_KV_HEADS} on, taken so")
+        one_kv_head = self.one_kv_head or [1.0, 1.0]
         return AttentionTime(
             *(
                 max(
                     self.floors[kind],
-                    pairs * self._base(kind, keys) * self.head_dims[dim][kind] * scale * self.one_kv_head[kind] ** few,
+                    pairs * self._base(kind, keys) * self.head_dims[dim][kind] * scale * one_kv_head[kind] ** few,
                 )
                 for kind in range(2)
             )

@@ -6,13 +6,15 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
-from s2_megatron.tools.hf.config_types import check_types
+from s2_megatron.megatron.rope_scaling import computed_factor
+from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
+from s2_megatron.tools.hf.config_types import check_types, is_count
 from s2_megatron.tools.hf.weights import Shape
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query attention)"
 
 # Megatron's arguments that change what the model computes, and the one value that a Llama or Qwen has.
@@ -27,7 +29,6 @@ _WANTED = {
     "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
     "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
 }  # fmt: skip
-_FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, MODEL_TYPE: {}}
 
 
 def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> Shape:
@@ -129,8 +130,8 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
     Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own).
     """
     rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
-    if getattr(args, "use_rope_scaling", False):
-        rope |= {"rope_type": "llama3", "factor": float(args.rope_scaling_factor), **LLAMA3_ROPE}
+    if (factor := computed_factor(args)) is not None:
+        rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
     content = {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
@@ -167,67 +168,79 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
     return {"architectures": [name], "model_type": family} | content
 
 
-def shape_of_config(content: dict, where: str, divisor: int) -> Shape:
-    """The model of a config.json. divisor: the embedding's rows become a multiple of it.
-
-    Raises one ValueError for whatever a Megatron Llama or Qwen does not have.
-    """
+def config_as_read(content: dict, where: str) -> dict:
+    """A config.json as transformers understands it. Raises one ValueError for whatever a Megatron Llama or Qwen does
+    not have, and for a key that nobody here knows."""
     family = content.get("model_type")
-    if not isinstance(family, str) or family not in _FAMILIES:
+    if not isinstance(family, str) or family not in CLASSES:
         raise ValueError(
-            f"{where}: model_type={family!r}; expected one of {', '.join(_FAMILIES)}; only {FORM} can be imported"
+            f"{where}: model_type={printable(repr(family))}; expected one of {', '.join(CLASSES)}; only {FORM} can be "
+            "imported"
         )
     check_types(content, where)
-    rope = rope_of_config(content)
-    wanted = {
-        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-        "partial_rotary_factor": 1.0, "attention_dropout": 0.0,
-    }  # fmt: skip
-    other = {name: content[name] for name, value in wanted.items() if content.get(name, value) not in (value, None)}
-    if rope["rope_type"] not in ("default", "llama3") or (
-        rope["rope_type"] == "llama3" and any(rope.get(name) != value for name, value in LLAMA3_ROPE.items())
-    ):
-        other["rope_parameters"] = rope
-    if other:
-        found = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        raise ValueError(f"{where}: {found}; expected none of it; only {FORM} can be imported")
-    heads, words = content["num_attention_heads"], content["vocab_size"]
-    options = {"qkv_bias": False, "qk_norm": False} | _FAMILIES[family]
+    sparsity_of_config(content, where)
+    return resolved_config(content, where)
+
+
+def shape_of_config(content: dict, divisor: int) -> Shape:
+    """The model of a config. content: of config_as_read. divisor: the embedding's rows become a multiple of it."""
+    heads, words, family = content["num_attention_heads"], content["vocab_size"], content["model_type"]
     return Shape(
         num_layers=content["num_hidden_layers"],
         hidden_size=content["hidden_size"],
         ffn_hidden_size=content["intermediate_size"],
         num_heads=heads,
-        num_kv_heads=content.get("num_key_value_heads") or heads,
+        num_kv_heads=content["num_key_value_heads"],
         head_dim=content.get("head_dim") or content["hidden_size"] // heads,
         vocab_size=words,
         padded_vocab_size=-(-words // divisor) * divisor,
-        qkv_bias=content.get("qkv_bias", options["qkv_bias"]),
-        qk_norm=content.get("qk_norm", options["qk_norm"]),
-        # transformers' default; Llama and Qwen2 write it out when it is not.
-        tied=bool(content.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2" or bool(content.get("qkv_bias")),
+        qk_norm=family == "qwen3" or bool(content.get("qk_norm")),
+        tied=bool(content["tie_word_embeddings"]),
     )
 
 
-def rope_of_config(content: dict) -> dict:
-    """rope_type, rope_theta and what belongs to the type, from a config of transformers 5 or 4."""
-    rope = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    rope.setdefault("rope_theta", content.get("rope_theta", 10000.0))
-    return rope
+def sparsity_of_config(content: dict, where: str) -> ResolvedSparsity | None:
+    """The sparsity in a config.json whose types are right, None for a dense model. Raises ValueError for one that is
+    missing, null, damaged or of another model."""
+    stored, layers, heads = (content.get(name) for name in ("s2_sparsity", "num_hidden_layers", "num_attention_heads"))
+    if stored is None:
+        if "s2_sparsity" not in content and content["model_type"] != MODEL_TYPE:
+            return None
+        raise ValueError(
+            f"{where}: config.json has no s2_sparsity, or null; expected the sparsity of every layer; export the model "
+            "again, or, if it is dense, give it the model_type of a dense one"
+        )
+    try:
+        sparsity = sparsity_from_stored(stored)
+        found = (len(sparsity.layers), sparsity.num_heads, sparsity.num_kv_heads)
+        wanted = (layers, heads, content.get("num_key_value_heads") or heads)
+        if found != wanted:
+            raise ValueError(f"it is of {found} layers, heads and KV heads, the model of {wanted}")
+        for name in ("seq_length", "block_size"):
+            if not is_count(getattr(sparsity, name)):
+                raise ValueError(f"{name}={getattr(sparsity, name)!r} is no whole number above 0")
+        sparsity.canonical_json()
+    except (ValueError, TypeError, AttributeError, OverflowError, MemoryError) as error:
+        raise ValueError(
+            f"{where}: s2_sparsity in config.json cannot be read ({printable(' '.join(str(error).split()), 200)}); "
+            "expected what export-hf writes; export the model again"
+        ) from error
+    return sparsity
 
 
-def megatron_flags(content: dict, shape: Shape, divisor: int) -> list[str]:
-    """The model flags of a launcher that trains this model on."""
-    rope = rope_of_config(content)
+def megatron_flags(content: dict, shape: Shape) -> list[str]:
+    """The flags of Megatron that make this model, dropouts included. content: of config_as_read or hf_config."""
+    rope = content["rope_parameters"]
     flags = [
         f"--num-layers={shape.num_layers}", f"--hidden-size={shape.hidden_size}",
         f"--ffn-hidden-size={shape.ffn_hidden_size}", f"--num-attention-heads={shape.num_heads}",
         "--group-query-attention", f"--num-query-groups={shape.num_kv_heads}", f"--kv-channels={shape.head_dim}",
-        f"--max-position-embeddings={content.get('max_position_embeddings', 2048)}", "--position-embedding-type=rope",
+        f"--max-position-embeddings={content['max_position_embeddings']}", "--position-embedding-type=rope",
         f"--rotary-base={int(rope['rope_theta'])}", "--normalization=RMSNorm",
-        f"--norm-epsilon={content.get('rms_norm_eps', 1e-6)}", "--swiglu", "--disable-bias-linear",
-        f"--make-vocab-size-divisible-by={divisor}", f"--init-method-std={content.get('initializer_range', 0.02)}",
+        f"--norm-epsilon={content['rms_norm_eps']}", "--swiglu", "--disable-bias-linear",
+        f"--padded-vocab-size={shape.padded_vocab_size}", f"--init-method-std={content['initializer_range']}",
+        "--attention-dropout=0", "--hidden-dropout=0",
     ]  # fmt: skip
     flags += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
     flags += [] if shape.tied else ["--untie-embeddings-and-output-weights"]

@@ -15,13 +15,15 @@ import torch
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.printing import held
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.torch_dist import TorchDistReader
 
 
 @contextlib.contextmanager
 def quiet():
     """Megatron's imports report every package that is not installed."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as unseen, held(unseen):
         warnings.simplefilter("ignore")
         yield
 
@@ -68,26 +70,64 @@ def load_model(
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
+    flags = megatron_flags(hf_config(trained, shape, sparsity, "float32", as_dense=False), shape)
+    model = build_model(flags, sparsity, seq_length=trained.seq_length, dtype=dtype, dense_core=dense_core)
+    load_weights(model, folder)
+    return LoadedModel(model, trained, sparsity)
+
+
+def load_weights(model: torch.nn.Module, folder: Path) -> None:
+    """Has Megatron load a model's weights."""
     from megatron.core import dist_checkpointing
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.arguments import parse_and_validate_args
-    from megatron.training.initialize import initialize_megatron
 
-    from s2_megatron.megatron.arguments import add_s2_arguments
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
-    from s2_megatron.megatron.layer_specs import apply_s2
-    from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
-    from s2_megatron.megatron.settings import S2Run, S2Settings
+    with quiet():
+        metadata = dist_checkpointing.load_content_metadata(folder) or {}
+        state = {"model": model.sharded_state_dict(metadata=metadata)}
+        model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
 
-    config = hf_config(trained, shape, sparsity, "float32", as_dense=False)
+
+def load_first_layers(model: torch.nn.Module, folder: Path) -> None:
+    """Loads a model that has only the first layers of the checkpoint, whose layers are stacked: Megatron says where its
+    weights stand in it, and would itself not take a part."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    reader = TorchDistReader(folder)
+    with quiet(), torch.no_grad():
+        state = model.sharded_state_dict()
+        apply_factories(state)
+        for part in nested_values(state):
+            if isinstance(part, ShardedTensor):
+                size = (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)
+                part.data.copy_(reader.read(part.key, part.global_offset, size).view(part.local_shape))
+
+
+def build_model(
+    flags: list[str], sparsity: ResolvedSparsity, *, seq_length: int, dtype: torch.dtype, dense_core: str = "s2"
+) -> torch.nn.Module:
+    """The GPTModel of megatron_flags in evaluation mode, with weights that nobody has loaded. Once a process."""
+    with quiet():
+        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+
+        install_if_no_gpu()
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.training.argument_utils import gpt_config_from_args
+        from megatron.training.arguments import parse_and_validate_args
+        from megatron.training.initialize import initialize_megatron
+
+        from s2_megatron.megatron.arguments import add_s2_arguments
+        from s2_megatron.megatron.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.layer_specs import apply_s2
+        from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+        from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
+        from s2_megatron.megatron.settings import S2Run, S2Settings
+
     flags = [
-        *megatron_flags(config, shape, shape.padded_vocab_size),
-        f"--seq-length={trained.seq_length}", "--micro-batch-size=1", "--attention-dropout=0", "--hidden-dropout=0",
-        "--transformer-impl=local", "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
+        *flags, f"--seq-length={seq_length}", "--micro-batch-size=1", "--transformer-impl=local",
+        "--no-persist-layer-norm", "--no-rope-fusion", "--no-masked-softmax-fusion",
         "--no-gradient-accumulation-fusion", "--no-bias-swiglu-fusion", "--no-create-attention-mask-in-dataloader",
-        "--tokenizer-type=NullTokenizer", f"--vocab-size={shape.padded_vocab_size - 1}", "--mock-data",
-        "--train-iters=1", "--lr=1e-4", "--num-workers=0",
+        "--tokenizer-type=NullTokenizer", "--vocab-size=2", "--mock-data", "--train-iters=1", "--lr=1e-4",
+        "--num-workers=0", "--no-initialization",
         *(["--distributed-backend=gloo"] if compute_device().type == "cpu" else []),
         *{torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, []),
     ]  # fmt: skip
@@ -97,15 +137,13 @@ def load_model(
         args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
         args.softmax_scale = sparsity.softmax_scale
         model_config = gpt_config_from_args(args)
+        set_rope_scaling(args, model_config)
         apply_s2(model_config, S2Run(sparsity, S2Settings(dense_core=dense_core)))
         initialize_megatron()
         groups = ProcessGroupCollection.use_mpu_process_groups()
         model = model_config.get_builder_cls()(model_config).build_model(groups)
-        model = model.to(device=compute_device(), dtype=dtype).eval()
-        metadata = dist_checkpointing.load_content_metadata(folder) or {}
-        state = {"model": model.sharded_state_dict(metadata=metadata)}
-        model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
-    return LoadedModel(model, trained, sparsity)
+        check_rope_scaling(args, [model])
+        return model.to(device=compute_device(), dtype=dtype).eval()
 
 
 def _one_process() -> None:

@@ -8,18 +8,27 @@ from s2_megatron.config.errors import printable
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-_NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta")
+_NUMBERS = ("rms_norm_eps", "initializer_range")
 _SWITCHES = ("qkv_bias", "qk_norm", "tie_word_embeddings")
-_NULLABLE = ("num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings")  # null is as if it was left out
+_NULLABLE = ("num_key_value_heads", "head_dim")  # null is as if it was left out
 _ROPES = ("rope_parameters", "rope_scaling")
+MOST_LAYERS = 10_000  # more than any model has: nothing is made for each of a number that a mistake wrote
+MOST = 2**31 - 1
+THETA = "expected a whole number above 0, which is what Megatron's --rotary-base takes"
 
 
-def _is_count(value) -> bool:
-    return type(value) is int and value > 0
+def is_count(value) -> bool:
+    """A whole number above 0 that Megatron's arithmetic holds."""
+    return type(value) is int and 0 < value <= MOST
 
 
 def _is_number(value) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+    return type(value) in (int, float) and 0 < value < 1e18 and math.isfinite(value)
+
+
+def _is_theta(value) -> bool:
+    """Megatron's --rotary-base takes whole numbers alone."""
+    return _is_number(value) and value == int(value)
 
 
 def _rope_mistakes(content: dict) -> list[str]:
@@ -34,9 +43,12 @@ def _rope_mistakes(content: dict) -> list[str]:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "llama3" and "factor" not in rope:
             found.append(f"{name} has no factor")
-        for key in ("rope_theta", "factor"):
-            if rope.get(key) is not None and not _is_number(rope[key]):
-                found.append(f"{name}.{key}={printable(repr(rope[key]))}, expected a number above 0")
+        if "factor" in rope and not _is_number(rope["factor"]):
+            found.append(f"{name}.factor={printable(repr(rope['factor']))}, expected a number above 0")
+        if "rope_theta" in rope and not _is_theta(rope["rope_theta"]):
+            found.append(f"{name}.rope_theta={printable(repr(rope['rope_theta']))}, {THETA}")
+    if "rope_theta" in content and not _is_theta(content["rope_theta"]):
+        found.append(f"rope_theta={printable(repr(content['rope_theta']))}, {THETA}")
     return found
 
 
@@ -44,7 +56,7 @@ def check_types(content: dict, where: str) -> None:
     """Raises one ValueError that names what is missing in a config.json and what has another type."""
     found = [f"{name} is missing" for name in _NEEDED if name not in content]
     for names, is_right, expected in (
-        (_COUNTS, _is_count, "a whole number above 0"),
+        (_COUNTS, is_count, "a whole number above 0 (and below 2^31)"),
         (_NUMBERS, _is_number, "a number above 0"),
         (_SWITCHES, lambda value: type(value) is bool, "true or false"),
     ):
@@ -53,6 +65,8 @@ def check_types(content: dict, where: str) -> None:
             if name in content and not is_right(value) and not (value is None and name in _NULLABLE):
                 found.append(f"{name}={printable(repr(value))}, expected {expected}")
     found += _rope_mistakes(content)
+    if not found and content["num_hidden_layers"] > MOST_LAYERS:
+        found = [f"num_hidden_layers={content['num_hidden_layers']}, expected {MOST_LAYERS} at most"]
     if not found:
         heads, groups = content["num_attention_heads"], content.get("num_key_value_heads")
         if groups and heads % groups:

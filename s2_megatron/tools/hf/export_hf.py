@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checksums import files_of_rank, read_checksums
 from s2_megatron.tools.hf import require_transformers
@@ -100,11 +101,11 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
 
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever the libraries raise for files that are no tokenizer
         source = "--tokenizer" if given else "the checkpoint's --tokenizer-model"
-        reason = " ".join(str(error).split())[:160]
+        reason = printable(" ".join(str(error).split()), 160)
         raise ValueError(
-            f"{source} {name}: no tokenizer can be loaded ({reason}); give a folder: --tokenizer FOLDER"
+            f"{source} {printable(name, 200)}: no tokenizer can be loaded ({reason}); give a folder: --tokenizer FOLDER"
         ) from error
 
 

@@ -4,29 +4,31 @@ checkpoint, from which pretraining with S2-Attention continues.
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
     torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml --load llama-megatron --finetune ...
 
-It prints the flags of model and tokenizer for the launcher. One tensor is in memory at a time.
+One tensor is in memory at a time. Then the logits of a short text are compared with transformers' (the whole model, or
+the first layers that fit into half of the free memory), and a whole launch line is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import math
 import sys
 from pathlib import Path
 
 import torch
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.tools.hf import require_transformers
-from s2_megatron.tools.hf.folders import complete_folder
+from s2_megatron.tools.hf.folders import complete_folder, refuse_existing
+from s2_megatron.tools.hf.launch_text import TOKENIZER, launch_text
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter
 from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
 
 # Modules whose empty _extra_state Megatron asks for in every layer.
 _EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
 _ROPE_BUFFER = "rotary_emb.inv_freq"  # old folders carry it
 
 
@@ -37,40 +39,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
         help="as in Megatron, times the tensor-parallel size of the training (default: 128)",
     )  # fmt: skip
+    parser.add_argument(
+        "--no-logit-check", action="store_true",
+        help="do not compare the logits of the imported model with those of transformers",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     require_transformers()
-    from s2_megatron.tools.hf.architecture import megatron_flags, shape_of_config
+    from s2_megatron.tools.hf.architecture import config_as_read, megatron_flags, shape_of_config, sparsity_of_config
 
     divisor = args.make_vocab_size_divisible_by
     if divisor < 1:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: expected 1 or more, e.g. 128")
-    if args.output.exists():
+    refuse_existing(args.output, "--output")
+    where = f"--input {args.input}"
+    content = config_as_read(_config(args.input), where)
+    shape, sparsity = shape_of_config(content, divisor), sparsity_of_config(content, where)
+    if shape.padded_vocab_size > 2 * max(shape.vocab_size, 1024):
         raise ValueError(
-            f"--output {args.output} exists and is never overwritten; name another folder, or move it away"
+            f"--make-vocab-size-divisible-by {divisor}: {shape.padded_vocab_size} rows for {shape.vocab_size} words; "
+            "expected a number that does not double them, e.g. 128"
         )
-    content = _config(args.input)
-    shape = shape_of_config(content, f"--input {args.input}", divisor)
     weights = SafetensorsFolder(args.input)
     _check_weights(weights, shape, args.input)
-    flags = megatron_flags(content, shape, divisor)
-    stored = _stored_arguments(args.input, content, shape, flags)
-    with complete_folder(args.output, "--output") as work:
+    flags = megatron_flags(content, shape)
+    stored = _stored_arguments(args.input, content, shape, sparsity, flags)
+    needed = sum(math.prod(size) for size in megatron_shapes(shape).values()) * _dtype(weights).itemsize
+    with complete_folder(args.output, "--output", needed) as work:
         (work / "release").mkdir()
         writer = TorchDistWriter(work / "release")
         write_checkpoint(writer, weights, shape)
         writer.add_object("common_state/shard_0_1", [{"args": stored, "checkpoint_version": 3.0, "iteration": 0}])
         writer.finish()
         (work / "latest_checkpointed_iteration.txt").write_text("release")
+        if args.no_logit_check:
+            checked = "logits not compared with transformers: --no-logit-check"
+        else:
+            from s2_megatron.tools.hf.logit_check import compare_logits
+
+            checked = compare_logits(args.input, content, work / "release", shape, flags, sparsity)
     size = sum(path.stat().st_size for path in (args.output / "release").iterdir())
-    print(
-        f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB. Train on with --load {args.output} "
-        "--finetune and"
-    )
-    if stored.tokenizer_type == TOKENIZER:
-        flags = [*flags, f"--tokenizer-type={TOKENIZER}", f"--tokenizer-model={shlex.quote(stored.tokenizer_model)}"]
-    print("  " + " \\\n  ".join(flags))
+    print(f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB; {checked}")
+    print(launch_text(args.output, flags, stored, shape.vocab_size, sparse=sparsity is not None))
     return 0
 
 
@@ -89,12 +100,22 @@ def _config(folder: Path) -> dict:
     return content
 
 
+def _dtype(weights: SafetensorsFolder) -> torch.dtype:
+    return weights.tensors["model.embed_tokens.weight"].dtype
+
+
 def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> None:
     """Raises ValueError unless the folder has exactly the weights of the model that its config names."""
+    if f"model.layers.{shape.num_layers - 1}.input_layernorm.weight" not in weights.tensors:
+        layers = {name.split(".")[2] for name in weights.tensors if name.startswith("model.layers.")}
+        raise ValueError(
+            f"--input {folder}: config.json has num_hidden_layers={shape.num_layers}, the weights are of "
+            f"{len(layers)} layers; expected as many; correct the config, or copy the missing files"
+        )
     expected = {name: size for piece in pieces(shape) for name, size in piece.hf}
     found = {name: tensor.shape for name, tensor in weights.tensors.items() if not name.endswith(_ROPE_BUFFER)}
     if shape.tied:
-        found.pop("lm_head.weight", None)  # the embedding, once more
+        _check_tied(weights, found.pop("lm_head.weight", None), folder)
     problems = [f"{name} is unknown" for name in found if name not in expected]
     problems += [f"{name} is missing" for name in expected if name not in found]
     problems += [
@@ -111,6 +132,20 @@ def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> No
     dtypes = {tensor.dtype for name, tensor in weights.tensors.items() if name in expected}
     if len(dtypes) > 1:
         raise ValueError(f"--input {folder}: weights of several dtypes ({', '.join(map(str, dtypes))}); expected one")
+
+
+def _check_tied(weights: SafetensorsFolder, head: tuple[int, ...] | None, folder: Path) -> None:
+    """Raises ValueError for a head that is not the embedding once more. head: its shape, None where there is none."""
+    embedding = weights.tensors.get("model.embed_tokens.weight")
+    if head is None or embedding is None:
+        return
+    tensors = (weights.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    if head != embedding.shape or not torch.equal(*tensors):
+        raise ValueError(
+            f"--input {folder}: lm_head.weight is not model.embed_tokens.weight, and config.json has "
+            "tie_word_embeddings=true, with which it would be lost; expected equal weights; set tie_word_embeddings to "
+            "false if the model has a head of its own, else remove lm_head.weight"
+        )
 
 
 def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape: Shape) -> None:
@@ -135,13 +170,13 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
             writer.add_object(f"{LAYERS}{module}._extra_state/shard_{layer}_{shape.num_layers}", [None])
 
 
-def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str]) -> argparse.Namespace:
+def _stored_arguments(
+    folder: Path, content: dict, shape: Shape, sparsity: ResolvedSparsity | None, flags: list[str]
+) -> argparse.Namespace:
     """What Megatron stores with a checkpoint: all its arguments, here the defaults with the model's flags."""
-    from s2_megatron.config.stored import sparsity_from_stored
+    from s2_megatron.megatron.rope_scaling import RECORD
     from s2_megatron.tools.hf.checkpoint_model import quiet
 
-    stored = content.get("s2_sparsity")
-    sparsity = None if stored is None else sparsity_from_stored(stored)
     with quiet():
         from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
 
@@ -150,9 +185,9 @@ def _stored_arguments(folder: Path, content: dict, shape: Shape, flags: list[str
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     args = parser.parse_args(flags)
-    args.padded_vocab_size = shape.padded_vocab_size
-    args.seq_length = content.get("max_position_embeddings", 2048)
-    args.layernorm_epsilon = getattr(args, "layernorm_epsilon", content.get("rms_norm_eps", 1e-6))
+    args.seq_length = content["max_position_embeddings"]
+    args.layernorm_epsilon = getattr(args, "layernorm_epsilon", content["rms_norm_eps"])
+    setattr(args, RECORD, args.rope_scaling_factor)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
         args.tokenizer_type, args.tokenizer_model = TOKENIZER, str(folder.resolve())
     if sparsity is not None:

@@ -1,5 +1,6 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors), tensor by tensor: 8 bytes with the header's length, a
-JSON header with dtype, shape and place of every tensor, the bytes."""
+"""Safetensors files (https://huggingface.co/docs/safetensors), tensor by tensor. Read by the library safetensors, which
+checks the header; written here, for the library wants all tensors of a file in memory: 8 bytes with the header's
+length, a JSON header with dtype, shape and place of every tensor, the bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from s2_megatron.config.errors import joined, printable
+
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX = "model.safetensors.index.json"
+READ_AT_A_TIME = 1 << 24  # bytes
 
 
 class TensorShape(NamedTuple):
@@ -87,48 +91,92 @@ class SafetensorsFolder:
     """The tensors of a model's folder. tensors: their shapes by name."""
 
     def __init__(self, folder: Path):
-        """Raises ValueError when there are no safetensors, or a file is not one."""
-        index, single = folder / INDEX, folder / "model.safetensors"
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        elif single.is_file():
-            files = [single.name]
-        else:
-            raise ValueError(
-                f"{folder}: neither model.safetensors nor {INDEX}; expected a Hugging Face folder with safetensors; "
-                "save the model again with save_pretrained"
-            )
+        """Raises ValueError when there are no safetensors, a file is not one, and when files and index differ."""
+        from safetensors import SafetensorError, safe_open
+
+        files, places = _files(folder)
         self.tensors: dict[str, TensorShape] = {}
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._places: dict[str, Path] = {}
         dtypes = {text: dtype for dtype, text in DTYPES.items()}
         for file in files:
             path = folder / file
             try:
-                with path.open("rb") as opened:
-                    (length,) = struct.unpack("<Q", opened.read(8))
-                    header = json.loads(opened.read(length))
-                end = 8 + length + max(entry["data_offsets"][1] for key, entry in header.items() if key[:2] != "__")
-            except (OSError, ValueError, struct.error, KeyError, MemoryError, OverflowError) as error:
-                raise ValueError(f"{path} cannot be read as safetensors ({error}); the folder is damaged") from error
-            if path.stat().st_size < end:
-                raise ValueError(f"{path} has {path.stat().st_size} bytes; expected {end}; the file is not complete")
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                if entry["dtype"] not in dtypes:
-                    raise ValueError(f"{path}: {name} has dtype {entry['dtype']}; expected one of {', '.join(dtypes)}")
-                self.tensors[name] = TensorShape(name, tuple(entry["shape"]), dtypes[entry["dtype"]])
-                self._places[name] = (path, 8 + length + entry["data_offsets"][0])
+                with safe_open(path, framework="pt") as opened:
+                    found = {
+                        name: (part.get_dtype(), part.get_shape())
+                        for name in opened.keys()  # noqa: SIM118, it is no mapping
+                        for part in [opened.get_slice(name)]
+                    }
+            except (SafetensorError, OSError) as error:
+                raise ValueError(
+                    f"{path} cannot be read as safetensors ({printable(error, 200)}); expected a complete file; copy "
+                    "it again, or save the model again with save_pretrained"
+                ) from error
+            for name, (dtype, shape) in found.items():
+                if dtype not in dtypes:
+                    raise ValueError(
+                        f"{path}: {printable(name, 100)} has dtype {dtype}; expected one of {', '.join(dtypes)}; save "
+                        "the model again in one of them"
+                    )
+                if name in self._places or places.get(name, file) != file:
+                    other = self._places[name].name if name in self._places else places[name]
+                    raise ValueError(
+                        f"{path} holds {printable(name, 100)}, and so does {printable(other, 100)}, or {INDEX} says "
+                        "so; expected every tensor once; save the model again with save_pretrained"
+                    )
+                self.tensors[name] = TensorShape(name, tuple(shape), dtypes[dtype])
+                self._places[name] = path
+        missing = [name for name in places if name not in self._places]
+        if missing:
+            raise ValueError(
+                f"{folder / INDEX} names tensors that its files do not hold ({joined(missing, 3)}); expected an index "
+                "of these files; copy the folder again, or save the model again with save_pretrained"
+            )
 
     def read(self, name: str) -> torch.Tensor:
-        path, start = self._places[name]
-        tensor = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            left = _bytes(tensor)
-            while left:
-                count = file.readinto(left)
-                if not count:
-                    raise ValueError(f"{path} ends inside of {name}; the file is damaged")
-                left = left[count:]
+        """One tensor, in its own dtype. Raises ValueError when it cannot be read, and for a number that is none."""
+        from safetensors import SafetensorError, safe_open
+
+        path, expected = self._places[name], self.tensors[name]
+        tensor = torch.empty(expected.shape, dtype=expected.dtype)
+        rows = max(1, READ_AT_A_TIME // max(1, expected.nbytes // max(1, tensor.shape[0])))
+        try:
+            for first in range(0, tensor.shape[0], rows):
+                with safe_open(path, framework="pt") as opened:  # each time: what was mapped before is let go
+                    tensor[first : first + rows] = opened.get_slice(name)[first : first + rows]
+                if not bool(tensor[first : first + rows].isfinite().all()):
+                    raise ValueError(
+                        f"{path}: {name} holds NaN or infinity; expected numbers; the model was damaged, or had "
+                        "diverged; take another checkpoint of it"
+                    )
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: {name} cannot be read ({printable(error, 200)}); copy the file again") from error
         return tensor
+
+
+def _files(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The names of the weights' files, and the file of every tensor as the index says: of transformers' choice where
+    there are both a single file and an index. Raises ValueError."""
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if single.is_file() or single.is_symlink():
+        return [single.name], {}
+    if not (index.is_file() or index.is_symlink()):
+        raise ValueError(
+            f"{folder}: neither model.safetensors nor {INDEX}; expected a Hugging Face folder with safetensors; "
+            "save the model again with save_pretrained"
+        )
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        reason = "it has no object weight_map of tensors and files"
+    except (OSError, ValueError, RecursionError) as error:
+        places, reason = None, printable(error, 200)
+    names = places.values() if isinstance(places, dict) else []
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        places, reason = None, "weight_map names files that are not in this folder"
+    if not isinstance(places, dict) or not places:
+        raise ValueError(
+            f"{index} cannot be read as the index of the weights ({reason}); expected what save_pretrained writes; "
+            "copy it again, or save the model again with save_pretrained"
+        )
+    return sorted(set(places.values())), places

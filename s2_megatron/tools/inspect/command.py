@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how many the run has (default: the launch line's processes, else one model's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
-    parser.add_argument("--png", type=Path, help="draw the first blocks of the patterns into this file")
+    parser.add_argument("--png", type=Path, help="draw the patterns of the first S2 layers into this file")
     parser.add_argument(
         "--context-png",
         type=Path,
@@ -77,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the layers of --png and --exchange-png (default: the first S2 layers)",
     )
     parser.add_argument(
-        "--blocks", type=integer(1, MOST_DRAWN), default=32, help="blocks of the sequence in --png (default: 32)"
+        "--blocks",
+        type=integer(1, MOST_DRAWN),
+        help="draw so many blocks of the sequence's start into --png, one by one (default: the whole context)",
     )
     add_flags(parser.add_argument_group("Megatron's flags"), skipped=("--s2-config",))
 
@@ -146,7 +148,7 @@ def run(args: argparse.Namespace) -> None:
         draw_exchange(sparsity, args.exchange_png, cp_size, layer=args.layers[0] if args.layers else None)
         remarks.append(f"wrote {args.exchange_png}")
     if args.png:
-        draw(sparsity, args.png, layers=args.layers, max_blocks=args.blocks)
+        draw(sparsity, args.png, layers=args.layers, blocks=args.blocks)
         remarks.append(f"wrote {args.png}")
     if args.context_png:
         remarks += [*draw_context(sparsity, args.context_png), f"wrote {args.context_png}"]

@@ -1,9 +1,9 @@
 """The whole context as a picture, readable at any length: one small panel per distinct layer pattern and group of
 heads, and beneath them how the heads of a layer together serve the query at the end of the context.
 
-A panel is cut into cells; a cell's colour is the share of its (query block, key block) pairs that are attended, so that
-windows and ranges of distance show while stripes blend into a shade. What blends there, the strip below it shows: the
-blocks nearest to the last query, one cell each.
+A panel is cut into cells (cells.py); a cell is as dark as the share of its (query block, key block) pairs that are
+attended, so that windows and ranges of distance show while stripes blend into a shade. What blends there, the strip
+below it shows: the blocks nearest to the last query, one cell each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
 from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.tools.inspect.cells import cell_counts, cell_edges, cell_shares
 from s2_megatron.tools.inspect.layer_kinds import head_groups
 from s2_megatron.tools.outputs import write_figure
 
@@ -22,32 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELLS = 64  # of a panel's side
-SAMPLED_ROWS = 8  # query blocks of a row of cells that are looked at
 STRIP = 64  # blocks of the strip
 COLUMNS = 512  # cells of the whole context in the picture of the last query
 MOST_PANELS = 48
-PANELS_A_ROW = 8
-MARGIN, PANEL_SIDE, PANEL_WIDTH, PANEL_HEIGHT, WIDTH = 0.2, 1.3, 1.45, 2.0, 12.8  # inches
-SHARES = {1.0: "all", 1 / 4: "1/4", 1 / 16: "1/16", 1 / 64: "1/64", 1 / 256: "1/256"}  # of the colour bar
-
-
-def cell_shares(pattern: Pattern, head: int, n_blocks: int, cells: int = CELLS) -> np.ndarray:
-    """float64[cells, cells]: the share of the causal block pairs of a cell that a head attends, NaN in the future.
-
-    Longer sequences are sampled: SAMPLED_ROWS query blocks of each row of cells, all of their key blocks.
-    """
-    cells = min(cells, n_blocks)
-    edges = np.linspace(0, n_blocks, cells + 1).round().astype(np.int64)
-    shares = np.full((cells, cells), np.nan)
-    for row in range(cells):
-        rows = np.unique(np.linspace(edges[row], edges[row + 1] - 1, SAMPLED_ROWS).round().astype(np.int64))
-        attended, causal = np.zeros(cells), np.zeros(cells)
-        for query in rows:
-            attended += np.histogram(pattern.key_blocks(head, int(query)), edges)[0]
-            causal += np.clip(query + 1 - edges[:-1], 0, np.diff(edges))
-        seen = causal > 0
-        shares[row, seen] = attended[seen] / causal[seen]
-    return shares
+PANELS_A_ROW = 6
+DPI = 120
+# Inches. A side of 192 dots has a whole number of them for each of 64 blocks: stripes are equally wide.
+MARGIN, PANEL_SIDE, PANEL_WIDTH, PANEL_HEIGHT, WIDTH = 0.2, 1.6, 1.85, 2.3, 12.8
+SHARES = {1.0: "all", 3 / 4: "3/4", 1 / 2: "1/2", 1 / 4: "1/4", 1 / 16: "1/16", 0.0: "none"}  # of the colour bar
+ATTENDED, FUTURE = "#08306b", "#efe9dd"
 
 
 def last_query_cells(
@@ -56,8 +40,7 @@ def last_query_cells(
     """(name of each row, float64[rows, columns]): the share of each cell's key blocks that the last query block
     attends. A row for every group of heads of the first layer, one for all of them together and, of several layers, one
     for all heads of all layers. patterns: of the layers. first: the first key block that is shown."""
-    columns = min(columns, n_blocks - first)
-    edges = np.linspace(first, n_blocks, columns + 1).round().astype(np.int64)
+    edges = cell_edges(patterns, n_blocks, columns, first)
     names, rows = [], []
     for heads in head_groups(patterns[0]):
         names.append(head_names(heads))
@@ -124,7 +107,7 @@ def draw_context(sparsity: ResolvedSparsity, file: Path) -> list[str]:
     page = _Page(Figure(figsize=(WIDTH, PANEL_HEIGHT * rows + below + 0.35)))
     _draw_panels(page, sparsity, panels)
     _draw_last_query(page, sparsity, served, height=below - 0.75)
-    write_figure(page.figure, file, dpi=120)
+    write_figure(page.figure, file, dpi=DPI)
     return remarks
 
 
@@ -133,11 +116,13 @@ class _Page:
     so many."""
 
     def __init__(self, figure: Figure):
-        from matplotlib.colors import LogNorm
+        from matplotlib.colors import LinearSegmentedColormap
 
         self.figure = figure
         self.width, self.height = figure.get_size_inches()
-        self.style = dict(cmap="viridis_r", norm=LogNorm(1 / 256, 1.0), aspect="auto", interpolation="nearest")
+        # As much of the colour as there are attended blocks: a cell looks as the blocks would from afar.
+        colours = LinearSegmentedColormap.from_list("share", ["white", ATTENDED]).with_extremes(bad=FUTURE)
+        self.style = dict(cmap=colours, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
 
     def axes(self, left: float, top: float, width: float, height: float):
         box = (left / self.width, 1 - (top + height) / self.height, width / self.width, height / self.height)
@@ -147,9 +132,9 @@ class _Page:
         return axes
 
     def image(self, cells: np.ndarray, left: float, top: float, width: float, height: float):
-        """(axes, image) of shares; what is not attended is white."""
+        """(axes, image) of shares, NaN in the future."""
         axes = self.axes(left, top, width, height)
-        return axes, axes.imshow(np.ma.masked_where(~(cells > 0), cells), **self.style)
+        return axes, axes.imshow(np.ma.masked_invalid(cells), **self.style)
 
     def text(self, left: float, top: float, text: str, size: int = 9) -> None:
         self.figure.text(left / self.width, 1 - top / self.height, text, fontsize=size, va="top")
@@ -160,15 +145,18 @@ def _draw_panels(page: _Page, sparsity: ResolvedSparsity, panels: list[tuple[str
     page.text(
         MARGIN,
         0.08,
-        f"{sparsity.seq_length:,} tokens: queries downwards, keys to the right, each cell's share of attended blocks. "
-        f"Below a panel: the last query's nearest {n_blocks - tail} blocks of {sparsity.block_size}.",
+        f"{sparsity.seq_length:,} tokens: queries downwards, keys to the right, as dark as the share of blocks that is "
+        f"attended. Below a panel: the last query's nearest {n_blocks - tail} blocks of {sparsity.block_size}.",
     )
     image = None
     for at, (title, pattern, heads) in enumerate(panels):
         left = MARGIN + PANEL_WIDTH * (at % PANELS_A_ROW)
         top = 0.35 + PANEL_HEIGHT * (at // PANELS_A_ROW)
-        page.text(left, top, f"{_cut(title)}\n{_cut(head_names(heads))}", size=7)
-        _, image = page.image(cell_shares(pattern, heads[0], n_blocks), left, top + 0.3, PANEL_SIDE, PANEL_SIDE)
+        edges = cell_edges([pattern], n_blocks, CELLS)
+        share = cell_counts(pattern, heads[:1], n_blocks, edges).sum() / (n_blocks * (n_blocks + 1) / 2)
+        page.text(left, top, f"{_cut(title)}\n{_cut(head_names(heads), 16)}: {share:.1%} of the blocks", size=7)
+        cells = cell_shares(pattern, heads[0], n_blocks, edges)
+        _, image = page.image(cells, left, top + 0.3, PANEL_SIDE, PANEL_SIDE)
         keys = pattern.key_blocks(heads[0], n_blocks - 1)
         line = np.zeros((1, n_blocks - tail))
         line[0, keys[keys >= tail] - tail] = 1.0
@@ -190,7 +178,7 @@ def _draw_last_query(page: _Page, sparsity: ResolvedSparsity, patterns: list[Pat
         text += f", {len(patterns)} consecutive such layers {last_query_sees(patterns, n_blocks).mean():.0%}"
     top = page.height - height - 0.3
     page.text(MARGIN, top - 0.25, text)
-    left, zoom = MARGIN + 1.0, 3.0
+    left, zoom = MARGIN + 1.0, 3.2  # 6 dots for each of 64 blocks
     width = WIDTH - left - zoom - 0.4
     whole, _ = page.image(cells, left, top, width, height)
     whole.set_yticks(range(len(names)), [_cut(text, 18) for text in names], fontsize=6)

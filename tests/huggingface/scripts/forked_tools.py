@@ -1,10 +1,12 @@
 """Runs what the tests ask for in forks of a process that has imported Megatron once, which takes longer than the rest.
 
-Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron]} or {"logits": {...}} and answers each
-with {"status", "out", "err"}. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null),
-words; writes `tokens` [1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32.
+Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron], "set": {"module:NAME": value}} or
+{"logits": {...}} and answers each with {"status", "out", "err"}. set: constants that are changed before. logits: load
+(a checkpoint folder), output (.npz), dense_core, s2_config (or null), words; writes `tokens` [1, longest] and for each
+length `logits_<length>` [length, rows of the embedding] in fp32.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -41,6 +43,9 @@ def run(request) -> int:
         return logits(**request["logits"])
     from s2_megatron.tools.commands import main
 
+    for place, value in request.get("set", {}).items():
+        module, name = place.split(":")
+        setattr(importlib.import_module(module), name, value)
     return main(request["command"])
 
 

@@ -27,7 +27,7 @@ def main():
     try:
         pretrain_gpt_s2.main()  # ends with SystemExit under --exit-interval
     finally:
-        left = sum(len(item) for item in gc.get_objects() if isinstance(item, RecomputeOutputs))
+        left = sum(len(item) for item in gc.get_objects() if type(item) is RecomputeOutputs)
         print(
             f"\nattention forwards: {counts['forwards']}, exchanges: {counts['exchanges']}, results left over: {left}",
             flush=True,

@@ -1,0 +1,1 @@
+"""One's own text becomes the indexed dataset that Megatron's --data-path reads."""

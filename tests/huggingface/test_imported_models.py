@@ -1,0 +1,108 @@
+"""import-hf as a user meets it: the scale of RoPE, the launch line that it prints, its comparison of logits."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+CHECK = "s2_megatron.tools.hf.logit_check"
+SIZES = dict(
+    hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, initializer_range=0.2, max_position_embeddings=16384,
+)  # fmt: skip
+ROPE = dict(
+    rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)  # fmt: skip
+LAYER, WORDS = 64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96, 256 * 64  # parameters
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "in"
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=130, rope_parameters=dict(ROPE), **SIZES))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> Path:
+    """With 300 words, of which the tokenizer knows 90: another padding than that of its words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("qwen") / "in"
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=300, tie_word_embeddings=True, **SIZES)).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(89)} | {"<eos>": 89}
+    fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def launch_line(printed: str) -> list[str]:
+    return shlex.split(printed[printed.index("CUDA_DEVICE_MAX_CONNECTIONS") :].replace("\\\n", " "))
+
+
+def test_the_factor_of_rope_and_the_launch_line(tools, llama, tmp_path):
+    out, _ = tools("import-hf", "--input", llama, "--output", tmp_path / "mcore")
+    assert "logits equal transformers' (all layers; largest difference " in out
+    line = launch_line(out)
+    assert {"--rope-scaling-factor=32.0", "--hidden-dropout=0", "--attention-dropout=0", "--finetune"} <= set(line)
+    assert {"--padded-vocab-size=256", "--vocab-size=129"} <= set(line)  # no token in the rows that are no words
+    out, errors = tools("check", "--", *line)
+    assert "nothing wrong found" in out and "dropout" not in errors
+    line = [word for word in line if word != "--hidden-dropout=0"]  # Megatron's default is 0.1
+    _, errors = tools("check", "--", *line)
+    assert "warning: this run has --hidden-dropout 0.1 (0.1 is Megatron's default), and the model in --load" in errors
+    tools("export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "again", "--as-dense")
+    rope = json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    assert rope == ROPE
+
+
+def test_more_rows_than_the_tokenizer_has_words(tools, qwen, tmp_path):
+    out, _ = tools("import-hf", "--input", qwen, "--output", tmp_path / "mcore")
+    line = launch_line(out)
+    assert "--padded-vocab-size=384" in line and f"--tokenizer-model={qwen}" in line
+    out, _ = tools("check", "--", *line)
+    assert "nothing wrong found" in out
+
+
+@pytest.mark.parametrize(
+    "layers, said",
+    [(2.5, "logits equal transformers' (the first 2 layers, not the rest, for its time; largest difference"),
+     (0.5, "not compared with transformers: one layer of the model takes too much (time) here")],
+)  # fmt: skip
+def test_as_many_layers_as_there_is_time_for(tools, llama, tmp_path, layers, said):
+    limit = {f"{CHECK}:MOST_FLOPS": 4 * 256 * (WORDS + layers * LAYER)}
+    assert said in tools("import-hf", "--input", llama, "--output", tmp_path / "out", **limit)[0]
+
+
+def test_a_wrong_import_is_refused(tools, llama, tmp_path):
+    """A config whose RoPE Megatron does not compute, let through."""
+    (tmp_path / "in").mkdir()
+    for path in llama.iterdir():
+        (tmp_path / "in" / path.name).symlink_to(path)
+    content = json.loads((llama / "config.json").read_text())
+    content["rope_parameters"]["original_max_position_embeddings"] = 1024
+    (tmp_path / "in" / "config.json").unlink()
+    (tmp_path / "in" / "config.json").write_text(json.dumps(content))
+    let_through = {"s2_megatron.tools.hf.config_keys:_ROPES": {"llama3": dict.fromkeys(ROPE)}}
+    arguments = ("import-hf", "--input", tmp_path / "in", "--output", tmp_path / "out")
+    assert "the imported model computes other logits than transformers" in tools.refused(*arguments, **let_through)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    out, _ = tools(*arguments, "--no-logit-check", **let_through)
+    assert "logits not compared with transformers: --no-logit-check" in out
+
+
+def test_weights_that_are_no_numbers(tools, llama, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(llama)
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[5, 5] = float("nan")
+    model.save_pretrained(tmp_path / "in")
+    line = tools.refused("import-hf", "--input", tmp_path / "in", "--output", tmp_path / "out")
+    assert "model.layers.3.mlp.up_proj.weight holds NaN or infinity" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

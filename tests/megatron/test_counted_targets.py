@@ -1,0 +1,100 @@
+"""Steps and evaluations in which no target counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import mpu
+
+from s2_megatron.megatron import counted_targets
+from s2_megatron.megatron.counted_targets import STEPS_IN_A_ROW, CountedTargets, count_targets
+from s2_megatron.megatron.refusal import RunError
+from s2_megatron.megatron.run_status import read_status
+
+LOSSES = {"lm loss": torch.tensor(2.0)}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.setattr(mpu, "get_data_parallel_group", lambda with_context_parallel: None)
+    for name, value in (("all_reduce", None), ("get_rank", 0), ("get_world_size", 1)):
+        monkeypatch.setattr(torch.distributed, name, lambda *args, value=value, **kwargs: value)
+
+
+def steps(counts, last=100, first=1):
+    """What is left of each step's losses; counts: of the microbatches of each."""
+    targets = CountedTargets(["--sft"])
+    kept = []
+    for iteration, microbatches in enumerate(counts, start=first):
+        for number in microbatches:
+            targets.add(torch.tensor(number, dtype=torch.int32))
+        kept.append(targets.losses_of_step(LOSSES, iteration, last))
+    return kept
+
+
+def test_an_empty_microbatch_is_nothing_to_speak_of(capsys):
+    assert steps([[0, 3], [1, 0]]) == [LOSSES, LOSSES] and not capsys.readouterr().err
+
+
+def test_an_empty_step_is_said_and_has_no_loss(capsys):
+    assert steps([[1], [0, 0], [2]]) == [LOSSES, {}, LOSSES]
+    assert capsys.readouterr().err == "S2: iteration 2: no target of its batch counts (--sft); it trains nothing\n"
+
+
+@pytest.mark.parametrize(
+    ("counts", "last", "where"),
+    [
+        ([[1], *[[0]] * STEPS_IN_A_ROW], 100, f"iterations 2 to {STEPS_IN_A_ROW + 1}"),
+        ([[0]] * 3, 3, "iterations 1 to 3"),
+        ([[0]], 1, "(1)"),
+    ],
+)
+def test_a_run_of_empty_steps_ends(counts, last, where):
+    with pytest.raises(RunError, match=r"no target counts in .*--sft leaves out all of them; expected") as end:
+        steps(counts, last)
+    assert where in str(end.value)
+    assert steps(counts[:-1], last)[-1:] in ([], [{}])  # not before
+
+
+def test_a_step_that_was_skipped_and_a_loss_function_of_another_script():
+    targets = CountedTargets(["--sft"])
+    assert targets.losses_of_step({}, 1, 1) == {}
+    assert targets.losses_of_step(LOSSES, 1, 1) == LOSSES
+
+
+def test_an_empty_evaluation(capsys):
+    targets = CountedTargets(["--sft"])
+    with torch.no_grad():
+        targets.add(torch.tensor(0))
+    assert targets.losses_of_evaluation(LOSSES, "iteration 5 on validation set") == {}
+    assert "S2: iteration 5 on validation set: no target counts (--sft); it has no loss" in capsys.readouterr().err
+    targets.add(torch.tensor(1))
+    assert targets.losses_of_step(LOSSES, 6, 10) == LOSSES
+
+
+def test_only_where_targets_are_masked():
+    flags = dict(s2_loss_from_token=None, eod_mask_loss=False, sft=False)
+    count_targets(SimpleNamespace(**flags))
+    assert counted_targets.counted_targets() is None
+    count_targets(SimpleNamespace(**flags | dict(s2_loss_from_token=0, eod_mask_loss=True)))
+    assert counted_targets.counted_targets().masks == "--s2-loss-from-token 0, --eod-mask-loss"
+    count_targets(SimpleNamespace(**flags))
+
+
+def test_all_targets_masked(lab, tmp_path):
+    """Data without the tokens that count."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{tmp_path}/low.bin", dtype=np.uint16)
+    for _ in range(20):
+        builder.add_document(np.arange(100), [100])
+    builder.finalize(f"{tmp_path}/low.idx")
+    flags = f"--s2-loss-from-token 120 --train-iters 2 --save {tmp_path}/save --save-interval 10"
+    output = lab.run("all_masked", flags, f"--data-path {tmp_path}/low --split 100,0,0", fails=True).output
+    assert output.count("S2: iteration 1: no target of its batch counts") == 1
+    (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "no target counts in 2 steps (iterations 1 to 2)" in line and "Traceback" not in output
+    assert read_status(tmp_path / "save")["state"] == "failed" and "lm loss" not in output
