@@ -19,7 +19,6 @@ torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imp
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 import logging

@@ -28,8 +28,8 @@ specs:
     stride: 16            # beyond it one block in 16, another one in each head
 ```
 
-A mistake is one error with file, key, line, what came, what was expected and the nearest valid value
-([troubleshooting.md](troubleshooting.md#the-yaml)). `s2-megatron inspect` shows what a YAML means for a model.
+A mistake is one error with file, key, line, what came, what was expected and the nearest valid value.
+`s2-megatron inspect` shows what a YAML means for a model.
 """
 
 _PARTS = (

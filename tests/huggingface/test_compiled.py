@@ -48,7 +48,7 @@ def test_every_layer_keeps_its_pattern(model):
     assert difference(compiled(TEXT, use_cache=False).logits, whole, WHOLE) < NEAR
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_compiled_at_once_and_then_all_kinds_of_batches(model):
     compiled, whole, packed = torch.compile(model, backend="eager"), truth(model), SECOND.expand_as(TEXT)
@@ -86,7 +86,7 @@ def change(config, sparsity, assigned: bool) -> None:
         config.s2_sparsity.update(stored_sparsity(sparsity))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_a_changed_sparsity_reaches_a_compiled_model(model):
     compiled = torch.compile(model, backend="eager")
@@ -102,7 +102,7 @@ def test_plain_rows_are_one_graph_behind_the_look_at_their_texts():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @torch.no_grad()
 def test_decoding():
     torch._dynamo.reset()
@@ -113,7 +113,7 @@ def test_decoding():
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_gradients(model, backend):
     """After an evaluation, as a training loop has it; the truth's gradients come from stock attention."""
@@ -135,7 +135,7 @@ class Rows(torch.utils.data.Dataset):
         return dict(input_ids=TEXT[index], labels=TEXT[index])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_trainer(tmp_path):
     """Three steps of SGD; the truth takes them with stock attention."""
     torch._dynamo.reset()

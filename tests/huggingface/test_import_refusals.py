@@ -123,7 +123,8 @@ def test_what_transformers_writes_is_known(family, tmp_path):
 def test_keys_of_published_folders_are_known():
     old = dict(
         _name_or_path="x", torch_dtype="bfloat16", pretraining_tp=1, rope_scaling=None, attention_bias=False,
-        is_llama_config=True, rope_interleaved=False, transformers_version="4.42.3", use_cache=True, mlp_bias=False,
+        is_llama_config=True, _model_name_or_path="y", rope_interleaved=False,
+        transformers_version="4.42.3", use_cache=True, mlp_bias=False,
         bos_token_id=1, eos_token_id=[1, 2], architectures=["LlamaForCausalLM"], head_dim=8, sliding_window=None,
     )  # fmt: skip
     config_as_read(LLAMA | old | {"transformers.js_config": {}}, "llama")

@@ -27,6 +27,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import redirect_stdout
+from os.path import realpath  # which takes links that loop
 from pathlib import Path
 from typing import TextIO
 
@@ -125,14 +126,14 @@ def _check_options(args: Namespace) -> None:
         )
     args.json = args.json or args.from_json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
-        known = args.from_json is not None and file.resolve() == args.from_json.resolve() != args.write.resolve()
+        known = args.from_json is not None and realpath(file) == realpath(args.from_json) != realpath(args.write)
         if file.exists() and not known:
             instead = f", or take its losses with --from-json {file}" if name == "--json" else ""
             raise ValueError(
                 f"{name} {file}: is there already; expected a new file; give another name, or remove it{instead}"
             )
         check_writable(f"{name} {file}", file, is_file=True)
-    if args.json.resolve() == args.write.resolve():
+    if realpath(args.json) == realpath(args.write):
         raise ValueError(
             f"--json {args.json}: is the file of another option; expected one of its own; give another name"
         )

@@ -121,8 +121,8 @@ def draw_difference(axis, comparison: Comparison, x: str, arms: Collection[str] 
                 alpha=0.25,
             )
     axis.axhline(0, color="#333333", linewidth=0.8)
-    band = ", and the interval of the verdict" if count <= MOST_RAW else ""
-    axis.set_title(f"difference to {comparison.results[0].arm.name} at equal data{band}")
+    band = ", and its interval" if count <= MOST_RAW else ""
+    axis.set_title(f"difference to {comparison.results[0].arm.name}{band}")
     axis.set_ylabel("difference of loss, nats")
     if limits:
         least = LEAST_DIFFERENCE * abs(comparison.results[0].final_loss)

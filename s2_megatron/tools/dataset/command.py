@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     split = next(flags for least, flags in SPLITS if counts["documents"] >= least)
     print(f"  --data-path {shlex.quote(str(args.output.absolute()))} {split} \\")
-    print(f"  --tokenizer-type {TOKENIZER_TYPE} --tokenizer-model {shlex.quote(str(args.tokenizer.resolve()))}")
+    print(f"  --tokenizer-type {TOKENIZER_TYPE} --tokenizer-model {shlex.quote(os.path.realpath(args.tokenizer))}")
     return 0
 
 

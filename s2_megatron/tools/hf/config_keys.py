@@ -26,14 +26,14 @@ _READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm"}}
 
 # What the logits of one text do not depend on: names and versions, tokens, how a text is generated, what is returned.
 _WITHOUT_EFFECT = {
-    "_name_or_path", "name_or_path", "transformers_version", "transformers.js_config", "unsloth_version",
-    "unsloth_fixed", "is_llama_config", "torch_dtype", "dtype", "tokenizer_class", "finetuning_task", "problem_type",
-    "id2label", "label2id", "num_labels", "task_specific_params", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "unk_token_id", "decoder_start_token_id", "use_cache", "is_decoder", "output_attentions",
-    "output_hidden_states", "return_dict", "use_return_dict", "torchscript", "_attn_implementation",
-    "_attn_implementation_autoset", "_attn_implementation_internal", "pretraining_tp", "max_length", "min_length",
-    "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty",
-    "num_return_sequences",
+    "_name_or_path", "_model_name_or_path", "name_or_path", "transformers_version", "transformers.js_config",
+    "unsloth_version", "unsloth_fixed", "is_llama_config", "torch_dtype", "dtype", "tokenizer_class", "finetuning_task",
+    "problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "bos_token_id", "eos_token_id",
+    "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id", "use_cache", "is_decoder",
+    "output_attentions", "output_hidden_states", "return_dict", "use_return_dict", "torchscript",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "pretraining_tp",
+    "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams",
+    "repetition_penalty", "num_return_sequences",
 }  # fmt: skip
 _WITHOUT_EFFECT_OF = {
     "qwen2": {"sliding_window", "max_window_layers"},

@@ -69,12 +69,15 @@ def make_lab(lab: Path) -> None:
     for document in np.array_split(ids, 20):
         builder.add_document(document, [len(document)])
     builder.finalize(str(lab / "text.idx"))
+    (lab / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
     (lab / "plain.yaml").write_text("block_size: 16\nlayers: D\n")
     for name, config in (("hf", "config.yaml"), ("hf_dense", "plain.yaml")):
         sparsity = load_config(lab / config).resolve(**sizes)
         model_of(sparsity, vocab_size=vocabulary, max_position_embeddings=256).save_pretrained(lab / name)
         tokenizer.save(str(lab / name / "tokenizer.json"))
-        (lab / name / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+        (lab / name / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}\n'
+        )
         target = lab / {"hf": "checkpoints", "hf_dense": "dense"}[name]
         words = ["import-hf", "--input", str(lab / name), "--output", str(target)]
         result = forked(lambda words=words: command(words), lab, "", "")
@@ -289,7 +292,7 @@ def try_one(case: tries.Case, lab: Path, full: Path) -> dict:
         before = {path for top in (work, full) for path in top.rglob("*")}
         result = forked(lambda: runner(line)(words), work / "here", case.stream, filled(line.stdin))
         new = [path for top in (work, full) for path in top.rglob("*") if path not in before and not path.is_dir()]
-        kept = ("run_status.json", "lock", "measured.json")  # what they hold is so, whatever else was not written
+        kept = ("run_status.json", "lock")  # what they hold is so, whatever else was not written
         result["left"] = [str(path) for path in new if path.name not in kept]
         result["incomplete"] = tries.incomplete([path for path in new if path.is_file()])
         for path in full.iterdir():
