@@ -32,7 +32,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.parts import PartSums, add_parts, is_last_part
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, StepLists
-from s2_megatron.kernels.hopper.steps import HALF_FLAGS, attends, goes_on, masked_flags_of, member_of, row_block_of
+from s2_megatron.kernels.hopper.steps import HALF_FLAGS, OWN, attends, goes_on, masked_flags_of, member_of, row_block_of
 from s2_megatron.kernels.hopper.tokens import key_token_mask
 from s2_megatron.kernels.hopper.work_tiles import NUMBERS, receive_key_tile, receive_step
 
@@ -207,7 +207,7 @@ def compute(call, HALF: gl.constexpr):
             step = receive_step(memory.steps, q_stage)
             more = goes_on(step)
             if attends(step, HALF):
-                flags = masked_flags_of(step, HALF)
+                flags = masked_flags_of(step, HALF) if call.TOKENS else step & (OWN << HALF)
                 # Rows behind a sequence are zeros, whatever their probabilities; behind a document there is another
                 # one.
                 partial = False

@@ -26,7 +26,7 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_step, step_mask
-from s2_megatron.kernels.hopper.steps import attends, attends_second
+from s2_megatron.kernels.hopper.steps import ATTENDED, FLAG_BITS, HALF_FLAGS
 from s2_megatron.kernels.hopper.tokens import token_step_mask
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
@@ -94,10 +94,13 @@ def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, r
 def gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, HALF: gl.constexpr, TOKENS: gl.constexpr,
                     BLOCK_D: gl.constexpr):
     """A step of which this half may attend the first block alone, or none."""
-    if attends_second(step, HALF):
-        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, False, 2 * BLOCK, HALF, True, TOKENS, BLOCK_D)
-    elif attends(step, HALF):
+    FLAGS: gl.constexpr = HALF_FLAGS if TOKENS else ATTENDED
+    attended = (step >> HALF) & (FLAGS | FLAGS << FLAG_BITS)
+    first_alone = (attended & (FLAGS << FLAG_BITS)) == 0 if TOKENS else attended == ATTENDED
+    if (attended != 0) & first_alone:
         dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, False, BLOCK, HALF, True, TOKENS, BLOCK_D)
+    elif attended != 0:
+        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, False, 2 * BLOCK, HALF, True, TOKENS, BLOCK_D)
     else:  # a step of the other half alone
         memory.values.wait_full(count)
         memory.keys.wait_full(count)
