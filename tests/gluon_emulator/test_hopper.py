@@ -15,8 +15,7 @@ from s2_megatron.kernels.hopper.parts import part_of_program
 from s2_megatron.ops import api as attention
 from s2_megatron.ops.api import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
 from s2_megatron.ops.layout import build_layout
-from s2_megatron.patterns.head import HeadPattern
-from s2_megatron.patterns.ranges import RangePattern
+from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.testing import kernel_trial
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask
 from tests.conftest import HAS_GPU

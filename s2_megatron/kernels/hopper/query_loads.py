@@ -25,7 +25,6 @@ from s2_megatron.kernels.hopper.schedule import (
     step_blocks,
 )
 from s2_megatron.kernels.hopper.steps import FLAG_BITS, FLAG_MASK
-from s2_megatron.kernels.hopper.tokens import blocks_with_tokens, load_rule, token_step, token_steps
 from s2_megatron.kernels.hopper.work_tiles import QueryTile, send_step
 
 
@@ -178,27 +177,18 @@ def walk_ranges(loads, schedule):
         kv_head = head // schedule.RATIO * loads.sources.KV_STEP
         before_a = low
         before_b = low
-        if schedule.TOKENS:
-            rule = load_rule(schedule.tokens_ptr, head)
-            blocks = blocks_with_tokens(schedule.ranges_ptr, head, low, rule, N_RANGES, PACK)
-            masked_steps, free_steps, beside = token_steps(blocks, PACK)
-        else:
-            blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
-            masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
+        blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
+        masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
-            marks = 2 * beside + (rule.rests() << 2) if schedule.TOKENS else marks_of(masked_steps, low, blocks, N_RANGES)
+            marks = marks_of(masked_steps, low, blocks, N_RANGES)
             tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, marks)
             tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
-            step = 0
-            if schedule.TOKENS:
-                block_a, block_b, step = token_step(number, low, masked_steps, blocks, PACK)
-            else:
-                block_a, block_b = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
+            block_a, block_b = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
             row_a = token + block_a * BLOCK
             row_b = token + block_b * BLOCK
-            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count + number, number, steps, schedule.TOKENS)
+            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, 0, count + number, number, steps, False)
             before_a = row_a
             before_b = row_b
         count += steps
@@ -221,8 +211,7 @@ def walk_lists(loads, schedule):
         before_b = low
         steps_ptr, masked_steps, free_steps = listed_tile(schedule.lists, head // (1 + PACK), low // (2 - PACK), schedule.n_tiles)
         steps = masked_steps + free_steps
-        marks = load_rule(schedule.tokens_ptr, head).rests() << 2 if schedule.TOKENS else 0
-        tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, marks)
+        tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, 0)
         tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
             block_a, block_b, step = listed_step(steps_ptr, number if loads.GRAD else gl.minimum(number, steps - 1))

@@ -31,14 +31,14 @@ def tile_of_program(pid, n_tiles, HEAD_GROUP: tl.constexpr, LATE_FIRST: tl.const
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=SCALAR_TABLES)
 def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_ptr, delta_ptr, initial_out_ptr, initial_lse_ptr,
                     ranges_ptr, row_starts_ptr, key_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, slot_ptr,
-                    run_index_ptr, run_prefix_ptr, run_slots_ptr, tokens_ptr,
+                    run_index_ptr, run_prefix_ptr, run_slots_ptr,
                     scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
                     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
                     stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
                     stride_gb, stride_gh, stride_gs, stride_gd, stride_ib, stride_ih, stride_is, stride_id,
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr,
-                    KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
+                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr,
+                    RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
                     FORWARD: tl.constexpr):
     """FORWARD: out and LSE of one query tile. Otherwise: `out` receives dQ, from grad_out, delta and LSE. CONTINUE: on
     top of the initial ones, (out, LSE) or dQ."""
@@ -98,8 +98,8 @@ def s2_query_kernel(query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, grad_out_pt
         value_ptr + batch * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs,
         stride_ks, stride_kd, stride_vs, stride_vd, ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr + kv_head * n_blocks,
         run_index_ptr, run_prefix_ptr, run_slots_ptr, head,
-        head * n_tables // n_heads, table_rows, tokens_ptr, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
-        BLOCK, TILE_M, TILE_N, HEAD_DIM, BLOCK_D, N_RANGES, TABLE, TOKENS, KEY_SLOT, RUNS, STAGES, IEEE, FORWARD)
+        head * n_tables // n_heads, table_rows, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
+        BLOCK, TILE_M, TILE_N, HEAD_DIM, BLOCK_D, N_RANGES, TABLE, KEY_SLOT, RUNS, STAGES, IEEE, FORWARD)
     if FORWARD:
         tl.store(lse_ptr + row_base + rows, row_b * LN2 + tl.log(row_a), mask=inside)
         accumulator = accumulator / tl.where(row_a == 0.0, 1.0, row_a)[:, None]

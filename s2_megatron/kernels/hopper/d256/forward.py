@@ -18,8 +18,7 @@ from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import HeadRows, Result, clear_rows, query_tile_memory, store_rows
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, QuerySchedule, StepLists, masked_flags
-from s2_megatron.kernels.hopper.steps import attends, is_own
-from s2_megatron.kernels.hopper.tokens import token_step_mask
+from s2_megatron.kernels.hopper.steps import attends, own_flag
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
@@ -51,26 +50,22 @@ def attend_masked(state, call, scale, count, tile, first_row, HALF: gl.constexpr
     out, maximum, total = state.out, state.maximum, state.total
     for number in range(2 * tile.masked_steps if call.LISTED else 2 * tile.masked_steps + 2):  # with those of step 0
         value = memory.v_buffers.index(memory.values.stage(count))
-        if call.LISTED or call.TOKENS:
+        if call.LISTED:
             memory.keys.wait_full(count)
             step = receive_step(memory.steps, memory.keys.stage(count))
         else:
             step = masked_flags(tile.marks, number, call.PACK)
         if attends(step, HALF):
             scores = score_block(memory, count, HALF)
-            own = is_own(step, HALF)
-            if call.TOKENS:
-                keep = token_step_mask(step, row, column, tile.marks >> 2, HALF)
-            else:
-                keep = (row[:, None] >= column[None, :]) | (own == 0)
-            scores = gl.where(keep, scores, float("-inf"))
+            own = own_flag(step, HALF)
+            scores = gl.where((row[:, None] >= column[None, :]) | (own == 0), scores, float("-inf"))
             p, maximum, total, rescale = softmax_step(scores, maximum, total, scale)
             operand = gl.convert_layout(p.to(dtype), p_layout)
             out = out * gl.convert_layout(rescale, o_rows)[:, None]
             memory.values.wait_full(count)
             if call.PACKED:
                 # Rows behind the document may hold anything, and 0 * NaN is NaN.
-                if own & (first_row + BLOCK > tile.length):
+                if (own != 0) & (first_row + BLOCK > tile.length):
                     clear_rows(value, tile.length - first_row, BLOCK, BLOCK)
             o_token = warpgroup_mma(operand, value, out, is_async=True)
             out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
@@ -170,25 +165,25 @@ def compute(call, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_d256_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr,
-                                  counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                                  counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
                                   heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib,
                                   stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                                  ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr,
-                                  KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
+                                  ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                                  MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
                                   STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in forward.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    memory = query_tile_memory(dtype, BLOCK_D, 1, 2, STAGES, V_STAGES, BLOCK, LISTED or TOKENS)
+    memory = query_tile_memory(dtype, BLOCK_D, 1, 2, STAGES, V_STAGES, BLOCK, LISTED)
     q_boxes = reinterpret(memory.halves, dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
     loads = QueryLoads(q_desc, q_desc, sources, None, memory, q_boxes, k_boxes, v_boxes, BLOCK_D, False, True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, tokens_ptr, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED, TOKENS)
+    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
+                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = ForwardCall(memory, out, lse_ptr, initial, initial_lse_ptr, rows, heads, scale, BLOCK_D, PACKED, PACK, LISTED, TOKENS, CONTINUE)
+    call = ForwardCall(memory, out, lse_ptr, initial, initial_lse_ptr, rows, heads, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
     gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])

@@ -23,16 +23,15 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_flags
-from s2_megatron.kernels.hopper.steps import attends, is_own
-from s2_megatron.kernels.hopper.tokens import token_step_mask
+from s2_megatron.kernels.hopper.steps import attends, own_flag
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
 @gluon.jit
-def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, present, HALF: gl.constexpr, MASK: gl.constexpr,
-                   PACKED: gl.constexpr, TOKENS: gl.constexpr, BLOCK_D: gl.constexpr):
-    """dQ += dS K of one key block. minus_lse, minus_delta: what the two accumulators start with. MASK: by
-    the step's flags. present: rows of a document from the query block's first row on, which may be any number."""
+def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own, present, HALF: gl.constexpr, MASK: gl.constexpr,
+                   PACKED: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ += dS K of one key block. minus_lse, minus_delta: what the two accumulators start with. MASK: by token if own
+    is not 0. present: rows of a document from the query block's first row on, which may be any number."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
@@ -47,7 +46,7 @@ def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, 
     start_p = zeros + minus_delta[:, None]
     memory.keys.wait_full(count)
     if MASK and PACKED:
-        if is_own(step, HALF) & (present < BLOCK):  # keys behind the document may hold anything, and 0 * NaN is NaN
+        if (own != 0) & (present < BLOCK):  # keys behind the document may hold anything, and 0 * NaN is NaN
             clear_rows(key, present, BLOCK, BLOCK)
     s_token = warpgroup_mma(query, key.permute((1, 0)), start_s, is_async=True)
     memory.values.wait_full(count)
@@ -61,11 +60,7 @@ def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, 
     if MASK:  # the product, for values behind a document may be NaN
         row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
         column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, s_layout))
-        if TOKENS:
-            keep = token_step_mask(step, row, column, rests, HALF)
-        else:
-            keep = (row[:, None] >= column[None, :]) | (is_own(step, HALF) == 0)
-        ds = gl.where(keep, ds, 0.0)
+        ds = gl.where((row[:, None] >= column[None, :]) | (own == 0), ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
     dq_token = warpgroup_mma(ds, key, dq, is_async=True)
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
@@ -100,14 +95,14 @@ def compute(call, HALF: gl.constexpr):
         tiles += 1
         # With those of step 0.
         for number in range(2 * tile.masked_steps if call.LISTED else 2 * tile.masked_steps + 2):
-            if call.LISTED or call.TOKENS:
+            if call.LISTED:
                 memory.keys.wait_full(count)
                 step = receive_step(memory.steps, memory.keys.stage(count))
             else:
                 step = masked_flags(tile.marks, number, PACK)
             if attends(step, HALF):
-                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, tile.marks >> 2, tile.length - first_row,
-                                    HALF, True, PACKED, call.TOKENS, BLOCK_D)
+                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own_flag(step, HALF), tile.length - first_row, HALF,
+                                    True, PACKED, BLOCK_D)
             else:
                 memory.keys.wait_full(count)
                 memory.values.wait_full(count)
@@ -115,7 +110,7 @@ def compute(call, HALF: gl.constexpr):
                 memory.keys.release(count)
             count += 1
         for number in range(2 * tile.free_steps):
-            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, 0, BLOCK, HALF, False, PACKED, False, BLOCK_D)
+            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, BLOCK, HALF, False, PACKED, BLOCK_D)
             count += 1
         dq = dq * scale
         if call.CONTINUE:
@@ -139,16 +134,16 @@ def compute(call, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_d256_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, delta_ptr,
-                                     initial_ptr, counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr,
+                                     initial_ptr, counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr,
                                      list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob,
                                      stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
                                      RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr,
-                                     TOKENS: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr,
+                                     KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr,
                                      BLOCK_D: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in grad_query.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    memory = query_tile_memory(dtype, BLOCK_D, 1, 4, STAGES, V_STAGES, BLOCK, LISTED or TOKENS)
+    memory = query_tile_memory(dtype, BLOCK_D, 1, 4, STAGES, V_STAGES, BLOCK, LISTED)
     tile_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
@@ -159,9 +154,9 @@ def s2_hopper_d256_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
     sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
     loads = QueryLoads(q_desc, grad_desc, sources, sums, memory, tile_boxes, k_boxes, v_boxes, BLOCK_D, True, True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, tokens_ptr, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED, TOKENS)
+    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
+                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = GradQueryCall(memory, sums, out, initial, scale, BLOCK_D, PACKED, PACK, LISTED, TOKENS, CONTINUE)
+    call = GradQueryCall(memory, sums, out, initial, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
     gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])
