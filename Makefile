@@ -1,8 +1,9 @@
 # make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make generate     the trained quickstart GPT continues PROMPT, word by word
-# make test         everything that can be tested without a GPU
-# make test-long    what takes too long for make test: kills and resumes by the dozen, drawn launches, a real SLURM here
+# make test         a test of everything that needs no GPU: 12 minutes on two cores
+# make test-all     make test, then the rest of what needs no GPU: 35 minutes more
+# make test-long    kills and resumes by the dozen, hours of drawn launches, a real SLURM on this machine
 # make test-studies the harness of the studies of quality, a quarter of an hour
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
@@ -34,7 +35,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain compare generate test test-long test-studies test-gpu lint dist install check-packages
+.PHONY: help pretrain compare generate test test-all test-long test-studies test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -66,23 +67,28 @@ generate: $(INSTALLED)
 	@$(RUN) -m s2_megatron generate --load "$(RUNS)/$(basename $(notdir $(CONFIG)))/checkpoints" --prompt "$$PROMPT" \
 	    --temperature 0.8 --top-k 40
 
-# One thread a process: waiting OpenMP threads burn the cores that the other tests need. pytest-xdist where there is one; a file
-# stays in one process, for the costly fixtures that its tests share.
+# One thread a process: waiting OpenMP threads burn the cores that the other tests need.
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --durations=15
+# With pytest-xdist where it is installed. A file stays in one process, for the costly fixtures that its tests share.
+SIDE_BY_SIDE = $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile")
+
 test: $(INSTALLED)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu and not long" \
-	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile") --durations=15 $(TESTS)
+	@$(PYTEST) -m "not gpu and not long and not slow" $(SIDE_BY_SIDE) $(TESTS)
+
+test-all: test
+	@$(PYTEST) -m "slow and not gpu and not long" $(SIDE_BY_SIDE) $(TESTS)
 
 # One after another: they kill processes and wait for answers, which other tests beside them would delay.
 test-long: $(INSTALLED)
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "long and not gpu" --durations=15 $(TESTS)
+	@$(PYTEST) -m "long and not gpu" $(TESTS)
 
 test-studies: $(INSTALLED)
 	@$(RUN) studies/check.py
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest -m "not gpu" --durations=15 studies/tests \
-	    $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile")
+	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE) studies/tests
+	@$(RUN) -m studies.tested --write
 
 test-gpu: $(INSTALLED)
-	@$(RUN) -m pytest -m "gpu or op" --durations=15 $(TESTS)
+	@$(PYTEST) -m "gpu or op" $(TESTS)
 
 lint: $(INSTALLED)
 	@$(RUN) -m ruff check .

@@ -7,8 +7,8 @@
 The first (--all: of every entry, --gluon: of those in Gluon that a second Triton compiles in CI) prints JSON:
 {"triton": version, "found": {name: {"shared": bytes a block, "registers": a thread, "spills": bytes stored,
 "serialised": [codes], "late": exponentials under no product, "over_barriers": words of shared memory that are a barrier
-first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write takes those down for the
-installed Triton in ptxas_sm90.json beside this file, which CI compares with; for another Triton: `pip install --no-deps
+first and something else later, both of Gluon kernels}}}, all but the first for sm_90. --write takes everything down for
+the installed Triton in the list that tests compare with (compile_list.py); for another Triton: `pip install --no-deps
 --target folder triton==X.Y.Z`, and the same with PYTHONPATH=folder. What was measured is stored in Triton's cache
 folder, for the same Triton, kernel and arguments.
 """
@@ -38,9 +38,8 @@ from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.tiles import tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
-from tests.kernels import shared_memory
+from tests.kernels import compile_list, shared_memory
 
-COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 INT64 = ("row_starts_ptr", "column_starts_ptr")
 INT32 = (
     "ranges_ptr",
@@ -345,19 +344,7 @@ def main(arguments):
     if arguments == ["--list"]:
         print("\n".join(entries()))
     elif arguments == ["--write"]:
-        known = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
-        found = measure([name for name in entries() if name.startswith("sm90-")])
-        listed = ("registers", "spills", "serialised", "late")
-        known[version()] = {
-            name: {key: numbers[key] for key in listed if key in numbers} for name, numbers in found.items()
-        }
-        lines = (
-            f'  "{release}": {{\n'
-            + ",\n".join(f'    "{name}": {json.dumps(numbers)}' for name, numbers in sorted(of.items()))
-            + "\n  }"
-            for release, of in sorted(known.items())
-        )
-        COMMITTED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        compile_list.write(version(), measure(list(entries())))
     else:
         groups = {"--all": entries, "--gluon": for_a_second_triton}
         names = list(groups[arguments[0]]()) if arguments[0] in groups else arguments

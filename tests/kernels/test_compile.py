@@ -1,18 +1,20 @@
 """The kernels compile for every kind of GPU, their tiles fit into its shared memory, and on sm_90 they keep to a list
-of registers, spills and serialised tensor-core instructions. Compiled, not run."""
+of registers, spills and serialised tensor-core instructions. Compiled, not run; and not compiled while the committed
+list was measured of the same code with the same Triton (compile_list.py): then the list is what is tested."""
 
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from s2_megatron.kernels.trial import OLDEST
+from tests.kernels import compile_list
 from tests.kernels.shared_memory import barriers_overwritten
 
-COMMITTED = Path(__file__).with_name("ptxas_sm90.json")
 # Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
@@ -30,9 +32,15 @@ def measure(*arguments, **environment):
     return result["triton"], result["found"]
 
 
+def needs_of(release, *arguments, **environment):
+    """(version of Triton, needs by name): as the list has them, or compiled now."""
+    listed = compile_list.measured(release)
+    return (release, listed) if listed is not None else measure(*arguments, **environment)
+
+
 @pytest.fixture(scope="module")
 def compiled():
-    return measure("--all")
+    return needs_of(".".join(version("triton").split(".")[:2]), "--all")
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +48,14 @@ def oldest(compiled):
     """The same of the Gluon kernels, by the oldest Triton that they run on: most of them, where that is not the
     installed one."""
     release = ".".join(map(str, OLDEST))
-    if compiled[0] == release:
-        return release, {name: needs for name, needs in compiled[1].items() if is_gluon(name)}
     folder = Path(sys.prefix) / f"triton-{release}.x"
-    if not folder.exists():
+    if compiled[0] == release:
+        found = compiled[1]
+    elif compile_list.measured(release) is None and not folder.exists():
         pytest.skip(f"there is no Triton {release} in {folder}; scripts/make-venv.sh installs it there")
-    return measure("--gluon", PYTHONPATH=str(folder))
+    else:
+        found = needs_of(release, "--gluon", PYTHONPATH=str(folder))[1]
+    return release, {name: needs for name, needs in found.items() if is_gluon(name)}
 
 
 def test_every_architecture_is_there(compiled):
@@ -67,12 +77,14 @@ def keeps_to_the_list(release, found, of_list):
     """No more registers, spills, serialised instructions or exponentials under no product than committed for this
     Triton. A change that means it takes the list down anew: `TRITON_INTERPRET=0 python tests/kernels/compile_kernels.py
     --write`."""
-    committed = json.loads(COMMITTED.read_text())
+    committed = compile_list.read()
     if release not in committed:
+        pytest.skip(f"there is no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write")
+    if compile_list.measured(release) is not None:
         pytest.skip(
-            f"{COMMITTED.name} has no list for Triton {release}; make one with tests/kernels/compile_kernels.py --write"
+            f"the list for Triton {release} was measured of these kernels; compiled again when their code changes"
         )
-    listed = committed[release]
+    listed = committed[release]["found"]
     missing = set(found) - set(listed) | {name for name in listed if of_list(name)} - set(found)
     assert not missing, "the list is of other kernels"
     for name, needs in found.items():
@@ -84,7 +96,9 @@ def keeps_to_the_list(release, found, of_list):
 def test_kernels_keep_to_the_list(compiled):
     release, found = compiled
     keeps_to_the_list(
-        release, {name: needs for name, needs in found.items() if name.startswith("sm90-")}, lambda name: True
+        release,
+        {name: needs for name, needs in found.items() if name.startswith("sm90-")},
+        lambda name: name.startswith("sm90-"),
     )
 
 
@@ -99,8 +113,8 @@ def portable(names):
 
 
 def test_the_list_has_the_same_kernels_for_every_triton(compiled):
-    for release, listed in json.loads(COMMITTED.read_text()).items():
-        assert portable(listed) == portable(compiled[1]), (
+    for release, listed in compile_list.read().items():
+        assert portable(listed["found"]) == portable(compiled[1]), (
             f"Triton {release}: take it down anew, see tests/kernels/compile_kernels.py"
         )
 

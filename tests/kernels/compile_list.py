@@ -1,0 +1,41 @@
+"""The committed list of what the kernels need when they are compiled (compiled.json beside this file), and whether it
+was measured of the kernels that are here.
+
+{"3.8": {"sources": digest, "found": {name of an entry: what compile_kernels.py measured}}, ...}, by version of Triton.
+Compiling all takes a quarter of an hour on two cores; while the digest stands, the tests read the list instead.
+"""
+
+import json
+from pathlib import Path
+
+from tests.sources import ROOT, digest
+
+COMMITTED = Path(__file__).with_name("compiled.json")
+# What decides which kernels are compiled, and how the result is read.
+READERS = [Path(__file__).with_name(f"{name}.py") for name in ("compile_kernels", "record_launches", "shared_memory")]
+
+
+def sources() -> str:
+    """A digest of the kernels' code: of every module in s2_megatron/kernels and of what compiles them."""
+    return digest([*(ROOT / "s2_megatron/kernels").rglob("*.py"), *READERS])
+
+
+def read() -> dict[str, dict]:
+    return json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+
+
+def measured(release: str) -> dict[str, dict] | None:
+    """What the kernels need with this Triton ("3.8"), or None where the list was measured of other code."""
+    listed = read().get(release)
+    return listed["found"] if listed and listed["sources"] == sources() else None
+
+
+def write(release: str, found: dict[str, dict]):
+    """A line for each entry, so that a change is a change of its line."""
+    known = read() | {release: {"sources": sources(), "found": found}}
+    by_version = sorted(known.items(), key=lambda item: [int(part) for part in item[0].split(".")])
+    blocks = []
+    for name, listed in by_version:
+        lines = ",\n".join(f'    "{entry}": {json.dumps(needs)}' for entry, needs in sorted(listed["found"].items()))
+        blocks.append(f'  "{name}": {{\n   "sources": "{listed["sources"]}",\n   "found": {{\n{lines}\n   }}\n  }}')
+    COMMITTED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
