@@ -15,12 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         *(*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")),
-        *(ROOT / "benchmarks" / "NOTES.md", ROOT / "examples" / "README.md", ROOT / "studies" / "README.md"),
+        *(ROOT / "benchmarks" / "NOTES.md", ROOT / "tests" / "NOTES.md"),
+        *(ROOT / "examples" / "README.md", ROOT / "studies" / "README.md"),
     ],
     key=lambda path: path.as_posix(),
 )
 # Texts about versions that are gone: their commands and flags are those of the past.
-PAST = {"CHANGELOG.md", "benchmarks/NOTES.md"}
+PAST = {"CHANGELOG.md", "benchmarks/NOTES.md", "tests/NOTES.md"}
 # Folders that a run or a build makes.
 MADE = ("runs/", "dist/", "build/", ".venv")
 SUFFIXES = (".py", ".md", ".yaml", ".json", ".sh", ".sbatch", ".png", ".toml", ".cff")
