@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         *(*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")),
-        *(ROOT / "benchmarks" / "NOTES.md", ROOT / "tests" / "NOTES.md"),
+        *(ROOT / folder / "NOTES.md" for folder in ("benchmarks", "tests", "studies")),
         *(ROOT / "examples" / "README.md", ROOT / "studies" / "README.md"),
     ],
     key=lambda path: path.as_posix(),
@@ -225,5 +225,22 @@ def test_every_room_is_in_the_architecture():
     assert not sorted(room for room in rooms if f"[{room}/](../s2_megatron/{room})" not in text)
 
 
+def numbers_in(text: str) -> list[str]:
+    """Those of the prose and the tables. Code, addresses and names (FA-2, H100, fp8, an arXiv number) do not count."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv [\d.]+", "", without_code(text))
+    return re.findall(r"(?<![A-Za-z\d.,])(?<![A-Za-z]-)\d+(?:[.,]\d+)*", text)
+
+
+def test_the_search_for_numbers_leaves_code_and_names_out():
+    text = "FA-2 on `8` [H100s](x9.md), 1,000 of -0.5 to 2.11.0 (arXiv 2407.17678)\n```\n7\n```\n128K, fp8"
+    assert numbers_in(text) == ["1,000", "0.5", "2.11.0", "128"]
+
+
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1050 and len(numbers_in(text)) <= 35
+
+
+@pytest.mark.parametrize("page, words", {"patterns": 1600, "choose-dense": 900, "inference": 1300}.items())
+def test_pages_are_short(page, words):
+    assert len((ROOT / "docs" / f"{page}.md").read_text().split()) <= words

@@ -85,7 +85,7 @@ def test_the_configurations_of_the_repository_have_none(path, length):
 )  # fmt: skip
 def test_plans_with_one_warning(layers, spec, shape, expected):
     (text,) = warnings(plan(layers, spec, **shape))
-    assert expected in text and re.search(r"; docs/patterns\.md#[a-z-]+$", text)
+    assert expected in text and re.search(r"; docs/(patterns|choose-dense)\.md#[a-z-]+$", text)
 
 
 FIRST = dict(local_tokens=128, stride=16, head_step=0, layer_step=0)
