@@ -19,7 +19,7 @@ fi
 train switched 1 pretrain_gpt_s2.py --s2-config "$CONFIG" --load "$RUNS/dense/checkpoints" --finetune \
     --train-iters "$ITERATIONS" --skip-train
 
-# And after some. The learning rate warms up again, for the optimizer starts anew.
+# And after some. The learning rate warms up again, because the optimizer starts anew.
 train dense_to_s2 1 pretrain_gpt_s2.py --s2-config "$CONFIG" --load "$RUNS/dense/checkpoints" --finetune \
     --train-iters "$ITERATIONS" --save "$RUNS/dense_to_s2/checkpoints"
 

@@ -111,7 +111,7 @@ def _range_problems(path: tuple, ranges: list[RangeConfig], block_size: int) -> 
             Problem(
                 (*path, 0, "stride"),
                 str(ranges[0].stride),
-                "1 in the first range, for a token must see its own block",
+                "1 in the first range, because a token must see its own block",
                 "1",
             )
         )

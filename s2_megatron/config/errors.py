@@ -128,7 +128,7 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def unknown_name(path: KeyPath, name, valid: Iterable[str], what: str) -> Problem:
-    """The problem of a name that is none of `valid`."""
+    """The problem of a name that is not one of `valid`."""
     names = list(valid)
     near = nearest_name(name, names)
     return Problem(

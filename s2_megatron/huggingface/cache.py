@@ -1,8 +1,8 @@
 """S2Cache: a KV cache for transformers that keeps, for each KV head, its window and its own blocks, nothing else.
 
-Strides count from the start of a text, so a block that left the window and is none of the head's never comes back: it
-is dropped for good. Decoding is ordinary SDPA over what is kept, with a mask; several tokens at once are the S2
-forward.
+Strides count from the start of a text. So a block that has left the window, and is not one that the head attends by its
+stride, is never needed again, and is dropped. Decoding is ordinary SDPA over what is kept, with a mask; several tokens
+at once use the S2 forward.
 
 B batch, H query heads, G KV heads, R = H / G, D head dim, T tokens of a forward, S kept tokens of a KV head.
 """
@@ -91,8 +91,8 @@ class S2Cache(Cache):
 
         query [B, H, T, D], key and value [B, G, T, D]; starts: int64 [B] or None, the first column of every row's text;
         pattern: what the layer attends, by the model's config. Returns [B, H, T, D].
-        Raises ValueError when starts, rows or the pattern differ from those before, beyond max_length, after a forward
-        that did not reach every layer, and where a gradient would have to go back into the cache.
+        Raises ValueError when starts, rows or the pattern differ from those before, when the text exceeds max_length,
+        when the last forward did not reach every layer, and when a gradient would have to go back into the cache.
         """
         layer, length = self.layers[layer_idx], query.shape[2]
         if layer.pattern is not pattern and canonical_pattern(layer.pattern) != canonical_pattern(pattern):

@@ -229,5 +229,5 @@ class S2CacheLayer(CacheLayerMixin):
 
 
 def _placed(out, rows, part, skipped: int):
-    """out with the part's rows in it; not in place, for the gradient goes through."""
+    """A copy of out with the part's rows in it. Not in place, because the gradient has to pass through."""
     return out.index_copy(0, rows, torch.nn.functional.pad(part, (0, 0, skipped, 0)))

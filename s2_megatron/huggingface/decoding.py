@@ -1,8 +1,8 @@
 """Attention of one new token a row over the kept keys: one call of SDPA with a mask.
 
-On Hopper torch takes cuDNN's kernel, which cuts the keys of a head into parts when there are few rows, for one query
-row a head only. So the query heads of a KV head are heads here (enable_gqa), not rows of one matrix: with four rows
-it read 0.2 TB/s of an H200's memory, with four heads 2.6 (benchmarks/NOTES.md).
+On Hopper torch uses cuDNN's kernel. With few rows it divides the keys of a head among several blocks, but only if the
+head has one query row. So the query heads of a KV head are passed as heads (enable_gqa), not as rows of one matrix:
+with four rows it read 0.2 TB/s of an H200's memory, with four heads 2.6 TB/s (benchmarks/NOTES.md).
 
 B batch, H query heads, K KV heads, R = H / K, S kept tokens, D head dim.
 """

@@ -38,7 +38,7 @@ class Slots:
         raise NotImplementedError
 
     def head_index(self, device: torch.device) -> torch.Tensor:
-        """kv_heads on a device; kept there, for a copy to it cannot be captured."""
+        """kv_heads on a device. It is kept there, because a CUDA graph cannot capture a copy to the device."""
         return self._table(device)["kv_heads"]
 
     def _table(self, device: torch.device) -> dict[str, torch.Tensor]:
@@ -78,8 +78,8 @@ class Slots:
         return self.write_slots(position // self.block_size) * self.block_size + inside
 
     def held_tokens(self, n_tokens: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of a text of n_tokens: the position of every kept token, int64 [K or 1, S * block_size] (0 where there is
-        none), and bool, whether there is one."""
+        """The tokens that are kept of a text of n_tokens: their positions, int64 [K or 1, S * block_size] (0 in an
+        empty place), and bool of the same shape, False in an empty place."""
         held = self.held_blocks(torch.tensor([(n_tokens - 1) // self.block_size], device=device))[0]
         position = held[..., None] * self.block_size + torch.arange(self.block_size, device=device)
         there = (held[..., None] >= 0) & (position < n_tokens)

@@ -32,9 +32,9 @@ class Extent(NamedTuple):
 class Texts:
     """What the layers of one forward have in common.
 
-    plans: by layer_idx. starts: int64 [B] on the CPU, the first column of each row that is no padding; None: 0
+    plans: by layer_idx. starts: int64 [B] on the CPU, the first column of each row that is not padding; None: 0
     everywhere. packed: the texts among the B * T tokens, where a row has several. plain: each row is one text, no cache
-    was given, and nothing else is to be looked at: what a compiled graph can compute.
+    was given, and nothing else has to be checked: a compiled graph can compute this.
     """
 
     plans: tuple[LayerPlan, ...]

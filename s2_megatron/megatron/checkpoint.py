@@ -185,7 +185,7 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
 
     Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant.
     Otherwise raises CheckpointError with one line for each kind of change and the layers it concerns. The backend, the
-    parallel layout, the sequence length and the name of the YAML are no difference.
+    parallel layout, the sequence length and the name of the YAML may differ.
     """
     stored = getattr(checkpoint.args, "s2_sparsity", None)
     if stored is None and sparsity is None:

@@ -28,8 +28,8 @@ class MetadataError(ValueError):
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """What a checkpoint consists of. shapes: of every tensor, over all ranks. objects: the names of what is no tensor.
-    sizes: bytes of every file beside `.metadata`, by its path in the checkpoint's folder."""
+    """What a checkpoint consists of. shapes: of every tensor, over all ranks. objects: the names of what is not a
+    tensor. sizes: bytes of every file beside `.metadata`, by its path in the checkpoint's folder."""
 
     shapes: dict[str, tuple[int, ...]]
     objects: frozenset[str]
@@ -37,7 +37,7 @@ class CheckpointMetadata:
 
 
 class _Record:
-    """Stands for an object: its attributes, or its state where that is no mapping."""
+    """Stands for an object: its attributes, or its state if that is not a mapping."""
 
     def __init__(self, *arguments):
         self.arguments = arguments

@@ -1,11 +1,11 @@
 """SHA-256 checksums of a checkpoint's files, made while training goes on and verified when it is loaded.
 
-Each rank hashes the shards that it wrote, in a thread of low priority (hashing and reading leave Python's lock to the
-training loop), and writes `rank_<n>.sha256` beside them; rank 0 adds the files that are no rank's. The format is that
-of coreutils, so `cd iter_0000100 && sha256sum --check --quiet rank_*.sha256` verifies a checkpoint by hand.
+Each rank hashes the shards that it wrote, in a thread of low priority (hashing and reading do not hold Python's lock),
+and writes `rank_<n>.sha256` beside them; rank 0 adds the files that belong to no rank. The format is that of coreutils,
+so `cd iter_0000100 && sha256sum --check --quiet rank_*.sha256` verifies a checkpoint by hand.
 
-A checkpoint whose run was killed before its checksums were there is complete all the same: what has no checksum is not
-verified, and that is said.
+A checkpoint whose run was killed before its checksums were written is still complete. Files without a checksum are not
+verified, and a line says so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 def damaged_files(folder: Path, checksums: dict[str, str], rank: int = 0, world_size: int = 1) -> list[str]:
-    """Which of this rank's share of the files are not what they were when they were hashed, each with the reason."""
+    """The files of this rank's share that have changed since they were hashed, each with the reason."""
     damaged = []
     for name in sorted(checksums)[rank::world_size]:
         try:

@@ -43,10 +43,10 @@ def language_model_loss(
     """The loss of one microbatch, in the form that Megatron's schedules expect.
 
     loss_mask: fp32, 0 where a token does not count. output: per-token losses of the same number of elements. positions:
-    int64, as many, for the loss by position; None where it is not wanted.
+    int64 of that number, for the loss by position; None without it.
     Returns (sum of the masked losses, number of counted tokens int32, {'lm loss': fp32 [2] with these two for the
-    log}), of context-parallel ranks as `_of_whole_sequence` says. With --check-for-nan-in-loss-and-grad a NaN or Inf
-    ends the run, with --check-for-spiky-loss a sudden jump is reported.
+    log}). With context parallelism `_of_whole_sequence` changes them. With --check-for-nan-in-loss-and-grad a NaN or
+    Inf ends the run, with --check-for-spiky-loss a sudden jump is reported.
     """
     args = get_args()
     if args.logits_load_dir is not None:
@@ -65,9 +65,10 @@ def language_model_loss(
 
 
 def _of_whole_sequence(loss: torch.Tensor, num_tokens: torch.Tensor, report: dict, args) -> tuple:
-    """The loss of this context-parallel rank's part, so that Megatron's division by the number of tokens and its mean
-    over the ranks give the mean over the targets of the whole sequence, also where a mask leaves the ranks unequal
-    numbers of them: the sum times the ranks, and the count of all of them.
+    """What a context-parallel rank returns: its sum of losses times the number of ranks, and the count of all ranks.
+
+    Megatron divides the one by the other and takes the mean over the ranks. That gives the mean over the targets of the
+    whole sequence, also where a mask leaves the ranks unequal numbers of targets.
 
     With --calculate-per-token-loss Megatron adds up sums and counts by itself: only the report, which the validation
     of --sft averages over the ranks, is changed.

@@ -60,8 +60,8 @@ def use_prebuilt_dataset_helpers() -> bool:
     """Skips Megatron's `make` when there is no Makefile to run; True when it is skipped. A checkout builds the library.
 
     `pretrain()` runs `make` in `megatron/core/datasets` and exits when that fails. The wheel has the compiled library
-    there but no Makefile, so without this no run from the wheel starts, on GPUs either.
-    Raises ValueError when the compiled library is missing too, and for what keeps a checkout from building it.
+    but no Makefile, so that without this patch no run from the wheel starts.
+    Raises ValueError when the compiled library is missing, too, or when a checkout cannot build it.
     """
     from megatron.core.datasets import utils
 

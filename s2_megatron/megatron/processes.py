@@ -1,13 +1,13 @@
 """No process of a training outlives it, however it ended.
 
-A trainer that is killed leaves processes behind otherwise: torchrun's ranks, each in a session of its own; the server
-of Megatron's queue for write results, which waits for a caller for ever; the writer of asynchronous checkpoints (590
-MB), which waits for the next one, and the server that it was forked from, which waits for the writer. They hold memory
-and locks, and may write into the folder of the next run.
+Otherwise a trainer that is killed leaves processes behind: torchrun's ranks, each in its own session; the server of
+Megatron's queue for write results, which waits for a caller for ever; the writer of asynchronous checkpoints (590 MB),
+which waits for the next one; and the server that the writer was forked from, which waits for the writer. They hold
+memory and locks, and may write into the folder of the next run.
 
-Linux kills a child when the thread that started it ends: that is for torchrun's ranks and for forks of the main thread.
+Linux kills a child when the thread that started it ends: this serves torchrun's ranks and forks of the main thread.
 A fork of another thread is left alone, since that thread may end before its process. A process of multiprocessing that
-is no fork of its parent watches the pipe that its parent holds the other end of.
+was not forked watches a pipe, whose other end its parent holds.
 """
 
 from __future__ import annotations

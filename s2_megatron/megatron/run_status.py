@@ -99,7 +99,7 @@ def _write_now(path: Path, mode: str, text: bytes) -> None:
 
 
 def read_status(save: str | Path) -> dict | None:
-    """The file's record; None where there is none. Raises ValueError for one that is no such record."""
+    """The record in the file, or None without a file. Raises ValueError when the file holds something else."""
     path = Path(save) / FILE
     if not path.exists():
         return None
@@ -234,8 +234,8 @@ def _finished(args: Namespace) -> str:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether a checkpoint is not what was saved. A file that could not be read, memory that ran out and a rank that
-    was lost may be better at the next start: they are failures."""
+    """Whether a checkpoint is not what was saved. The next start may succeed when a file could not be read, memory ran
+    out or a rank was lost: these are failures."""
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
 
 

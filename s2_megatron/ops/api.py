@@ -53,8 +53,8 @@ def s2_attention(
     the pattern. torch.vmap works; torch.func.grad and forward-mode derivatives raise PyTorch's errors.
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
     log. Raises ValueError for arguments of another type or out of range, and for tensors that do not fit each other,
-    the layout or the backend. The numbers in cu_seqlens are looked at by the reference alone, for a look waits for the
-    GPU; with the environment variable S2_CHECK_VALUES=1 by all backends.
+    the layout or the backend. Only the reference checks the numbers in cu_seqlens, because reading them waits for the
+    GPU; with the environment variable S2_CHECK_VALUES=1 all backends do.
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse={shown(return_lse)}; expected True or False; use one of them")

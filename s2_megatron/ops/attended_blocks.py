@@ -26,7 +26,7 @@ CELLS = 2**19  # of the table of row blocks and key blocks, at a time
 
 
 def split_blocks(blocks: np.ndarray, split: int) -> np.ndarray:
-    """The parts of blocks, and of slots where -1 is none, along the last axis: [..., N] -> [..., N * split]."""
+    """Blocks or slots cut into `split` parts along the last axis, -1 (no slot) kept: [..., N] -> [..., N * split]."""
     if split == 1:
         return blocks
     parts = blocks[..., None] * split + np.arange(split, dtype=blocks.dtype)

@@ -61,9 +61,8 @@ class Backend(Protocol):
         self, query, key, value, out, lse, call: AttentionCall, initial=None, kv_heads=None, more=None
     ) -> Callable[..., bool] | None:
         """Writes out (of any type) and lse. initial: (out, lse) of the same queries over earlier keys, continued.
-        Returns a function of (query, key, value, out, lse) in the call's format that does the same for all tensors of
-        the same kinds (ops/repeated.py) and returns True, or False when it no longer can; or None where there is no
-        quicker way than this one.
+        Returns None, or a quicker function of (query, key, value, out, lse) that repeats the call for other tensors of
+        the same kinds (ops/repeated.py). That function returns True, or False when it can no longer do so.
 
         Where `joins_keys` says so: kv_heads, (first, end) of those whose query heads are computed; more, (key, value)
         of the placement's slots from own_slots on.

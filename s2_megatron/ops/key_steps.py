@@ -1,7 +1,7 @@
 """The steps of key tiles as explicit lists, which the Hopper kernels of dK and dV walk. NumPy only.
 
 For block masks, and for calls whose query and key blocks are placed (context parallelism): there the steps of a column
-are no arithmetic on a few ranges. Two key blocks make a column. Row blocks, key blocks and slots: see
+cannot be computed from a few ranges. Two key blocks make a column. Row blocks, key blocks and slots: see
 ops/attended_blocks.py. Bits: kernels/step_descriptor.py.
 """
 

@@ -59,9 +59,9 @@ class Placement:
     query_rank: torch.Tensor  # int32 [n_blocks + 1]: how many of query_block_ids are smaller
     key_slot: torch.Tensor | None  # int32 [KV heads, n_blocks]
     n_blocks: int  # blocks of the whole (global) sequence
-    n_slots: int  # slots that the key and value must have at least, both of them together where there are two
-    own_slots: int  # as many of them lie in the first key and value: all, where there is no second one
-    tile_blocks: int  # so many neighbouring query blocks are also neighbours in the sequence, at every multiple of it
+    n_slots: int  # least slots of the key and value, of both pairs together where there are two
+    own_slots: int  # how many of them are in the first key and value: all, if there is no second one
+    tile_blocks: int  # so many query blocks, from every multiple of it on, are neighbours in the sequence
     runs: KeyRuns | None = None  # of key_slot, for the pattern that the placement was made for
     steps: DeviceSteps | None = None  # likewise
 
@@ -71,7 +71,7 @@ class Placement:
     ) -> Placement:
         """query_block_ids: ints, ascending. key_slot: int array [KV heads, n_blocks] or None. pattern: the one that it
         will be used with, for faster kernels. own_slots: where there is a second key and value. Raises ValueError when
-        they are no integers or do not fit."""
+        they are not integers or do not fit."""
         device = check_device(device)
         n_blocks = check_integer("n_blocks", n_blocks, 1, NO_END, "use the blocks of the whole sequence")
         ids = check_integers("query_block_ids", query_block_ids, 1, "use a list of blocks").astype(np.int64)
@@ -165,7 +165,7 @@ class Layout:
 
     def steps(self, n_blocks: int) -> DeviceSteps:
         """The step lists of a sequence of n_blocks blocks (of STEP_BLOCK tokens, where the pattern's are larger). They
-        stay for every length, for a captured graph reads them as long as it lives."""
+        are kept for every length, because a captured graph reads them as long as it exists."""
         if n_blocks not in self._steps:
             self._steps[n_blocks] = DeviceSteps(
                 self.pattern, np.arange(n_blocks), None, n_blocks, n_blocks, self.device
@@ -343,11 +343,11 @@ def layout_for(pattern: Pattern) -> Layout:
     return layout
 
 
-@torch.compiler.assume_constant_result  # its tensors are no part of a graph
+@torch.compiler.assume_constant_result  # its tensors are not part of a graph
 def build_layout(pattern: Pattern, device="cpu") -> Layout:
     """The layout of a pattern (already sliced for tensor parallelism) on a device.
 
-    Raises ValueError for what is no pattern and for a device that torch does not know.
+    Raises ValueError for anything that is not a pattern, and for a device that torch does not know.
     """
     if not isinstance(pattern, RangePattern | BlockMaskPattern):
         raise ValueError(

@@ -1,7 +1,7 @@
 """The steps of query tiles as explicit lists, which the Hopper kernels of the forward and of dQ walk. NumPy only.
 
 For block masks, and for calls whose query and key blocks are placed (context parallelism): there the steps of a query
-tile are no arithmetic on a few ranges. Two key blocks make a step. Row blocks, key blocks and slots: see
+tile cannot be computed from a few ranges. Two key blocks make a step. Row blocks, key blocks and slots: see
 ops/attended_blocks.py. Bits: kernels/step_descriptor.py.
 """
 

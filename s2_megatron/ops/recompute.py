@@ -1,8 +1,8 @@
 """Attention under activation recomputation without a second forward pass of the attention.
 
-Recomputation runs a layer twice: first without gradients, then again when its backward comes. The result of the first
-pass, out and LSE, is all that the second one needs of the forward: stored between the two, it costs 2 * hidden size + 4
-* heads bytes a token and layer (in bf16) and saves the most expensive part of the recomputation at long context.
+Recomputation runs a layer twice: first without gradients, then again when its backward comes. The second pass needs
+only the result of the first one, out and LSE. To store it takes 2 * hidden size + 4 * heads bytes a token and layer (in
+bf16), and saves the most expensive part of the recomputation at long context.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class LayerOutput:
             self._results[self._key] = out, lse
 
     def take(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The result that the first pass stored, for a second pass with this query; None in a first pass, and where
-        there is none (any more)."""
+        """The result that the first pass stored, for a second pass with this query. None in a first pass, or if nothing
+        is stored (any more)."""
         known = self._results.pop(self._key, None) if torch.is_grad_enabled() else None
         assert known is None or (known[0].shape, known[0].dtype) == (query.shape, query.dtype), (
             f"a result of {known[0].shape} for a query of {query.shape}: the two passes of a call differ"

@@ -31,8 +31,8 @@ def shown(value: Any, most: int = 60) -> str:
 def check_integer(name: str, value: Any, low: int, high: int, fix: str) -> int:
     """The value as an int. fix: what to do, e.g. "use 64".
 
-    Raises ValueError for what is no integer (booleans, floats, text and tensors are none, NumPy's integers are) or lies
-    outside of low .. high.
+    Raises ValueError for anything that is not an integer from low to high. NumPy's integers are accepted; booleans,
+    floats, text and tensors are not.
     """
     if type(value) is not int:
         if isinstance(value, bool) or not hasattr(value, "__index__") or hasattr(value, "backward"):

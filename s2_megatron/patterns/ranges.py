@@ -48,7 +48,8 @@ class HeadPattern:
     """The pattern of one attention head.
 
     ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1; lists are taken, too. offset:
-    added to the key block before the modulus. Raises ValueError for anything else, and for what is no integer.
+    added to the key block before the modulus. Raises ValueError for anything else, and for values that are not
+    integers.
     """
 
     ranges: Ranges

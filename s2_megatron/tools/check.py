@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _on_this_machine(line: LaunchLine, here: bool) -> tuple[int, bool]:
-    """(processes of the job, whether the run is for another machine: it wants GPUs and there is none here). here: it is
-    for this one."""
+    """(processes of the job, whether the run is for another machine, because it needs GPUs and this one has none).
+    here: it is for this one."""
     import torch
 
     from s2_megatron.megatron.cuda_on_cpu import is_installed
@@ -257,9 +257,9 @@ def _check_tokenizer(args: argparse.Namespace) -> list[str]:
 
     if names_hub(args) and not _is_downloaded(args.tokenizer_model):
         return [
-            f"--tokenizer-model={printable(args.tokenizer_model, 200)} is no folder here, so a name of the Hugging "
-            "Face hub, and not in this machine's cache: neither the name nor the vocabulary is checked; load it once "
-            "where there is a network (transformers.AutoTokenizer.from_pretrained), or give its folder"
+            f"--tokenizer-model={printable(args.tokenizer_model, 200)} is not a folder here, so it is a name of the "
+            "Hugging Face hub, and it is not in this machine's cache: neither the name nor the vocabulary is checked; "
+            "load it once where there is a network (transformers.AutoTokenizer.from_pretrained), or give its folder"
         ]
     build_tokenizer(args)
     return []

@@ -3,13 +3,13 @@
     s2-megatron inspect configs/quickstart.yaml --num-layers 4 --num-attention-heads 4 --seq-length 512
     s2-megatron env-report
 
-A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS; a good line of it in
-tests/tools/tries.py has all its options and files tried with values that are none. Its docstring, with an example, is
+A new tool is a module with `add_arguments(parser)` and `run(args)`, and a line in COMMANDS; a valid line for it in
+tests/tools/tries.py lets the tests try every option and file with invalid values. Its docstring, with an example, is
 what --help shows. `run` returns the exit status (None: 0) and raises ValueError for bad input, which becomes one
-`error:` line and status 2. Only the tool that is asked for is imported. Output that the terminal's encoding does not
-have is escaped. Ctrl-C ends a command with one line
-and status 130; it has to leave no half-written file (outputs.py, hf/folders.py). Where the reader of a pipe has gone, a
-command ends without a word and with status 141, as one does that SIGPIPE kills.
+`error:` line and status 2. Only the tool that is asked for is imported. Characters that the terminal's encoding lacks
+are escaped. Ctrl-C ends a command with one line and status 130; it must not leave a half-written file (outputs.py,
+hf/folders.py). When the reader of a pipe has gone, a command ends without a word and with status 141, as if SIGPIPE had
+killed it.
 
 Completion in bash or zsh: eval "$(register-python-argcomplete s2-megatron)".
 """

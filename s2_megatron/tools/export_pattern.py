@@ -116,7 +116,7 @@ def _form(pattern: Pattern | None, index: int, masks: dict[str, np.ndarray]) -> 
 
 
 def _vector_tokens(pattern: Pattern, longest: int) -> int:
-    """So many tokens that every range and every offset shows, and an end that is no whole block."""
+    """Enough tokens to show every range and every offset, and not a whole number of blocks."""
     blocks = 4
     if isinstance(pattern, RangePattern):
         ends = [end or 0 for head in pattern.heads for end, _ in head.ranges]

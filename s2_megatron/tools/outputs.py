@@ -23,7 +23,7 @@ class _Console(Console):
 
 
 def console() -> Console:
-    """On standard output, as wide as the terminal, or as WIDTH where there is none."""
+    """On standard output, as wide as the terminal, or WIDTH columns without a terminal."""
     return _Console(width=None if sys.stdout.isatty() else WIDTH)
 
 

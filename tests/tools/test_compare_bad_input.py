@@ -211,7 +211,8 @@ def test_a_file_that_is_no_loss_log(folder, capsys, name, content):
     (folder / name).write_bytes(content)
     error = refused(capsys, "dense.jsonl", name)
     begin = repr(content[:10].split(b"\n")[0].strip(b"\r").decode("utf-8", "backslashreplace"))[:-1]
-    assert f"error: run {name}: no loss log, for no line of it is one's JSON object (it begins with {begin}" in error
+    assert f"error: run {name}: not a loss log, because no line of it is a record of one" in error
+    assert f"(it begins with {begin}" in error
     assert "expected a file of --s2-loss-log, a TensorBoard folder" in error and "remove the line" not in error
     assert "train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir" in error
 

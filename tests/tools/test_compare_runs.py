@@ -176,7 +176,7 @@ def test_places_that_hold_no_run(tmp_path):
     with pytest.raises(ValueError, match="expected event files"):
         read_run(str(tmp_path))
     (tmp_path / "a.jsonl").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl: no loss log, .*begins with 'nonsense'"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: not a loss log, .*begins with 'nonsense'"):
         read_run(str(tmp_path / "a.jsonl"))
     (tmp_path / "a.jsonl").write_text('{"iteration": 1, "lm loss": 3.0}\nnonsense\n')
     with pytest.raises(ValueError, match="line 2: expected one JSON object of a loss log"):

@@ -2,15 +2,15 @@
 
     s2-megatron choose-dense --load runs/dense/checkpoints --s2-config my.yaml --data-path data/text --write chosen.yaml
 
-What a dense model loses under S2-Attention depends on which of its heads stay dense, and which they are differs from
-model to model: we think that a few heads look things up far back (docs/choose-dense.md). This measures the loss of the
+What a dense model loses under S2-Attention depends on which of its heads stay dense. Which heads matter differs from
+model to model: we think that a few of them look things up far back (docs/choose-dense.md). This measures the loss of the
 checkpoint as it is, under the plan of the YAML, and under the plan with one more KV head dense, each head in its
 turn; then under the plan with the best 1, 2, 4, ... of them dense. The smallest set that is near enough to the dense
 loss is written as a YAML that trains. One process, one GPU or CPU; nothing is trained. How near the loss before any
 step is to the one after training on: docs/choose-dense.md.
 
-Under a plan that loses next to nothing (wide windows on short sequences) there is nothing to rank heads by. --beside
-names another plan to measure under; its heads are dense in the plan of --s2-config then.
+Under a plan that loses next to nothing (wide windows on short sequences) the heads cannot be ranked. --beside names
+another plan to measure under; the chosen heads are then dense in the plan of --s2-config.
 
 All losses are kept in --json, also of a run that is interrupted: --from-json takes them from there, for another
 --within, --heads, --by or plan, and measures what is missing.
@@ -212,8 +212,8 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         layer, head = unmeasured[0]
         raise ValueError(
             f"{source}: KV head {head} of layer {layer} (from 0) attends everything at {beside.seq_length} tokens, and "
-            f"is sparse in {plans[0][0]}; expected a sparse one, for it is not measured; make it sparse, or dense in "
-            "both"
+            f"is sparse in {plans[0][0]}; expected a sparse one, because dense heads are not "
+            "measured; make it sparse, or dense in both"
         )
     if args.heads is not None and args.heads >= len(units):
         raise ValueError(

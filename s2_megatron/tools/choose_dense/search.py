@@ -59,9 +59,9 @@ class Sets:
         return [0, *(2**power for power in range(most.bit_length()) if 2**power < most), most]
 
     def smallest(self, within: float) -> DenseSet | None:
-        """The smallest set whose gap is at most `within`, a share: sizes are doubled up to the first that is, and
-        halved between it and the one before. It is taken that more dense units are no worse. None where no set but
-        that of all units, which is the dense model, is near enough."""
+        """The smallest set whose gap is at most `within`, a share. The size is doubled until a set is near
+        enough, then halved between that size and the one before; this assumes that more dense units are not worse.
+        None if only the set of all units, the dense model itself, is near enough."""
         below = -1
         for size in self.sizes(len(self.units) - 1):
             if self.of(size).gap <= within:
@@ -78,5 +78,5 @@ class Sets:
         return self.of(size)
 
     def exactly(self, size: int) -> DenseSet:
-        """The set of this size; smaller ones are measured too, for the table."""
+        """The set of this size. The table shows smaller ones too, so they are measured as well."""
         return [self.of(each) for each in self.sizes(size)][-1]

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="FILE", help="write the curves as one .png picture")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
-        "--wandb-project", metavar="ENTITY/PROJECT", help="where RUNs that are no files are looked up: their ids there"
+        "--wandb-project", metavar="ENTITY/PROJECT", help="where a RUN that is not a file is looked up by its id"
     )
     parser.add_argument(
         "--vary",

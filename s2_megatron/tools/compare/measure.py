@@ -57,7 +57,7 @@ class ArmResult:
 @dataclass(frozen=True)
 class Comparison:
     """target: the loss of to_target. limits: {axis: where the shortest run ends}. The first arm is the baseline.
-    times_withheld: why hours are none of the axes, and nothing that follows from times is given; "" where it is."""
+    times_withheld: why hours are not an axis and nothing that follows from times is given; "" if all of it is given."""
 
     results: tuple[ArmResult, ...]
     target: float

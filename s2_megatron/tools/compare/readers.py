@@ -121,8 +121,8 @@ def _read_folder(folder: Path) -> tuple[str, list[Piece]]:
 
 
 def read_loss_log_pieces(path: Path) -> list[Piece]:
-    """The pieces of a loss log: a new one begins with a header, and where the iterations go back (a log of an older
-    release has no headers). Raises ValueError for a file that is no loss log, such as what a training printed."""
+    """The pieces of a loss log: a new one begins with a header, or where the iterations go back (logs of older
+    releases have no headers). Raises ValueError for a file that is not a loss log, such as what a training printed."""
     _check_is_loss_log(path)
     pieces = [Piece(str(path))]
     last = 0
@@ -161,9 +161,9 @@ def _check_is_loss_log(path: Path) -> None:
             return
     shown = first.rstrip(b"\r\n")[:80].decode("utf-8", "backslashreplace")
     raise ValueError(
-        f"run {path}: no loss log, for no line of it is one's JSON object (it begins with {printable(shown)!r}); "
-        "expected a file of --s2-loss-log, a TensorBoard folder, or an offline wandb folder; what a training prints is "
-        "none: train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir"
+        f"run {path}: not a loss log, because no line of it is a record of one (it begins with {printable(shown)!r}); "
+        "expected a file of --s2-loss-log, a TensorBoard folder, or an offline wandb folder; what a training prints "
+        "cannot be read: train with --s2-loss-log FILE, or give the folder of its --tensorboard-dir"
     )
 
 

@@ -68,10 +68,10 @@ def run_offset_for(tokens: float | None, going_on: bool = False) -> RunOffset:
 class Difference:
     """Mean difference of two arms' losses (arm minus baseline) with its interval, in nats.
 
-    step_error, offset_error: half-widths from the steps' own noise and from what distinguishes runs otherwise; the
-    interval has their root of summed squares, or for three or more pairs that of the pairs' spread. baseline: the
-    baseline's mean loss over the same steps. block: steps of a bootstrap block (the longest of the pairs). undecided:
-    why the steps are no ground for an interval, which is then too short; "" where they are.
+    step_error, offset_error: half-widths from the noise of the steps and from what else distinguishes runs. The
+    half-width of the interval is the root of their summed squares; for three or more pairs that of the pairs' spread.
+    baseline: the baseline's mean loss over the same steps. block: steps of a bootstrap block (the longest of the
+    pairs). undecided: why the steps give no usable interval (it would be too short), else "".
     """
 
     mean: float

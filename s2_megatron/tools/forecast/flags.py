@@ -183,7 +183,7 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
     """What a launch line's flags say, with Megatron's defaults where they say nothing; `given`, where it has an
     attribute, wins. Flags of CHECKED have an attribute if the line has them; all others are passed over.
 
-    Raises ValueError for what is no number or choice. Whether a training takes the values is check_flags' question.
+    Raises ValueError for words that are not numbers or choices. check_flags tells whether a training takes the values.
     """
     parser = _LineParser(prog="launch line", add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -208,8 +208,8 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
 
 
 def _fit_layer_lists(line: argparse.Namespace, layers: int) -> None:
-    """Flags with a word for each layer of the line's model, for a model of another depth: one word where all are equal,
-    else the default."""
+    """Changes flags that have a word for each layer of the line's model to fit a model of another depth: to one word
+    where all are equal, else to the default."""
     for name in ("cp_comm_type", "s2_cp_comm_type"):
         words = getattr(line, name, ())
         if len(words) in (0, 1, layers):

@@ -84,9 +84,11 @@ def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
 
 
 def _gradients(run: TrainingRun) -> int:
-    """Bytes a token that a layer's backward holds at its largest beside what the layer kept: the output's gradient,
-    and in SwiGLU's backward its gradients in and out, for which the activation has been freed; or in the attention's,
-    the MLP freed, the gradients of its output, of Q, K and V, and of these three joined."""
+    """The most bytes a token that a layer's backward holds beside what the layer kept.
+
+    Always the output's gradient. In SwiGLU's backward its gradients in and out, when the activation has been freed; or
+    in the attention's, when the MLP has been freed, the gradients of its output, of Q, K and V, and of these three
+    joined."""
     width, gates = run.ffn // run.tp, 2 if run.gated else 1
     freed = (gates + 1) * width + run.hidden
     attention = run.attention_width + 2 * run.qkv_width - freed

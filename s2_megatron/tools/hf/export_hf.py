@@ -93,8 +93,8 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
         name = trained.tokenizer_model
     if name is None:
         print(
-            f"note: no tokenizer is written, for the model was trained with tokenizer type {trained.tokenizer_type}; "
-            "expected HuggingFaceTokenizer; add one with --tokenizer FOLDER"
+            "note: no tokenizer is written, because the model was trained with tokenizer type "
+            f"{trained.tokenizer_type}; expected HuggingFaceTokenizer; add one with --tokenizer FOLDER"
         )
         return None
     from transformers import AutoTokenizer

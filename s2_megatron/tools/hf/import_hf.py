@@ -135,7 +135,7 @@ def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> No
 
 
 def _check_tied(weights: SafetensorsFolder, head: tuple[int, ...] | None, folder: Path) -> None:
-    """Raises ValueError for a head that is not the embedding once more. head: its shape, None where there is none."""
+    """Raises ValueError when the head differs from the embedding. head: its shape, or None without a head."""
     embedding = weights.tensors.get("model.embed_tokens.weight")
     if head is None or embedding is None:
         return
@@ -149,7 +149,7 @@ def _check_tied(weights: SafetensorsFolder, head: tuple[int, ...] | None, folder
 
 
 def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape: Shape) -> None:
-    """All weights, in their own dtype. The rows of the embedding that are no words are zeros."""
+    """All weights, in their own dtype. Rows of the embedding beyond the vocabulary are zeros."""
     from rich.progress import track
 
     shapes = megatron_shapes(shape)

@@ -59,8 +59,8 @@ def compare_logits(
     """Compares the imported model with its source; what to print about it.
 
     source: the Hugging Face folder. content: its config, of config_as_read. checkpoint: the torch_dist folder that was
-    written. flags: those that the user is given. sparsity: None for a dense model. Once a process, for Megatron is
-    initialised. Raises ValueError when the logits differ, or transformers cannot load the source.
+    written. flags: those that the user is given. sparsity: None for a dense model. Only once in a process, because it
+    initialises Megatron. Raises ValueError when the logits differ, or transformers cannot load the source.
     """
     layers, reason = extent(shape, _free_bytes())
     if not layers:

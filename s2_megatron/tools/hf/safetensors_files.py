@@ -1,6 +1,6 @@
-"""Safetensors files (https://huggingface.co/docs/safetensors), tensor by tensor. Read by the library safetensors, which
-checks the header; written here, for the library wants all tensors of a file in memory: 8 bytes with the header's
-length, a JSON header with dtype, shape and place of every tensor, the bytes."""
+"""Safetensors files (https://huggingface.co/docs/safetensors), tensor by tensor. The library safetensors reads
+them and checks the header. They are written here, because the library needs all tensors of a file in memory. A file has
+8 bytes with the header's length, a JSON header with dtype, shape and place of every tensor, and then the bytes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class SafetensorsFolder:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, in its own dtype. Raises ValueError when it cannot be read, and for a number that is none."""
+        """One tensor, in its own dtype. Raises ValueError when it cannot be read, or holds NaN or infinity."""
         from safetensors import SafetensorError, safe_open
 
         path, expected = self._places[name], self.tensors[name]

@@ -11,13 +11,13 @@
     attended pairs a sequence: 1,456,128 of 2,101,248 (69.3%)
     S: 2 consecutive S layers together cover 100.0% of the causal blocks
 
-A launch line behind -- gives the sizes, the parallelism, the batch and the memory settings, and with them FLOPs, memory
-and a forecast of the step time (a single - behind the -- reads the line from the standard input):
+A launch line behind -- gives the sizes, the parallelism, the batch and the memory settings. With them it also shows
+FLOPs, memory and a forecast of the step time. A single - behind the -- reads the line from the standard input:
 
     s2-megatron inspect -- torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config ... --num-layers 32 ...
     DRY_RUN=1 examples/pretrain_7b.sh | s2-megatron inspect -- -
 
-Flags before the -- win over those of the line, and CONFIG over its --s2-config. The flags are named as Megatron's own.
+Flags before the -- override those of the line, and CONFIG its --s2-config. The flags are named as Megatron's own.
 No GPU and no Megatron is needed. docs/inspect.md explains every table and the forecast.
 """
 
@@ -85,8 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_pictures(args: argparse.Namespace) -> None:
-    """Raises ValueError for a picture's path that is no file name of a picture, or cannot be written, before the work
-    is done."""
+    """Raises ValueError, before the work, for a path that is not a picture's file name or cannot be written."""
     for flag, file in (("--png", args.png), ("--context-png", args.context_png), ("--exchange-png", args.exchange_png)):
         if file is None:
             continue
