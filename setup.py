@@ -81,6 +81,8 @@ setup(
         "resiliency": ["nvidia-resiliency-ext>=0.6"],
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
         "wandb": ["wandb"],
-        "hf": ["transformers>=5.4"],
+        "hf": ["transformers>=5.4", "safetensors"],
+        # `s2-megatron make-dataset` reads .zst files with it; Python has it from 3.14 on, as compression.zstd
+        "zstd": ['backports.zstd; python_version < "3.14"'],
     },
 )

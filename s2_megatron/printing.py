@@ -19,15 +19,34 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+class _Tolerant(io.FileIO):
+    """A file that drops what its disk or pipe does not take."""
+
+    def write(self, data) -> int | None:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
 def open_streams() -> None:
     """Standard streams that take everything: what is written to one that the shell has closed (`>&-`) goes nowhere, and
     no file gets its number, into which libraries would write then; what a stream's encoding does not have, such as a
-    table's lines on an ASCII terminal or the name of a file that is no UTF-8, is escaped."""
+    table's lines on an ASCII terminal or the name of a file that is no UTF-8, is escaped. What a full disk or a reader
+    that has gone does not take of stderr goes nowhere, too: no run ends because a remark found no room."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         elif mode == "w" and isinstance(getattr(sys, name), io.TextIOWrapper):
             getattr(sys, name).reconfigure(errors="backslashreplace")
+    error = sys.stderr
+    raw = getattr(getattr(error, "buffer", None), "raw", None) or getattr(error, "buffer", None)
+    if type(error) is io.TextIOWrapper and type(raw) is io.FileIO:  # the interpreter's own, nobody's that stands for it
+        tolerant = _Tolerant(raw.fileno(), "w", closefd=False)
+        buffer = tolerant if raw is error.buffer else io.BufferedWriter(tolerant)  # without one under `python -u`
+        sys.stderr = io.TextIOWrapper(
+            buffer, error.encoding, error.errors, line_buffering=True, write_through=error.write_through
+        )
 
 
 def stream() -> TextIO:

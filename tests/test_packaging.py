@@ -158,12 +158,14 @@ DISTRIBUTIONS = {
     "triton": "torch",
     "pydantic_core": "pydantic",
     "huggingface_hub": "transformers",
+    "backports": "backports.zstd",
 }
+NEW_IN_PYTHON = {"compression"}  # 3.14
 
 
 def third_party_imports(paths) -> dict[str, Path]:
     """{imported package: a file that imports it}, wherever in the file the import stands."""
-    own = {"s2_megatron", "pretrain_gpt_s2", "examples", "studies", "tests", *sys.stdlib_module_names}
+    own = {"s2_megatron", "pretrain_gpt_s2", "examples", "studies", "tests", *sys.stdlib_module_names, *NEW_IN_PYTHON}
     found = {}
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -181,7 +183,7 @@ def test_every_imported_package_is_declared(release):
     (wheel,) = release.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-    required = re.findall(r"^Requires-Dist: ([A-Za-z0-9_-]+)", archive.read(metadata).decode(), re.MULTILINE)
+    required = re.findall(r"^Requires-Dist: ([A-Za-z0-9._-]+)", archive.read(metadata).decode(), re.MULTILINE)
     declared = {name.lower() for name in required}
     folders = ("s2_megatron", "examples", "studies")
     paths = [ROOT / "pretrain_gpt_s2.py", *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]

@@ -32,9 +32,11 @@ def to(value, dtype):
 def plain_class(aggregate):
     """A class with the fields of an aggregate, without its methods."""
 
-    def set_fields(self, *values):
-        for name, value in zip(aggregate.aggregate_fields, values, strict=True):
-            setattr(self, name, value)
+    def set_fields(self, *values, **named):
+        fields = aggregate.aggregate_fields
+        given = dict(zip(fields, values)) | named
+        assert len(values) + len(named) == len(fields) and set(given) == set(fields), (aggregate, values, named)
+        vars(self).update(given)
 
     return type(aggregate.__name__, (), {"__init__": set_fields})
 

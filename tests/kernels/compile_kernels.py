@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.tiles import tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
-from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
+from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_forward_kernel, s2_grad_query_kernel
 from tests.kernels import compile_list, shared_memory
 
 INT64 = ("row_starts_ptr", "column_starts_ptr")
@@ -138,7 +138,13 @@ def late_exponentials(cubin: bytes) -> int:
 
 # Kernels in plain Triton
 
-ROLES = ("forward", "dq", "dkdv", "delta")
+PORTABLE = {
+    "forward": s2_forward_kernel,
+    "dq": s2_grad_query_kernel,
+    "dkdv": s2_backward_dkdv_kernel,
+    "delta": s2_delta_kernel,
+}
+ROLES = tuple(PORTABLE)
 VARIANTS = {
     "": {},
     "packed": dict(PACKED=True),
@@ -168,7 +174,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
     known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
                  BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
-                 FORWARD=role == "forward", ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
+                 ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
     known.update(flags)
     options = dict(OPTIONS)
     if role in tiles:
@@ -176,7 +182,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
         known.update(TILE_M=tile.rows, TILE_N=tile.columns, STAGES=tile.stages)
         options.update(num_warps=tile.warps, num_stages=tile.stages)
     known["CONTINUE"] &= role == "forward"
-    kernel = {"dkdv": s2_backward_dkdv_kernel, "delta": s2_delta_kernel}.get(role, s2_query_kernel)
+    kernel = PORTABLE[role]
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
         name = parameter.name

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.cases import as_table
 from s2_megatron.context_parallel.exchange import slot_views
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
-from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
+from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_forward_kernel, s2_grad_query_kernel
 from s2_megatron.ops.api import (
     AttentionCall,
     attention_backward,
@@ -32,7 +32,12 @@ from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
 from tests.kernels.record_launches import believe_in_hopper, record_launches
 
-KERNELS = {"query": s2_query_kernel, "delta": s2_delta_kernel, "dkdv": s2_backward_dkdv_kernel}
+KERNELS = {
+    "portable_forward": s2_forward_kernel,
+    "portable_grad_query": s2_grad_query_kernel,
+    "delta": s2_delta_kernel,
+    "dkdv": s2_backward_dkdv_kernel,
+}
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -16,8 +16,8 @@ from tests.kernels.sanitizer_reports import EXPLAINED, complete, kind_of, report
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sanitize.sh"
 RACE = """\
 ========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at s2_query_kernel+0x1b0 in walk.py:12
-=========     and Read access at s2_query_kernel+0x2a0 in walk.py:13 [16 hazards]
+========= Error: Race reported between Write access at s2_forward_kernel+0x1b0 in walk.py:12
+=========     and Read access at s2_forward_kernel+0x2a0 in walk.py:13 [16 hazards]
 =========
 ========= Warning: Race reported between Write access at s2_forward_hopper+0x10 in hopper.py:1
 =========     and Write access at s2_forward_hopper+0x20 in hopper.py:2 [4 hazards]
@@ -29,7 +29,7 @@ CLEAN = "========= COMPUTE-SANITIZER\ncases done: 15\n========= ERROR SUMMARY: 0
 INVALID = """\
 ========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
-=========     at s2_query_kernel+0x60
+=========     at s2_forward_kernel+0x60
 =========     by thread (32,0,0) in block (0,0,0)
 =========     Address 0x7f is out of bounds
 =========     Saved host backtrace up to driver entry point at kernel launch time
@@ -47,7 +47,7 @@ def test_cases_run(device, capsys):
 
 def test_reports_are_found():
     first, second = reports(RACE)
-    assert first.startswith("Error: Race reported between Write access at s2_query_kernel") and "walk.py:13" in first
+    assert first.startswith("Error: Race reported between Write access at s2_forward_kernel") and "walk.py:13" in first
     assert "s2_forward_hopper" in second
     assert reports(CLEAN) == [] and len(reports(INVALID)) == 1
     assert complete(CLEAN) and not complete(CLEAN.replace("cases done", "")) and not complete("cases done: 15\n")

@@ -13,10 +13,11 @@ import torch
 from tests.conftest import HAS_GPU
 
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
-FIRST = {  # variants that a first packed batch takes: the portable forward and dQ are two variants of one kernel
-    "triton": {"query": 2, "delta": 1, "dkdv": 1},
+FIRST = {  # variants that a first packed batch takes
+    "triton": {"portable_forward": 1, "portable_grad_query": 1, "delta": 1, "dkdv": 1},
     "gluon": {
-        "query": 0,
+        "portable_forward": 0,
+        "portable_grad_query": 0,
         "delta": 2,
         "dkdv": 0,
         "forward": 1,
@@ -26,7 +27,8 @@ FIRST = {  # variants that a first packed batch takes: the portable forward and 
         "documents": 2,
     },
     "gluon 192": {
-        "query": 0,
+        "portable_forward": 0,
+        "portable_grad_query": 0,
         "delta": 1,
         "dkdv": 0,
         "d256_forward": 1,

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from s2_megatron.megatron.preflight.start_up import start_up
 from s2_megatron.megatron.processes import start_without_torchrun
 from tests.megatron.conftest import ROOT, end_all, run_processes
 
@@ -73,6 +74,17 @@ def test_start_up_says_what_runs_where(lab):
     assert re.search(r"0 +│ D +│ dense", before)
     assert re.search(r"│ S +│ s2 +│ local 2 \+ stride 4", before)
     assert "S2 dense layers: computed by Megatron local" in before
+
+
+def test_a_log_without_room_is_one_line(monkeypatch, capsys):
+    """What Megatron has printed finds no room on stdout, where the start ends."""
+    monkeypatch.setenv("LOCAL_RANK", "1")  # which leaves the checks of flags to the first
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit, match="2"), start_up(lambda parser: parser):
+            print("using world size: 1")
+    expected = "error: standard output: No space left on device; expected room for the log; free some, or write it to"
+    assert capsys.readouterr().err == f"{expected} another disk\n"
 
 
 def test_ranks_that_outlive_their_time_are_ended(lab, tmp_path):

@@ -166,6 +166,7 @@ PIPED = {
     "no stdout, json": ([*INSPECT, "--json"], ">&-", 0, ""),
     "no stdin": (["check", "--", "-"], "<&-", 2, "error: launch line: "),
     "no stderr": (["inspect"], "2>&-", 2, ""),
+    "full stderr": (["inspect"], "2> /dev/full", 2, ""),
     "full": (["schema"], "> /dev/full", 2, "error: No space left on device; expected room for the output; "),
     "full, help": (["--help"], "> /dev/full", 2, "error: No space left on device; expected room for the output; "),
 }
@@ -182,6 +183,18 @@ def test_streams_that_take_nothing(name):
     assert done.returncode in ((0, expected) if "head" in redirection else (expected,)), done.stderr
     assert done.stderr.count("\n") == bool(error) and done.stderr.startswith(error)
     assert redirection == "| head -1" or not done.stdout
+
+
+@pytest.mark.parametrize("option", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_full_stderr_ends_nothing(option):
+    """A remark that finds no room is lost, and not the run."""
+    code = (
+        "import sys; from s2_megatron.printing import open_streams; open_streams(); "
+        "print('lost', file=sys.stderr); print('also', end='', file=sys.stderr, flush=True); print('goes on')"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, *option, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
 
 
 def test_an_error_is_said_though_the_reader_of_the_output_has_gone():

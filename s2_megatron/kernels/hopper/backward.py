@@ -1,6 +1,21 @@
 """dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a
 step; a warp loads (backward_loads.py), and says with a descriptor of each step which half attends it.
 
+    loading warp                                 warpgroups 0 and 1 (compute), 64 keys each
+    K, V of a tile     -- tiles.full ---------->
+    Q, LSE of a step   -- queries.full -------->  S^T  = K Q^T - LSE / scale \  in flight together
+    dO, delta of it    -- grads.full ---------->  dP^T = V dO^T - delta      /
+                                                  P^T  = exp2(S^T * scale * log2(e)), under dP^T
+                                                  dV  += P^T dO
+                                                  dS^T = P^T * dP^T
+                       <- grads.empty ----------  dK  += dS^T Q, begun before dV is waited for
+                       <- queries.empty --------
+    the next tile's    <- tiles.empty ----------  dK, dV have left through the buffers of K and V
+                                                    |            ^
+    DQ:                                          ds.full      ds.empty
+                                                    v            |
+                       <- tiles.empty ----------  warpgroup 2 (add_grad_query): dQ += dS K, by TMA in fp32
+
 The accumulators of S^T and dP^T start at -LSE / scale and -delta, which frees the registers that both would take: P^T
 is exp2 of the first, and dS^T is P^T times the second. A warpgroup skips the query blocks that attend the other half of
 the tile only. DQ: dQ in the same pass, by a third warpgroup that multiplies dS with the keys and adds the result to an
@@ -33,6 +48,14 @@ from s2_megatron.kernels.hopper.parts import PartSums, add_parts, is_last_part
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, StepLists
 from s2_megatron.kernels.hopper.steps import attends, goes_on, member_of, own_flag, row_block_of
+from s2_megatron.kernels.hopper.warps import (
+    COMPUTE_REGISTERS,
+    COMPUTE_REGISTERS_BESIDE_DQ,
+    COMPUTE_WARPS,
+    DQ_REGISTERS,
+    LOAD_REGISTERS,
+    LOAD_WARPS,
+)
 from s2_megatron.kernels.hopper.work_tiles import receive_key_tile, receive_step
 
 
@@ -81,7 +104,7 @@ def add_grad_query(dq_desc, dq_buffers, k_chunks, call, RATIO: gl.constexpr):
     tile = receive_key_tile(call.numbers, 0)
     while tile.key_length >= 0:
         slot = tiles % 2
-        more = tile.key_length * 0 + 1
+        more = 1
         while more != 0:
             stage = ds.pipeline.stage(count)
             ds.pipeline.wait_full(count)
@@ -89,11 +112,12 @@ def add_grad_query(dq_desc, dq_buffers, k_chunks, call, RATIO: gl.constexpr):
             more = goes_on(step)
             for chunk in gl.static_range(CHUNKS):
                 zeros = gl.zeros([BLOCK, 64], gl.float32, layout)
-                token_a = warpgroup_mma(ds.buffers.index(stage * 2).permute((1, 0)), k_chunks.index(slot * 2 * CHUNKS + chunk), zeros,
-                                        use_acc=False, is_async=True)
-                token_b = warpgroup_mma(ds.buffers.index(stage * 2 + 1).permute((1, 0)), k_chunks.index((slot * 2 + 1) * CHUNKS + chunk),
-                                        token_a, is_async=True)
-                dq = warpgroup_mma_wait(0, deps=[token_b])
+                # dQ / scale = dS K of both halves' keys, [64 queries, 64 dims]
+                dq_token = warpgroup_mma(ds.buffers.index(stage * 2).permute((1, 0)),
+                                         k_chunks.index(slot * 2 * CHUNKS + chunk), zeros, use_acc=False, is_async=True)
+                dq_token = warpgroup_mma(ds.buffers.index(stage * 2 + 1).permute((1, 0)),
+                                         k_chunks.index((slot * 2 + 1) * CHUNKS + chunk), dq_token, is_async=True)
+                dq = warpgroup_mma_wait(0, deps=[dq_token])
                 if chunk == CHUNKS - 1:
                     ds.pipeline.release(count)
                 tma.store_wait(CHUNKS - 1)  # the one before with this buffer
@@ -111,7 +135,7 @@ def add_grad_query(dq_desc, dq_buffers, k_chunks, call, RATIO: gl.constexpr):
 
 @gluon.jit
 def start_grad_p(value, grad, memory, count, partial, present, PACKED: gl.constexpr):
-    """dP^T - delta of a query block, on its way."""
+    """dP^T - delta = V dO^T - delta of a query block, [64 keys, 64 queries], on its way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     memory.grads.wait_full(count)
     if PACKED:
@@ -196,7 +220,7 @@ def compute(call, HALF: gl.constexpr):
         if tiles > 0:  # the gradients of the tile before have left its buffers by now
             tma.store_wait(0)
             mbarrier.arrive(call.tiles.empty.index(1 - slot), count=1)
-        more = tile.key_length * 0 + 1
+        more = 1
         while more != 0:
             q_stage = memory.queries.stage(count)
             query = memory.q_buffers.index(q_stage)
@@ -216,23 +240,24 @@ def compute(call, HALF: gl.constexpr):
                 zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
                 lse = known_lse(memory.lse_buffers.index(q_stage).load(columns), call.LISTED)
                 minus_lse = zeros + (lse * (-1.0 / scale))[None, :]
+                # S^T = K Q^T - LSE / scale, [64 keys, 64 queries]
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 dp_token = start_grad_p(value, grad, memory, count, partial, tile.length - full_blocks * BLOCK, PACKED)
                 scores = warpgroup_mma_wait(1, deps=[s_token])
-                p = gl.exp2(scores * scale_log2)
+                p = gl.exp2(scores * scale_log2)  # P^T = exp(scale * K Q^T - LSE)
                 if (own != 0) | partial:
                     keep = (query_row[None, :] >= key_row[:, None]) | (own == 0)
                     if PACKED:
                         keep = keep & (row_block_of(step) * BLOCK + query_row < tile.length)[None, :]
                     p = gl.where(keep, p, 0.0)
                 p_operand = gl.convert_layout(p.to(dtype), operand)
-                dv_token = warpgroup_mma(p_operand, grad, dv, is_async=True)
+                dv_token = warpgroup_mma(p_operand, grad, dv, is_async=True)  # dV += P^T dO, [64 keys, BLOCK_D]
                 dp = warpgroup_mma_wait(1, deps=[dp_token])
-                ds = (p * dp).to(dtype)
+                ds = (p * dp).to(dtype)  # dS^T = P^T * (dP^T - delta)
                 ds_operand = gl.convert_layout(ds, operand)
                 if call.DQ:
                     send_ds(ds, step, count, call.ds, HALF)
-                dk_token = warpgroup_mma(ds_operand, query, dk, is_async=True)
+                dk_token = warpgroup_mma(ds_operand, query, dk, is_async=True)  # dK / scale += dS^T Q
                 dv, p_operand = warpgroup_mma_wait(1, deps=[dv_token, p_operand])
                 memory.grads.release(count)
                 dk, ds_operand = warpgroup_mma_wait(0, deps=[dk_token, ds_operand])
@@ -291,28 +316,41 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     numbers = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], vector)
-    tiles = make_pipeline(2, 2, 3 if DQ else 2)  # filled by TMA and by the numbers
+    tiles = make_pipeline(STAGES=2, FILLS=2, READERS=3 if DQ else 2)  # filled by TMA and by the numbers
     if DQ:
         ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)
         ds_steps = gl.allocate_shared_memory(gl.int32, [DS_STAGES, 1], vector)
-        ds = GradScores(ds_buffers, ds_steps, make_pipeline(DS_STAGES, 2, 1))
+        ds = GradScores(ds_buffers, ds_steps, make_pipeline(STAGES=DS_STAGES, FILLS=2, READERS=1))
     else:
         ds: gl.constexpr = None  # a pipeline that is made has to be used: see pipeline.py
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = KeySchedule(ranges_ptr, order_ptr, documents_ptr, distance_ptr, counter_ptr, lists, heads, rows, key_rows, n_programs, n_long,
-                           n_rest, units, batches, head_group, fold, n_split, part_steps, N_RANGES, RATIO, ORDERED, PACKED, MIXED, LISTED,
-                           SPLIT)
-    loads = KeyLoads(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, memory, tiles, numbers, q_boxes, grad_boxes, k_boxes, v_boxes,
-                     KV_STEP, BLOCK_D)
+    schedule = KeySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, distance_ptr=distance_ptr,
+        counter_ptr=counter_ptr, lists=lists, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
+        n_long=n_long, n_rest=n_rest, units=units, batches=batches, head_group=head_group, fold=fold, n_split=n_split,
+        part_steps=part_steps, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED,
+        LISTED=LISTED, SPLIT=SPLIT)
+    loads = KeyLoads(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, grad_desc=grad_desc, lse_ptr=lse_ptr, delta_ptr=delta_ptr,
+        memory=memory, tiles=tiles, numbers=numbers, q_boxes=q_boxes, grad_boxes=grad_boxes, k_boxes=k_boxes,
+        v_boxes=v_boxes, KV_STEP=KV_STEP, BLOCK_D=BLOCK_D)
     dk = Result(dk_desc, HeadRows(dk_ptr, stride_dkb, stride_dkh, stride_dks), HEAD_DIM, BY_ROWS)
     dv = Result(dv_desc, HeadRows(dv_ptr, stride_dvb, stride_dvh, stride_dvs), HEAD_DIM, BY_ROWS)
-    returned = Returned(returned_ptr, returned_starts_ptr, returned_entries_ptr, batches, heads // RATIO)
-    call = KeyCall(memory, k_buffers, v_buffers, tiles, numbers, ds, dk, dv, PartSums(sums_ptr, counter_ptr), returned, scale, BLOCK_D, PACKED,
-                   LISTED, SPLIT, RETURNED, GRAD_STEP, DQ)
+    returned = Returned(
+        slots_ptr=returned_ptr, starts_ptr=returned_starts_ptr, entries_ptr=returned_entries_ptr, batches=batches,
+        kv_heads=heads // RATIO)
+    call = KeyCall(
+        memory=memory, k_buffers=k_buffers, v_buffers=v_buffers, tiles=tiles, numbers=numbers, ds=ds, dk=dk, dv=dv,
+        parts=PartSums(sums_ptr, counter_ptr), returned=returned, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED,
+        LISTED=LISTED, SPLIT=SPLIT, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP, DQ=DQ)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], matrix_fp32)
-        gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (add_grad_query, (dq_desc, dq_buffers, k_chunks, call, RATIO)),
-                            (produce, (loads, schedule))], [4, 4, 1], [208, 72, 24])
+        gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)),
+                            (add_grad_query, (dq_desc, dq_buffers, k_chunks, call, RATIO)),
+                            (produce, (loads, schedule))],
+                           [COMPUTE_WARPS, COMPUTE_WARPS, LOAD_WARPS],
+                           [COMPUTE_REGISTERS_BESIDE_DQ, DQ_REGISTERS, LOAD_REGISTERS])
     else:
-        gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])
+        gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
+                           [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

@@ -1,5 +1,10 @@
 """The warp that loads for dK and dV on Hopper: the keys of a tile, then its queries with their gradients, and what each
-step is."""
+step is.
+
+    K, V of a tile | Q, LSE, descriptor of step 0 | dO, delta of step 0 | Q, LSE, descriptor of step 1 | ... | next tile
+
+Before it fills a stage it waits until all that read it have released what lay there (pipeline.py).
+"""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
@@ -36,9 +41,12 @@ def step_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constex
     lse_buffers = gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [GRAD_STAGES, BLOCK], vector)
     steps = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], vector)
-    queries = make_pipeline(Q_STAGES, 2, 2)  # filled by TMA and by the descriptor
-    grads = make_pipeline(GRAD_STAGES, 2, 2)  # filled by TMA, and an arrival after the copies of delta
-    return StepMemory(q_buffers, grad_buffers, lse_buffers, delta_buffers, steps, queries, grads)
+    queries = make_pipeline(STAGES=Q_STAGES, FILLS=2, READERS=2)  # filled by TMA and by the descriptor
+    grads = make_pipeline(
+        STAGES=GRAD_STAGES, FILLS=2, READERS=2)  # filled by TMA, and an arrival after the copies of delta
+    return StepMemory(
+        q_buffers=q_buffers, grad_buffers=grad_buffers, lse_buffers=lse_buffers, delta_buffers=delta_buffers,
+        steps=steps, queries=queries, grads=grads)
 
 
 @aggregate
@@ -67,16 +75,16 @@ def load_keys(loads, tiles, tile):
     """Both halves of a key tile, and its numbers. Returns the count of tiles after it."""
     slot = loads.tiles.stage(tiles)
     head = tile.kv_head * loads.KV_STEP
-    row_a = tile.token + tile.first * BLOCK
+    first_row = tile.token + tile.first * BLOCK
     # For a second block that does not exist, something finite.
-    row_b = gl.where(tile.second * BLOCK < tile.key_length, tile.token + tile.second * BLOCK, row_a)
+    second_row = gl.where(tile.second * BLOCK < tile.key_length, tile.token + tile.second * BLOCK, first_row)
     loads.tiles.wait_empty(tiles)
     barrier = loads.tiles.full_barrier(tiles)
     mbarrier.expect(barrier, 4 * BLOCK * loads.BLOCK_D * 2)
-    tma_load(loads.k_desc, [tile.batch, head, row_a, 0], barrier, loads.k_boxes.index(slot * 2))
-    tma_load(loads.k_desc, [tile.batch, head, row_b, 0], barrier, loads.k_boxes.index(slot * 2 + 1))
-    tma_load(loads.v_desc, [tile.batch, head, row_a, 0], barrier, loads.v_boxes.index(slot * 2))
-    tma_load(loads.v_desc, [tile.batch, head, row_b, 0], barrier, loads.v_boxes.index(slot * 2 + 1))
+    tma_load(loads.k_desc, [tile.batch, head, first_row, 0], barrier, loads.k_boxes.index(slot * 2))
+    tma_load(loads.k_desc, [tile.batch, head, second_row, 0], barrier, loads.k_boxes.index(slot * 2 + 1))
+    tma_load(loads.v_desc, [tile.batch, head, first_row, 0], barrier, loads.v_boxes.index(slot * 2))
+    tma_load(loads.v_desc, [tile.batch, head, second_row, 0], barrier, loads.v_boxes.index(slot * 2 + 1))
     tile.send(loads.numbers, slot)
     mbarrier.arrive(barrier, count=1)
     return tiles + 1
@@ -139,9 +147,11 @@ def walk_lists(loads, schedule):
                 steps_ptr += part_first
                 left = gl.where(n_steps > 0, part_end - part_first, 1 << 28)
             step = gl.load(steps_ptr)
-            tile = KeyTile(batch, kv_head, 0, schedule.rows, first, second, schedule.key_rows, link)
+            tile = KeyTile(
+                batch=batch, kv_head=kv_head, token=0, length=schedule.rows, first=first, second=second,
+                key_length=schedule.key_rows, link=link)
             tiles = load_keys(loads, tiles, tile)
-            more = step * 0 + 1
+            more = 1
             while more != 0:
                 steps_ptr += 1
                 following = gl.load(steps_ptr)  # the lists end with a step too many
@@ -184,14 +194,16 @@ def walk_ranges(loads, schedule):
         link = 0
         passed = 0  # visits of the runs before
         if SPLIT:
-            column_visits = index * 0
+            column_visits = 0
             for run in range(runs):
                 steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, N_RANGES)
                 column_visits += steps * TOGETHER
             part_first, part_end, link = visits_of_part(part, place, column_visits, schedule.part_steps)
             runs = gl.where(part_first < part_end, runs, 0)
-            passed = index * 0
-        tile = KeyTile(batch, kv_head, token, length, first, second, length, link)
+            passed = 0
+        tile = KeyTile(
+            batch=batch, kv_head=kv_head, token=token, length=length, first=first, second=second, key_length=length,
+            link=link)
         if runs > 0:
             tiles = load_keys(loads, tiles, tile)
         for run in range(runs):
@@ -230,5 +242,6 @@ def produce(loads, schedule):
 @gluon.jit
 def end_tiles(loads, tiles):
     loads.tiles.wait_empty(tiles)
-    KeyTile(0, 0, 0, 0, 0, 0, -1, 0).send(loads.numbers, loads.tiles.stage(tiles))
+    end = KeyTile(batch=0, kv_head=0, token=0, length=0, first=0, second=0, key_length=-1, link=0)
+    end.send(loads.numbers, loads.tiles.stage(tiles))
     mbarrier.arrive(loads.tiles.full_barrier(tiles), count=2)

@@ -75,9 +75,9 @@ def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     not exist, nor does a column whose first one is."""
     first_block = n_blocks
     second_block = n_blocks
-    passed = column * 0
-    next_stride = column * 0
-    shift = column * 0  # the head's offset; in the table it is cut down to each stride
+    passed = 0
+    next_stride = 0
+    shift = 0  # the head's offset; in the table it is cut down to each stride
     for back in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, N_RANGES - 1 - back, N_RANGES)
         used = end > start
@@ -102,7 +102,7 @@ def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 @gluon.jit
 def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     """Columns of a head's last class."""
-    columns = n_blocks * 0
+    columns = 0
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         first = gl.where(offset == 0, 0, stride - offset)
@@ -141,7 +141,7 @@ def key_tile(index, upward, schedule):
     n_blocks or more does not exist. fold: a long program has two columns, the second one when `upward`."""
     RATIO: gl.constexpr = schedule.RATIO
     N_RANGES: gl.constexpr = schedule.N_RANGES
-    token = index * 0
+    token = 0
     length = schedule.rows
     if schedule.PACKED:
         tile = index // schedule.units
@@ -196,9 +196,9 @@ def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr)
 @gluon.jit
 def key_step(query_block, member, first, second, first_end, second_end, last):
     """The descriptor of a step of a key tile."""
-    keep_a = (query_block >= first) & (query_block < first_end)
-    keep_b = (query_block >= second) & (query_block < second_end)
-    flags = gl.where(keep_a, ATTENDED, 0) + gl.where(keep_b, ATTENDED << 1, 0)
+    first_keep = (query_block >= first) & (query_block < first_end)
+    second_keep = (query_block >= second) & (query_block < second_end)
+    flags = gl.where(first_keep, ATTENDED, 0) + gl.where(second_keep, ATTENDED << 1, 0)
     step = flags + gl.where(last, LAST_STEP, 0) + (query_block << ROW_SHIFT) + (member << MEMBER_SHIFT)
-    own = gl.where(keep_a & (query_block == first), OWN, 0)
-    return step + own + gl.where(keep_b & (query_block == second), OWN << 1, 0)
+    own = gl.where(first_keep & (query_block == first), OWN, 0)
+    return step + own + gl.where(second_keep & (query_block == second), OWN << 1, 0)

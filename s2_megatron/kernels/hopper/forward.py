@@ -4,6 +4,16 @@ of a tile each.
 Q K^T of a step and P V of the step before are in flight together; a softmax runs under its own warpgroup's P V and the
 other one's products. Programs are persistent: the queries of the next tile are loaded during this one, whose buffer
 takes the result on its way out.
+
+    loading warp                              warpgroups 0 and 1 (compute), 64 queries each
+    Q of tile t        -- tiles.full ------->  Q into registers
+    K of step n        -- keys.full -------->  S = Q K^T of step n        \  in flight together
+    V of step n - 1    -- values.full ------>  O += P V of step n - 1     /
+                       <- keys.empty -------   S is there
+                                               P, maximum, sum of step n, under P V
+                       <- values.empty -----   P V is there; O *= exp2(old maximum - new one)
+    Q of tile t + 1    <- tiles.empty ------   O of tile t - 1 has left Q's buffer
+                                               at the end O / sum goes out through Q's buffer, LSE beside it
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +38,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, QuerySchedule, StepLists, masked_step, step_mask
 from s2_megatron.kernels.hopper.steps import attends, attends_second
+from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
@@ -83,7 +94,7 @@ def softmax_step(scores, maximum, total, scale):
     """(p, new maximum, new sum, factor of what was summed before), base 2. The maximum before is finite."""
     new_max = gl.maximum(maximum, gl.max(scores, axis=1) * scale)
     rescale = gl.exp2(maximum - new_max)
-    p = gl.exp2(scores * scale - new_max[:, None])
+    p = gl.exp2(scores * scale - new_max[:, None])  # probabilities times the row's sum, of the shape of scores
     return p, new_max, total * rescale + gl.sum(p, axis=1), rescale
 
 
@@ -91,6 +102,7 @@ def softmax_step(scores, maximum, total, scale):
 def score_step(query, keys, zeros, pipeline, count):
     """The scores of a step, or of its first block, by themselves. zeros: of their shape."""
     pipeline.wait_full(count)
+    # scores = Q K^T, [64 queries, 128 keys], or 64 keys
     s_token = warpgroup_mma(query, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s_token])
     pipeline.release(count)
@@ -119,6 +131,7 @@ def attend_step(state, query, call, scale, step, count, HALF: gl.constexpr, COLU
     operand = gl.convert_layout(p.to(query.dtype), p_layout)
     out = state.out * gl.convert_layout(rescale, o_rows)[:, None]
     memory.values.wait_full(count)
+    # out = out * rescale + P V, [64 queries, BLOCK_D]
     o_token = warpgroup_mma(operand, memory.v_buffers.index(stage).slice(0, COLUMNS), out, is_async=True)
     out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
     memory.values.release(count)
@@ -166,8 +179,10 @@ def attend_free(state, query, call, scale, count, steps):
         before = memory.values.stage(count)
         stage = memory.keys.stage(count + 1)
         memory.keys.wait_full(count + 1)
+        # scores of step number + 1, [64 queries, 128 keys]
         s_token = warpgroup_mma(query, memory.k_buffers.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         memory.values.wait_full(count)
+        # out += P V of step `number`, [64 queries, BLOCK_D]
         o_token = warpgroup_mma(operand, memory.v_buffers.index(before), out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[s_token])
         memory.keys.release(count + 1)
@@ -223,7 +238,7 @@ def compute(call, HALF: gl.constexpr):
             state, count = attend_free(state, query, call, scale, count, tile.free_steps)
         inverse = gl.where(state.total == 0.0, 0.0, 1.0 / state.total)
         tiles += 1
-        lse = (state.maximum + gl.log2(state.total)) * LN2
+        lse = (state.maximum + gl.log2(state.total)) * LN2  # LSE = maximum + log(sum), [64 queries], natural
         gl.store(call.lse_ptr + row_base + first_row + row, lse, mask=first_row + row < tile.length)
         out = state.out * gl.convert_layout(inverse, o_rows)[:, None]
         # TMA would write into the next document.
@@ -256,16 +271,27 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_mo
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    memory = query_tile_memory(dtype, BLOCK_D, 2, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
+    memory = query_tile_memory(
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=2, HALVES=4, K_STAGES=STAGES, V_STAGES=STAGES, ROWS=2 * BLOCK,
+        LISTED=LISTED)
     q_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
-    sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
-    loads = QueryLoads(q_desc, q_desc, sources, None, memory, q_boxes, k_boxes, v_boxes, BLOCK_D, False, False)
+    sources = KeySources(
+        k_desc=k_desc, v_desc=v_desc, k_more_desc=k_more_desc if MORE else k_desc,
+        v_more_desc=v_more_desc if MORE else v_desc, own_rows=own_rows, KV_STEP=KV_STEP, MORE=MORE)
+    loads = QueryLoads(
+        q_desc=q_desc, grad_desc=q_desc, sources=sources, sums=None, memory=memory, tile_boxes=q_boxes, k_boxes=k_boxes,
+        v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=False, SINGLE=False)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
+    schedule = QuerySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = ForwardCall(memory, out, lse_ptr, initial, initial_lse_ptr, rows, heads, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
-    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])
+    call = ForwardCall(
+        memory=memory, out=out, lse_ptr=lse_ptr, initial=initial, initial_lse_ptr=initial_lse_ptr, rows=rows,
+        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, CONTINUE=CONTINUE)
+    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
+                       [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

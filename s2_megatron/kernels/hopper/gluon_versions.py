@@ -68,15 +68,16 @@ _aggregate = getattr(gluon, "aggregate", None) or core._aggregate
 
 def aggregate(cls):
     """A class of values that kernels pass on together. Its annotations are names for the reader: a field may hold any
-    value of the language, also a constant, None or another aggregate. It is made with values for all fields, in order,
-    and its methods are jitted functions."""
+    value of the language, also a constant, None or another aggregate. It is made with values for all fields, in order
+    or by name, and its methods are jitted functions."""
     fields = tuple(cls.__annotations__)
 
-    def __init__(self, *values):
-        if len(values) != len(fields):
-            raise TypeError(f"{cls.__name__} has the fields {fields}, and was given {len(values)} values")
-        for name, value in zip(fields, values):
-            setattr(self, name, value)
+    def __init__(self, *values, **named):
+        given = dict(zip(fields, values)) | named
+        if len(values) + len(named) != len(fields) or set(given) != set(fields):
+            raise TypeError(f"{cls.__name__} has the fields {fields}, and was given {len(values)} values, {[*named]}")
+        for name in fields:
+            setattr(self, name, given[name])
 
     __init__.__triton_builtin__ = True  # the compiler runs it as it is
     cls.__init__ = __init__

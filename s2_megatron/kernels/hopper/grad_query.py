@@ -3,6 +3,16 @@ with a product for dP and one for dQ.
 
 Each of two warpgroups computes the 64 rows of one half of a query tile, and skips the masked blocks that its half does
 not attend. The accumulators start at -LSE / scale and -delta.
+
+    loading warp                              warpgroups 0 and 1 (compute), 64 queries each
+    Q, dO, LSE, delta  -- tiles.full ------->  -LSE / scale and -delta into registers
+    V of step n        -- values.full ------>  S  = Q K^T - LSE / scale   \  in flight together
+    K of step n        -- keys.full -------->  dP = dO V^T - delta        /
+                                               P  = exp2(S * scale * log2(e)), under dP
+                       <- values.empty -----   dP is there; dS = P * dP
+                       <- keys.empty -------   dQ += dS K is there
+    the next tile's    <- tiles.empty ------   in the last step, behind its dP: Q and dO are read no more
+                                               at the end scale * dQ goes out through a buffer of its own
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +37,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_step, step_mask
 from s2_megatron.kernels.hopper.steps import ATTENDED, FLAG_BITS
+from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
@@ -66,22 +77,25 @@ def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, l
     value = memory.v_buffers.index(stage).slice(0, COLUMNS)
     memory.values.wait_full(count)
     memory.keys.wait_full(count)
-    s_token = warpgroup_mma(query, key.permute((1, 0)), zeros + gl.convert_layout(minus_lse, s_rows)[:, None], is_async=True)
-    p_token = warpgroup_mma(grad, value.permute((1, 0)), zeros + gl.convert_layout(minus_delta, s_rows)[:, None], is_async=True)
+    # S = Q K^T - LSE / scale and dP - delta = dO V^T - delta, [64 queries, COLUMNS keys]
+    s_token = warpgroup_mma(query, key.permute((1, 0)), zeros + gl.convert_layout(minus_lse, s_rows)[:, None],
+                            is_async=True)
+    dp_token = warpgroup_mma(grad, value.permute((1, 0)), zeros + gl.convert_layout(minus_delta, s_rows)[:, None],
+                             is_async=True)
     scores = warpgroup_mma_wait(1, deps=[s_token])
-    p = gl.exp2(scores * scale_log2)
+    p = gl.exp2(scores * scale_log2)  # P = exp(scale * Q K^T - LSE)
     memory.keys.wait_full(count)  # keeps the exponentials under dP: see forward.py
-    dp = warpgroup_mma_wait(0, deps=[p_token])
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
     memory.values.release(count)
     if last:
         memory.tiles.release(0)
-    ds = p * dp
+    ds = p * dp  # dS = P * (dP - delta)
     if MASK:  # the product, for values behind a document may be NaN
         row = gl.arange(0, BLOCK, layout=s_rows)
         column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, s_layout))
         ds = gl.where(step_mask(step, row, column, HALF), ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
-    dq_token = warpgroup_mma(ds, key, dq, is_async=True)
+    dq_token = warpgroup_mma(ds, key, dq, is_async=True)  # dQ / scale += dS K, [64 queries, BLOCK_D]
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
     memory.keys.release(count)
     return dq
@@ -92,9 +106,11 @@ def gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step,
     """A step of which this half may attend the first block alone, or none."""
     attended = (step >> HALF) & (ATTENDED | ATTENDED << FLAG_BITS)
     if attended == ATTENDED:
-        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, False, BLOCK, HALF, True, BLOCK_D)
+        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, last=False,
+                           COLUMNS=BLOCK, HALF=HALF, MASK=True, BLOCK_D=BLOCK_D)
     elif attended != 0:
-        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, False, 2 * BLOCK, HALF, True, BLOCK_D)
+        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, last=False,
+                           COLUMNS=2 * BLOCK, HALF=HALF, MASK=True, BLOCK_D=BLOCK_D)
     else:  # a step of the other half alone
         memory.values.wait_full(count)
         memory.keys.wait_full(count)
@@ -140,7 +156,8 @@ def compute(call, out_buffers, HALF: gl.constexpr):
             count += 1
         for number in range(tile.free_steps):
             last = number == tile.free_steps - 1
-            dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, last, 2 * BLOCK, HALF, False, BLOCK_D)
+            dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, last,
+                               COLUMNS=2 * BLOCK, HALF=HALF, MASK=False, BLOCK_D=BLOCK_D)
             count += 1
         if tile.free_steps == 0:
             memory.tiles.release(0)
@@ -178,7 +195,9 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_m
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     CHUNKS: gl.constexpr = BLOCK_D // 64
-    memory = query_tile_memory(dtype, BLOCK_D, 1, 4, STAGES, STAGES, 2 * BLOCK, LISTED)
+    memory = query_tile_memory(
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=4, K_STAGES=STAGES, V_STAGES=STAGES, ROWS=2 * BLOCK,
+        LISTED=LISTED)
     out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
     tile_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
@@ -186,14 +205,23 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_m
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
-    sums = RowSums(lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
-    sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
-    loads = QueryLoads(q_desc, grad_desc, sources, sums, memory, tile_boxes, k_boxes, v_boxes, BLOCK_D, True, False)
+    sums = RowSums(
+        lse_ptr=lse_ptr, delta_ptr=delta_ptr, lse_buffers=lse_buffers, delta_buffers=delta_buffers, heads=heads)
+    sources = KeySources(
+        k_desc=k_desc, v_desc=v_desc, k_more_desc=k_more_desc if MORE else k_desc,
+        v_more_desc=v_more_desc if MORE else v_desc, own_rows=own_rows, KV_STEP=KV_STEP, MORE=MORE)
+    loads = QueryLoads(
+        q_desc=q_desc, grad_desc=grad_desc, sources=sources, sums=sums, memory=memory, tile_boxes=tile_boxes,
+        k_boxes=k_boxes, v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=True, SINGLE=False)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
+    schedule = QuerySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = GradQueryCall(memory, sums, out, initial, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
+    call = GradQueryCall(
+        memory=memory, sums=sums, out=out, initial=initial, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK,
+        LISTED=LISTED, CONTINUE=CONTINUE)
     gl.warp_specialize([(compute, (call, out_buffers, 0)), (compute, (call, out_buffers, 1)), (produce, (loads, schedule))],
-                       [4, 1], [240, 24])
+                       [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

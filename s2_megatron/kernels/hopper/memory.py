@@ -36,13 +36,13 @@ class Result:
 
 
 @gluon.jit
-def load_pair(desc, batch, head, row_a, row_b, tiles, stage, barrier, BLOCK_D: gl.constexpr):
+def load_pair(desc, batch, head, first_row, second_row, tiles, stage, barrier, BLOCK_D: gl.constexpr):
     """Two blocks of 64 rows into one [128, BLOCK_D] stage, which lies in memory as chunks of 64 columns with the two
     blocks in each."""
     CHUNKS: gl.constexpr = BLOCK_D // 64
     for chunk in gl.static_range(CHUNKS):
-        tma_load(desc, [batch, head, row_a, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2))
-        tma_load(desc, [batch, head, row_b, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2 + 1))
+        tma_load(desc, [batch, head, first_row, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2))
+        tma_load(desc, [batch, head, second_row, chunk * 64], barrier, tiles.index((stage * CHUNKS + chunk) * 2 + 1))
 
 
 @gluon.jit
@@ -165,8 +165,10 @@ def query_tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, TILES: gl.cons
     v_buffers = gl.allocate_shared_memory(dtype, [V_STAGES, ROWS, BLOCK_D], matrix)
     numbers = gl.allocate_shared_memory(gl.int32, [TILES * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     steps = gl.allocate_shared_memory(gl.int32, [K_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    tiles = make_pipeline(TILES, 2, 2)  # filled by TMA and by the numbers
-    keys = make_pipeline(K_STAGES, 2 if LISTED else 1, 2)
-    values = make_pipeline(V_STAGES, 1, 2)
+    tiles = make_pipeline(STAGES=TILES, FILLS=2, READERS=2)  # filled by TMA and by the numbers
+    keys = make_pipeline(STAGES=K_STAGES, FILLS=2 if LISTED else 1, READERS=2)
+    values = make_pipeline(STAGES=V_STAGES, FILLS=1, READERS=2)
     fence_async_shared()
-    return QueryTileMemory(halves, k_buffers, v_buffers, numbers, steps, tiles, keys, values)
+    return QueryTileMemory(
+        halves=halves, k_buffers=k_buffers, v_buffers=v_buffers, numbers=numbers, steps=steps, tiles=tiles, keys=keys,
+        values=values)

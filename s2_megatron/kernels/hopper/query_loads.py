@@ -1,6 +1,11 @@
 """The warp that loads for the forward and for dQ on Hopper: the queries of a tile, then the keys and values of its
 steps in the order of use.
 
+    forward   Q of tile t | K 0 | K 1, V 0 | K 2, V 1 | ... | V of the last step | Q of tile t + 1 | ...
+    dQ        Q, dO, LSE, delta of tile t | V 0, K 0 | V 1, K 1 | ... | Q, dO, LSE, delta of tile t + 1 | ...
+
+Before it fills a stage it waits until both computing warpgroups have released what lay there (pipeline.py).
+
 GRAD: dQ, which wants the gradients of the output beside the queries, and K and V of a step at the same time; the
 forward wants V a stage later. SINGLE: a stage holds one key block instead of the two of a step, and both have a stage
 of their own.
@@ -99,9 +104,10 @@ def load_halves(loads, tiles, tile, rows, PACK: gl.constexpr):
 
 
 @gluon.jit
-def load_blocks(loads, desc, more_desc, boxes, pipeline, batch, kv_head, row_a, row_b, step, count, STEPS: gl.constexpr):
-    """Two blocks, or SINGLE one, of K or V into the stage whose turn it is; STEPS: with a step descriptor. count: of
-    stages that were filled before."""
+def load_blocks(loads, desc, more_desc, boxes, pipeline, batch, kv_head, first_row, second_row, step, count,
+                STEPS: gl.constexpr):
+    """The two blocks of K or V that begin at first_row and second_row, or SINGLE the first one, into the stage whose
+    turn it is; STEPS: with a step descriptor. count: of stages that were filled before."""
     SINGLE: gl.constexpr = loads.SINGLE
     BLOCK_D: gl.constexpr = loads.BLOCK_D
     stage = pipeline.stage(count)
@@ -114,51 +120,59 @@ def load_blocks(loads, desc, more_desc, boxes, pipeline, batch, kv_head, row_a, 
     if loads.sources.MORE:
         CHUNKS: gl.constexpr = 1 if SINGLE else BLOCK_D // 64
         own_rows = loads.sources.own_rows
-        load_block(desc, more_desc, own_rows, batch, kv_head, row_a, boxes, stage * CHUNKS * (1 if SINGLE else 2), barrier, CHUNKS)
+        first_box = stage * CHUNKS * (1 if SINGLE else 2)
+        load_block(desc, more_desc, own_rows, batch, kv_head, first_row, boxes, first_box, barrier, CHUNKS)
         if not SINGLE:
-            load_block(desc, more_desc, own_rows, batch, kv_head, row_b, boxes, stage * CHUNKS * 2 + 1, barrier, CHUNKS)
+            load_block(desc, more_desc, own_rows, batch, kv_head, second_row, boxes, first_box + 1, barrier, CHUNKS)
     elif SINGLE:
-        tma_load(desc, [batch, kv_head, row_a, 0], barrier, boxes.index(stage))
+        tma_load(desc, [batch, kv_head, first_row, 0], barrier, boxes.index(stage))
     else:
-        load_pair(desc, batch, kv_head, row_a, row_b, boxes, stage, barrier, BLOCK_D)
+        load_pair(desc, batch, kv_head, first_row, second_row, boxes, stage, barrier, BLOCK_D)
 
 
 @gluon.jit
-def load_keys(loads, batch, kv_head, row_a, row_b, step, count, STEPS: gl.constexpr):
+def load_keys(loads, batch, kv_head, first_row, second_row, step, count, STEPS: gl.constexpr):
     sources = loads.sources
-    load_blocks(loads, sources.k_desc, sources.k_more_desc, loads.k_boxes, loads.memory.keys, batch, kv_head, row_a, row_b, step, count, STEPS)
+    load_blocks(loads, sources.k_desc, sources.k_more_desc, loads.k_boxes, loads.memory.keys, batch, kv_head,
+                first_row, second_row, step, count, STEPS)
 
 
 @gluon.jit
-def load_values(loads, batch, kv_head, row_a, row_b, step, count):
+def load_values(loads, batch, kv_head, first_row, second_row, step, count):
     sources = loads.sources
-    load_blocks(loads, sources.v_desc, sources.v_more_desc, loads.v_boxes, loads.memory.values, batch, kv_head, row_a, row_b, step, count, False)
+    load_blocks(loads, sources.v_desc, sources.v_more_desc, loads.v_boxes, loads.memory.values, batch, kv_head,
+                first_row, second_row, step, count, STEPS=False)
 
 
 @gluon.jit
-def load_next(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, numbers, LISTED: gl.constexpr):
+def load_next(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count, number, numbers,
+              LISTED: gl.constexpr):
     """Stage `number` of a tile's `numbers`: its K, and V of the one before, whose rows are `before`; GRAD: its own V.
     What is free first goes first. count: of stages before this one."""
     if loads.GRAD and not loads.SINGLE:
-        load_values(loads, batch, kv_head, row_a, row_b, step, count)
+        load_values(loads, batch, kv_head, first_row, second_row, step, count)
     if number < numbers:
-        load_keys(loads, batch, kv_head, row_a, row_b, step, count, LISTED)
+        load_keys(loads, batch, kv_head, first_row, second_row, step, count, LISTED)
     if loads.GRAD and loads.SINGLE:  # V has fewer stages than K
-        load_values(loads, batch, kv_head, row_a, row_b, step, count)
+        load_values(loads, batch, kv_head, first_row, second_row, step, count)
     if not loads.GRAD:
         if (number > 0) & (number <= numbers):
-            load_values(loads, batch, kv_head, before_a, before_b, step, count - 1)
+            load_values(loads, batch, kv_head, first_before, second_before, step, count - 1)
 
 
 @gluon.jit
-def load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, steps, LISTED: gl.constexpr):
+def load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count, number, steps,
+              LISTED: gl.constexpr):
     """Both blocks of a step. before: the rows of the step before. count: of steps before this one. number: of the
     tile's `steps`."""
     if loads.SINGLE:
-        load_next(loads, batch, kv_head, row_a, row_a, before_b, before_b, step & FLAG_MASK, 2 * count, 2 * number, 2 * steps, LISTED)
-        load_next(loads, batch, kv_head, row_b, row_b, row_a, row_a, step >> FLAG_BITS, 2 * count + 1, 2 * number + 1, 2 * steps, LISTED)
+        load_next(loads, batch, kv_head, first_row, first_row, second_before, second_before, step & FLAG_MASK,
+                  2 * count, 2 * number, 2 * steps, LISTED)
+        load_next(loads, batch, kv_head, second_row, second_row, first_row, first_row, step >> FLAG_BITS,
+                  2 * count + 1, 2 * number + 1, 2 * steps, LISTED)
     else:
-        load_next(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count, number, steps, LISTED)
+        load_next(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count, number, steps,
+                  LISTED)
 
 
 @gluon.jit
@@ -175,22 +189,25 @@ def walk_ranges(loads, schedule):
         backwards ^= 1
         batch, head, token, length, low = query_tile(index, schedule)
         kv_head = head // schedule.RATIO * loads.sources.KV_STEP
-        before_a = low
-        before_b = low
+        first_before = low
+        second_before = low
         blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
         masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
             marks = marks_of(masked_steps, low, blocks, N_RANGES)
-            tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, marks)
+            tile = QueryTile(
+                batch=batch, head=head, token=token, length=length, low=low, masked_steps=masked_steps,
+                free_steps=free_steps, marks=marks)
             tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
-            block_a, block_b = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
-            row_a = token + block_a * BLOCK
-            row_b = token + block_b * BLOCK
-            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, 0, count + number, number, steps, False)
-            before_a = row_a
-            before_b = row_b
+            first_block, second_block = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
+            first_row = token + first_block * BLOCK
+            second_row = token + second_block * BLOCK
+            load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, 0, count + number,
+                      number, steps, LISTED=False)
+            first_before = first_row
+            second_before = second_row
         count += steps
     return tiles
 
@@ -207,19 +224,23 @@ def walk_lists(loads, schedule):
         batch, head, token, length, low = query_tile(index, schedule)
         index = gl.atomic_add(schedule.counter_ptr, 1)
         kv_head = head // schedule.RATIO * loads.sources.KV_STEP
-        before_a = low
-        before_b = low
+        first_before = low
+        second_before = low
         steps_ptr, masked_steps, free_steps = listed_tile(schedule.lists, head // (1 + PACK), low // (2 - PACK), schedule.n_tiles)
         steps = masked_steps + free_steps
-        tile = QueryTile(batch, head, token, length, low, masked_steps, free_steps, 0)
+        tile = QueryTile(
+            batch=batch, head=head, token=token, length=length, low=low, masked_steps=masked_steps,
+            free_steps=free_steps, marks=0)
         tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
-            block_a, block_b, step = listed_step(steps_ptr, number if loads.GRAD else gl.minimum(number, steps - 1))
-            row_a = block_a * BLOCK
-            row_b = block_b * BLOCK
-            load_step(loads, batch, kv_head, row_a, row_b, before_a, before_b, step, count + number, number, steps, True)
-            before_a = row_a
-            before_b = row_b
+            entry = number if loads.GRAD else gl.minimum(number, steps - 1)
+            first_block, second_block, step = listed_step(steps_ptr, entry)
+            first_row = first_block * BLOCK
+            second_row = second_block * BLOCK
+            load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count + number,
+                      number, steps, LISTED=True)
+            first_before = first_row
+            second_before = second_row
         count += steps
     return tiles
 
@@ -233,5 +254,6 @@ def produce(loads, schedule):
         tiles = walk_ranges(loads, schedule)
     pipeline = loads.memory.tiles
     pipeline.wait_empty(tiles)
-    QueryTile(0, 0, 0, 0, 0, 0, -1, 0).send(loads.memory.numbers, pipeline.stage(tiles))
+    end = QueryTile(batch=0, head=0, token=0, length=0, low=0, masked_steps=0, free_steps=-1, marks=0)
+    end.send(loads.memory.numbers, pipeline.stage(tiles))
     mbarrier.arrive(pipeline.full_barrier(tiles), count=2)

@@ -105,7 +105,7 @@ def query_tile(index, schedule):
     tile, unit = tile_of_program(index, schedule.n_tiles, schedule.head_group)
     batch, head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)
     tile = schedule.n_tiles - 1 - tile
-    token = tile * 0
+    token = 0
     length = schedule.rows
     if schedule.PACKED:
         token = gl.load(schedule.documents_ptr + tile * 4)
@@ -144,8 +144,8 @@ def blocks_of_ranges(ranges_ptr, head, low, N_RANGES: gl.constexpr, PACK: gl.con
     high = low + 1 - PACK
     firsts, strides, ends = (), (), ()
     edges, bits = (), ()
-    total = low * 0
-    previous = low * 0
+    total = 0
+    previous = 0
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         bottom = gl.maximum(high - end + 1, 0)
@@ -154,7 +154,8 @@ def blocks_of_ranges(ranges_ptr, head, low, N_RANGES: gl.constexpr, PACK: gl.con
         total += gl.where(top >= first, quotient(gl.maximum(top - first, 0), stride) + 1, 0)
         firsts, strides, ends = firsts + (first,), strides + (stride,), ends + (total,)
         if PACK:
-            edges, bits = edges + (low,), bits + (low * 0,)
+            no_half = 0
+            edges, bits = edges + (low,), bits + (no_half,)
         else:
             edge = low + 1 - end
             at_edge = gl.maximum(edge, 0)
@@ -181,7 +182,7 @@ def free_block(entry, blocks, N_RANGES: gl.constexpr):
 def count_steps(blocks, N_RANGES: gl.constexpr, PACK: gl.constexpr):
     """(masked steps, free steps) beside step 0."""
     total = blocks.ends[N_RANGES - 1]
-    masked = total * 0
+    masked = 0
     if not PACK:  # with PACK, what is left over comes beside the diagonal
         masked += total % 2
         for index in gl.static_range(N_RANGES):
@@ -214,9 +215,9 @@ def marks_of(masked_steps, low, blocks, N_RANGES: gl.constexpr):
     free block beside the diagonal (PACK); from bit 2 on four bits a masked step, two for each of its blocks."""
     marks = blocks.previous + 2 * (blocks.ends[N_RANGES - 1] % 2)
     for step in gl.static_range(N_RANGES // 2 + 1):
-        block, keep_a = masked_entry(2 * step, low, blocks, N_RANGES)
-        block, keep_b = masked_entry(2 * step + 1, low, blocks, N_RANGES)
-        marks += gl.where(step < masked_steps, (keep_a + 4 * keep_b) << (4 * step + 2), 0)
+        block, first_keep = masked_entry(2 * step, low, blocks, N_RANGES)
+        block, second_keep = masked_entry(2 * step + 1, low, blocks, N_RANGES)
+        marks += gl.where(step < masked_steps, (first_keep + 4 * second_keep) << (4 * step + 2), 0)
     return marks
 
 
@@ -266,9 +267,10 @@ def listed_tile(lists, unit, tile, n_tiles):
 @gluon.jit
 def listed_step(steps_ptr, number):
     """(first slot, second slot, descriptor) of a step."""
-    entry_a = gl.load(steps_ptr + number * 2)
-    entry_b = gl.load(steps_ptr + number * 2 + 1)
-    return entry_a & SLOT_MASK, entry_b & SLOT_MASK, (entry_a >> SLOT_BITS) + ((entry_b >> SLOT_BITS) << FLAG_BITS)
+    first_entry = gl.load(steps_ptr + number * 2)
+    second_entry = gl.load(steps_ptr + number * 2 + 1)
+    step = (first_entry >> SLOT_BITS) + ((second_entry >> SLOT_BITS) << FLAG_BITS)
+    return first_entry & SLOT_MASK, second_entry & SLOT_MASK, step
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
     lse_ptr += base
     delta_ptr += base
     query = load_rows(query_ptr + base * stride_qs, rows, stride_qs, stride_qd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
-    scores = inner_products(key, query, IEEE)
+    scores = inner_products(key, query, IEEE)  # S^T = K Q^T, [TILE_N keys, TILE_M queries]
     if MASK_ROWS:
         lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
@@ -45,14 +45,14 @@ def grad_key_step(grad_key, grad_value, key, value, query_ptr, grad_out_ptr, lse
         lse = tl.load(lse_ptr + rows)
         delta = tl.load(delta_ptr + rows)
     lse = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E  # rows outside or without a key: probability 0
-    p = tl.exp2(scores * scale_log2 - lse[None, :])
+    p = tl.exp2(scores * scale_log2 - lse[None, :])  # P^T = exp(scale * S^T - LSE)
     if MASK:
         p = tl.where(keep, p, 0.0)
     grad_out = load_rows(grad_out_ptr + base * stride_gs, rows, stride_gs, stride_gd, inside, HEAD_DIM, BLOCK_D, MASK_ROWS)
-    grad_value = add_product(grad_value, p.to(grad_out.dtype), grad_out, IEEE)
-    grad_p = inner_products(value, grad_out, IEEE)
-    grad_scores = p * (grad_p - delta[None, :])
-    grad_key = add_product(grad_key, grad_scores.to(query.dtype), query, IEEE)
+    grad_value = add_product(grad_value, p.to(grad_out.dtype), grad_out, IEEE)  # dV += P^T dO, [TILE_N, BLOCK_D]
+    grad_p = inner_products(value, grad_out, IEEE)  # dP^T = V dO^T
+    grad_scores = p * (grad_p - delta[None, :])  # dS^T = P^T * (dP^T - delta)
+    grad_key = add_product(grad_key, grad_scores.to(query.dtype), query, IEEE)  # dK / scale += dS^T Q
     return grad_key, grad_value
 
 

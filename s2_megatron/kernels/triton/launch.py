@@ -10,7 +10,7 @@ import triton
 from s2_megatron.kernels.compile_options import OPTIONS
 from s2_megatron.kernels.tiles import HEADS_TOGETHER, tiles_for
 from s2_megatron.kernels.triton.key_kernels import s2_add_returned_kernel, s2_backward_dkdv_kernel
-from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_query_kernel
+from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_forward_kernel, s2_grad_query_kernel
 
 DELTA_ROWS = 64  # of a program that makes row sums
 DELTA_ROWS_32BIT = 16  # of 32-bit numbers, whose tiles stand in shared memory
@@ -70,14 +70,14 @@ def _together(heads: int) -> int:
     return next(size for size in range(min(HEADS_TOGETHER, heads), 0, -1) if heads % size == 0)
 
 
-def _launch_query_kernel(geometry, tile, tensors, query, key, value, out, grad_out, initial_out, scale, forward, proceed):
+def _launch_by_query(kernel, geometry, tile, query, key, value, call, proceed, **more):
+    """A kernel with one program per query tile. more: the arguments that it alone has."""
     heads = query.shape[0] * query.shape[1]
     n_tiles = geometry.count(query.shape[2], tile.rows)
-    s2_query_kernel[(n_tiles * heads,)](
-        query_ptr=query, key_ptr=key, value_ptr=value, out_ptr=out, grad_out_ptr=grad_out, initial_out_ptr=initial_out, **tensors,
-        **geometry.by_row, **geometry.common, scale=scale, n_tiles=n_tiles,
-        **_strides(q=query, k=key, v=value, o=out, g=grad_out, i=initial_out),
-        TILE_M=tile.rows, TILE_N=tile.columns, CONTINUE=proceed, HEAD_GROUP=_together(heads), STAGES=tile.stages, FORWARD=forward,
+    kernel[(n_tiles * heads,)](
+        query_ptr=query, key_ptr=key, value_ptr=value, **more, **geometry.by_row, **geometry.common,
+        **_strides(q=query, k=key, v=value), scale=call.softmax_scale, n_tiles=n_tiles, TILE_M=tile.rows,
+        TILE_N=tile.columns, CONTINUE=proceed, HEAD_GROUP=_together(heads), STAGES=tile.stages,
         num_warps=tile.warps, num_stages=tile.stages, **OPTIONS)
 
 
@@ -86,9 +86,10 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
     assert kv_heads is None and more is None, "joins_keys says no"
     geometry = _Geometry(query, key, call)
     initial_out, initial_lse = (out, lse) if initial is None else initial
-    tensors = dict(lse_ptr=lse, delta_ptr=lse, initial_lse_ptr=initial_lse.contiguous())
-    _launch_query_kernel(geometry, geometry.tiles[0], tensors, query, key, value, out, query, initial_out, call.softmax_scale, True,
-                         initial is not None)
+    _launch_by_query(
+        s2_forward_kernel, geometry, geometry.tiles[0], query, key, value, call, initial is not None,
+        out_ptr=out, lse_ptr=lse, initial_out_ptr=initial_out, initial_lse_ptr=initial_lse.contiguous(),
+        **_strides(o=out, i=initial_out))
 
 
 def launch_delta(grad_out, grad_lse, out, lse, delta, clear=None):
@@ -150,7 +151,8 @@ def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initi
     """Writes dQ."""
     assert kv_heads is None and more is None, "joins_keys says no"
     geometry = _Geometry(query, key, call)
-    tensors = dict(lse_ptr=lse, delta_ptr=delta, initial_lse_ptr=lse)
-    first = query if initial is None else initial
-    _launch_query_kernel(geometry, geometry.tiles[1], tensors, query, key, value, grad_query, grad_out, first, call.softmax_scale, False,
-                         initial is not None)
+    first = grad_query if initial is None else initial
+    _launch_by_query(
+        s2_grad_query_kernel, geometry, geometry.tiles[1], query, key, value, call, initial is not None,
+        grad_out_ptr=grad_out, lse_ptr=lse, delta_ptr=delta, grad_query_ptr=grad_query, initial_grad_query_ptr=first,
+        **_strides(g=grad_out, dq=grad_query, i=first))

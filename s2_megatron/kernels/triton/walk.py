@@ -101,7 +101,7 @@ def inner_products(left, right, IEEE: tl.constexpr):
 def softmax_step(accumulator, running_sum, running_max, query, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of the online softmax (base 2). Rows without a key so far keep running_max = -inf and never make a
     NaN."""
-    scores = inner_products(query, key, IEEE)
+    scores = inner_products(query, key, IEEE)  # scores = Q K^T, [TILE_M, TILE_N]
     if MASK:
         scores = tl.where(keep, scores, float("-inf"))
     # The scale is positive: scaling after the maximum saves a product.
@@ -110,8 +110,9 @@ def softmax_step(accumulator, running_sum, running_max, query, key, value, keep,
     if MASK:
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(running_max - base)
-    p = tl.exp2(scores * scale_log2 - base[:, None])
+    p = tl.exp2(scores * scale_log2 - base[:, None])  # probabilities times the row's sum, [TILE_M, TILE_N]
     running_sum = running_sum * rescale + tl.sum(p, 1)
+    # accumulator = accumulator * rescale + P V, [TILE_M, BLOCK_D]
     accumulator = tl.dot(p.to(value.dtype), value, accumulator * rescale[:, None], input_precision="ieee" if IEEE else None)
     return accumulator, running_sum, new_max
 
@@ -119,37 +120,47 @@ def softmax_step(accumulator, running_sum, running_max, query, key, value, keep,
 @triton.jit
 def grad_query_step(grad_query, delta, lse, query, grad_out, key, value, keep, scale_log2, MASK: tl.constexpr, IEEE: tl.constexpr):
     """One key tile of dQ / softmax scale."""
-    scores = inner_products(query, key, IEEE)
-    p = tl.exp2(scores * scale_log2 - lse[:, None])
+    scores = inner_products(query, key, IEEE)  # scores = Q K^T, [TILE_M, TILE_N]
+    p = tl.exp2(scores * scale_log2 - lse[:, None])  # P = softmax(scale * scores)
     if MASK:
         p = tl.where(keep, p, 0.0)
-    grad_p = inner_products(grad_out, value, IEEE)
-    grad_scores = p * (grad_p - delta[:, None])
+    grad_p = inner_products(grad_out, value, IEEE)  # dP = dO V^T
+    grad_scores = p * (grad_p - delta[:, None])  # dS = P * (dP - delta)
+    # dQ / scale = dQ / scale + dS K, [TILE_M, BLOCK_D]
     return tl.dot(grad_scores.to(key.dtype), key, grad_query, input_precision="ieee" if IEEE else None)
 
 
 @triton.jit
-def visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd, rows, columns_keep,
-          keep, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr, FORWARD: tl.constexpr):
-    """Loads one key and value tile and does the forward's or dQ's step with it."""
+def visit(accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+          stride_ks, stride_kd, stride_vs, stride_vd, rows, columns_keep, keep, scale_log2,
+          HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr, IEEE: tl.constexpr, FORWARD: tl.constexpr):
+    """Loads one key and value tile [TILE_N, BLOCK_D] and does the forward's or dQ's step with it. row_sum, row_base:
+    see walk_query_tile; dQ leaves them as they are."""
     key = load_rows(key_ptr, rows, stride_ks, stride_kd, columns_keep, HEAD_DIM, BLOCK_D, MASK)
     value = load_rows(value_ptr, rows, stride_vs, stride_vd, columns_keep, HEAD_DIM, BLOCK_D, MASK)
     if FORWARD:
-        accumulator, row_a, row_b = softmax_step(accumulator, row_a, row_b, query, key, value, keep, scale_log2, MASK, IEEE)
+        accumulator, row_sum, row_base = softmax_step(
+            accumulator, row_sum, row_base, query, key, value, keep, scale_log2, MASK=MASK, IEEE=IEEE)
     else:
-        accumulator = grad_query_step(accumulator, row_a, row_b, query, grad_out, key, value, keep, scale_log2, MASK, IEEE)
-    return accumulator, row_a, row_b
+        accumulator = grad_query_step(
+            accumulator, row_sum, row_base, query, grad_out, key, value, keep, scale_log2, MASK=MASK, IEEE=IEEE)
+    return accumulator, row_sum, row_base
 
 
 @triton.jit
-def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs, stride_vd,
+def walk_query_tile(accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+                    stride_ks, stride_kd, stride_vs, stride_vd,
                     ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, run_index_ptr, run_prefix_ptr, run_slots_ptr, head,
                     table, table_rows, positions, query_low, query_high, last_position, kv_length, scale_log2,
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                     N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
                     IEEE: tl.constexpr, FORWARD: tl.constexpr):
-    """Visits every key tile of a query tile. (row_a, row_b): running sum and maximum in the forward; delta and LSE
-    (base 2) in dQ. positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
+    """Visits every key tile of a query tile. Returns (accumulator, row_sum, row_base).
+
+    accumulator: fp32 [TILE_M, BLOCK_D], the sum of P V in the forward, dQ / scale in dQ.
+    row_sum: fp32 [TILE_M], in the forward the running sum of each row's probabilities, in dQ its delta.
+    row_base: fp32 [TILE_M], what exponents of base 2 are counted from: in the forward the running maximum, in dQ LSE.
+    grad_out: read in dQ. positions: int [TILE_M] tokens of the rows; last_position: of the tile's last row."""
     PER_STEP: tl.constexpr = TILE_N // BLOCK if TILE_N > BLOCK else 1
     PARTS: tl.constexpr = BLOCK // TILE_N if BLOCK > TILE_N else 1
     SHARED: tl.constexpr = TILE_M > BLOCK
@@ -178,8 +189,10 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
         keep = (positions[:, None] >= columns[None, :]) & present[None, :]
         if SHARED:
             keep = keep & attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES)
-        accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd, stride_vs,
-                                          stride_vd, rows, present, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE, FORWARD)
+        accumulator, row_sum, row_base = visit(
+            accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+            stride_ks, stride_kd, stride_vs, stride_vd, rows, present, keep, scale_log2,
+            HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
     for index in tl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         # 2. the edge of this range
@@ -198,9 +211,10 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                 wanted = wanted & in_slot
                 if tl.max(wanted.to(tl.int32), 0) > 0:
                     keep = (row_block[:, None] - block[None, :] < end) & wanted[None, :]
-                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
-                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
-                                                      FORWARD)
+                    accumulator, row_sum, row_base = visit(
+                        accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+                        stride_ks, stride_kd, stride_vs, stride_vd, rows, wanted, keep, scale_log2,
+                        HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
         # 3. what every row attends
         if TABLE:
             first = 0
@@ -221,9 +235,10 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                 wanted = wanted & in_slot
                 if tl.max(wanted.to(tl.int32), 0) > 0:
                     keep = (positions[:, None] >= 0) & wanted[None, :]
-                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
-                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
-                                                      FORWARD)
+                    accumulator, row_sum, row_base = visit(
+                        accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+                        stride_ks, stride_kd, stride_vs, stride_vd, rows, wanted, keep, scale_log2,
+                        HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
         else:
             if TABLE:
                 list_ptr = key_blocks_ptr + list_start
@@ -249,9 +264,11 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                 else:
                     base = block.to(tl.int64) * BLOCK + (step % PARTS) * TILE_N
                     rows = offsets
-                accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr + base * stride_ks,
-                                                  value_ptr + base * stride_vs, stride_ks, stride_kd, stride_vs, stride_vd, rows, rows >= 0,
-                                                  rows[None, :] >= 0, scale_log2, HEAD_DIM, BLOCK_D, False, IEEE, FORWARD)
+                accumulator, row_sum, row_base = visit(
+                    accumulator, row_sum, row_base, query, grad_out,
+                    key_ptr + base * stride_ks, value_ptr + base * stride_vs,
+                    stride_ks, stride_kd, stride_vs, stride_vd, rows, rows >= 0, rows[None, :] >= 0, scale_log2,
+                    HEAD_DIM, BLOCK_D, MASK=False, IEEE=IEEE, FORWARD=FORWARD)
             if PER_STEP > 1:
                 if full * PER_STEP < count:
                     entry = full * PER_STEP + offsets // BLOCK
@@ -262,7 +279,8 @@ def walk_query_tile(accumulator, row_a, row_b, query, grad_out, key_ptr, value_p
                         block = tl.load(list_ptr + entry)
                     rows = block.to(tl.int64) * BLOCK + offsets % BLOCK
                     keep = (positions[:, None] >= 0) & wanted[None, :]
-                    accumulator, row_a, row_b = visit(accumulator, row_a, row_b, query, grad_out, key_ptr, value_ptr, stride_ks, stride_kd,
-                                                      stride_vs, stride_vd, rows, wanted, keep, scale_log2, HEAD_DIM, BLOCK_D, True, IEEE,
-                                                      FORWARD)
-    return accumulator, row_a, row_b
+                    accumulator, row_sum, row_base = visit(
+                        accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+                        stride_ks, stride_kd, stride_vs, stride_vd, rows, wanted, keep, scale_log2,
+                        HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
+    return accumulator, row_sum, row_base

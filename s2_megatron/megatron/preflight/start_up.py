@@ -215,6 +215,13 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
         print(lines.getvalue(), end="", file=sys.stderr, flush=True)
         print(held.getvalue(), end="", flush=True)
 
+    def refuse(text: str) -> NoReturn:
+        if first:
+            record("refused", text, 2)
+        tell_torchrun(f"error: {text}")
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
     try:
         with redirect_stdout(held), held_lines(lines):
             if first and not asks_help(sys.argv[1:]):
@@ -232,13 +239,12 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
                 record("failed", f"{type(error).__name__}: {error}", 1)
             tell_torchrun(f"{type(error).__name__}: {error}")
             raise
-        text = error_text(error, held.getvalue())
-        if first:
-            record("refused", text, 2)
-        tell_torchrun(f"error: {text}")
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    let_go()
+        refuse(error_text(error, held.getvalue()))
+    try:
+        let_go()
+    except OSError as error:  # of stdout: stderr takes everything
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
+        refuse(f"standard output: {error.strerror}; expected room for the log; free some, or write it to another disk")
 
 
 def is_of_the_machine(error: BaseException) -> bool:

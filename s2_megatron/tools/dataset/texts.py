@@ -83,7 +83,7 @@ def find_sources(paths: Sequence[Path]) -> list[Source]:
                 except ImportError as error:
                     raise ValueError(
                         f"{printable(file, 200)}: nothing here opens a .zst; expected the package backports.zstd; "
-                        "pip install backports.zstd, or use .gz"
+                        "pip install 's2-megatron[zstd]', or use .gz"
                     ) from error
             found.append(Source(file, file.stat().st_size))
     return found

@@ -73,7 +73,9 @@ def _range_rows(pattern: RangePattern, heads: Sequence[int], n_blocks: int, edge
                 high = np.maximum(queries - start + 1, 0)
                 low = np.minimum(np.maximum(queries - end + 1, 0), high)
                 counts = before[np.clip(high, low_edges, high_edges)] - before[np.clip(low, low_edges, high_edges)]
-                np.add.at(found[kind], np.searchsorted(high_edges, queries[:, 0], side="right"), counts)
+                rows = np.searchsorted(high_edges, queries[:, 0], side="right")
+                begins = np.flatnonzero(np.diff(rows, prepend=-1))  # the rows ascend
+                found[kind][rows[begins]] += np.add.reduceat(counts, begins, axis=0)
     return found
 
 

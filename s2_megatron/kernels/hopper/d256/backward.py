@@ -1,6 +1,17 @@
 """dK and dV on Hopper for head dims above 128, where both are too many registers for one warpgroup: one computes dV,
 the other dK of the same 64 keys. Both compute S^T, so that there are five products a step instead of four, and nothing
 is handed over. A warp loads (d256/backward_loads.py); the accumulators of S^T start at -LSE / scale as in backward.py.
+
+    loading warp                           warpgroup 0 (compute: dV)       warpgroup 1 (compute, KEYS: dK)
+    K, V of a block    -- tiles.full --->
+    Q, LSE of a step   -- queries.full ->  S^T = K Q^T - LSE / scale       S^T = K Q^T - LSE / scale
+    dO, delta of it    -- grads.full --->                                  dP^T = V dO^T
+                       <- queries.empty    S^T is there
+                                           P^T = exp2(S^T * ...)           P^T = exp2(S^T * ...), under dP^T
+                       <- grads.empty ---  dV += P^T dO is there           dP^T is there
+                                                                           dK += (P^T * (dP^T - delta)) Q
+                       <- queries.empty                                    dK is there
+    the next block's   <- tiles.empty ---  all steps are computed          dK has left through V's buffer
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +38,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, StepLists
 from s2_megatron.kernels.hopper.steps import attends, goes_on, own_flag, row_block_of
+from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_key_tile, receive_step
 
 
@@ -82,7 +94,7 @@ def compute(call, result, KEYS: gl.constexpr):
     while tile.key_length >= 0:
         full_blocks = tile.length // BLOCK
         out = gl.zeros([BLOCK, BLOCK_D], gl.float32, out_layout)
-        more = tile.key_length * 0 + 1
+        more = 1
         while more != 0:
             q_stage = memory.queries.stage(count)
             g_stage = memory.grads.stage(count)
@@ -104,6 +116,7 @@ def compute(call, result, KEYS: gl.constexpr):
                             clear_rows(query, tile.length - full_blocks * BLOCK, BLOCK, BLOCK)
                 lse = known_lse(memory.lse_buffers.index(q_stage).load(columns), call.LISTED)
                 minus_lse = zeros + (lse * (-1.0 / scale))[None, :]
+                # S^T = K Q^T - LSE / scale, [64 keys, 64 queries]
                 s_token = warpgroup_mma(key, query.permute((1, 0)), minus_lse, is_async=True)
                 if KEYS:
                     memory.grads.wait_full(count)
@@ -116,11 +129,11 @@ def compute(call, result, KEYS: gl.constexpr):
                     memory.grads.wait_full(count)  # keeps the exponentials under dP: see forward.py
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
                     memory.grads.release(count)
-                    ds = p * (dp - delta[None, :])
+                    ds = p * (dp - delta[None, :])  # dS^T = P^T * (dP^T - delta)
                     if (own_flag(step, 0) != 0) | partial:  # the product, for gradients behind a document may be NaN
                         ds = gl.where(keep_of(step, tile.length, PACKED, s_layout), ds, 0.0)
                     factor = gl.convert_layout(ds.to(dtype), operand)
-                    out_token = warpgroup_mma(factor, query, out, is_async=True)
+                    out_token = warpgroup_mma(factor, query, out, is_async=True)  # dK / scale += dS^T Q, [64, BLOCK_D]
                     out, factor = warpgroup_mma_wait(0, deps=[out_token, factor])
                     memory.queries.release(count)
                 else:
@@ -134,7 +147,7 @@ def compute(call, result, KEYS: gl.constexpr):
                     if PACKED:
                         if partial:
                             clear_rows(grad, tile.length - full_blocks * BLOCK, BLOCK, BLOCK)
-                    out_token = warpgroup_mma(factor, grad, out, is_async=True)
+                    out_token = warpgroup_mma(factor, grad, out, is_async=True)  # dV += P^T dO, [64 keys, BLOCK_D]
                     out, factor = warpgroup_mma_wait(0, deps=[out_token, factor])
                     memory.grads.release(count)
             else:  # a block that nothing attends
@@ -193,15 +206,26 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     numbers = gl.allocate_shared_memory(gl.int32, [8, 1], vector)
-    tiles = make_pipeline(1, 2, 2)  # filled by TMA and by the numbers
+    tiles = make_pipeline(STAGES=1, FILLS=2, READERS=2)  # filled by TMA and by the numbers
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = KeySchedule(ranges_ptr, order_ptr, documents_ptr, distance_ptr, counter_ptr, lists, heads, rows, key_rows, n_programs, n_long,
-                           n_rest, units, batches, head_group, 0, 0, 0, N_RANGES, RATIO, ORDERED, PACKED, MIXED, LISTED, False)
-    loads = KeyLoads(q_desc, k_desc, v_desc, grad_desc, lse_ptr, delta_ptr, memory, tiles, numbers, q_boxes, grad_boxes, key_boxes, key_boxes,
-                     KV_STEP, BLOCK_D)
-    returned = Returned(returned_ptr, returned_starts_ptr, returned_entries_ptr, batches, heads // RATIO)
-    call = BlockCall(memory, key_buffers, tiles, numbers, returned, scale, BLOCK_D, PACKED, LISTED, RETURNED, GRAD_STEP)
+    schedule = KeySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, distance_ptr=distance_ptr,
+        counter_ptr=counter_ptr, lists=lists, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
+        n_long=n_long, n_rest=n_rest, units=units, batches=batches, head_group=head_group, fold=0, n_split=0,
+        part_steps=0, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED, LISTED=LISTED,
+        SPLIT=False)
+    loads = KeyLoads(
+        q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, grad_desc=grad_desc, lse_ptr=lse_ptr, delta_ptr=delta_ptr,
+        memory=memory, tiles=tiles, numbers=numbers, q_boxes=q_boxes, grad_boxes=grad_boxes, k_boxes=key_boxes,
+        v_boxes=key_boxes, KV_STEP=KV_STEP, BLOCK_D=BLOCK_D)
+    returned = Returned(
+        slots_ptr=returned_ptr, starts_ptr=returned_starts_ptr, entries_ptr=returned_entries_ptr, batches=batches,
+        kv_heads=heads // RATIO)
+    call = BlockCall(
+        memory=memory, key_buffers=key_buffers, tiles=tiles, numbers=numbers, returned=returned, scale=scale,
+        BLOCK_D=BLOCK_D, PACKED=PACKED, LISTED=LISTED, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP)
     dk = Result(dk_desc, HeadRows(dk_ptr, stride_dkb, stride_dkh, stride_dks), HEAD_DIM, BY_ROWS)
     dv = Result(dv_desc, HeadRows(dv_ptr, stride_dvb, stride_dvh, stride_dvs), HEAD_DIM, BY_ROWS)
-    gl.warp_specialize([(compute, (call, dv, False)), (compute, (call, dk, True)), (produce, (loads, schedule))], [4, 1], [240, 24])
+    gl.warp_specialize([(compute, (call, dv, False)), (compute, (call, dk, True)), (produce, (loads, schedule))],
+                       [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

@@ -43,13 +43,15 @@ def walk_lists(loads, schedule):
         for half in range(2):
             slot = gl.where(half == 0, first, second)
             if slot * BLOCK < schedule.key_rows:
-                tile = KeyTile(batch, kv_head, 0, schedule.rows, slot, 0, schedule.key_rows, 0)
+                tile = KeyTile(
+                    batch=batch, kv_head=kv_head, token=0, length=schedule.rows, first=slot, second=0,
+                    key_length=schedule.key_rows, link=0)
                 passes = load_pass(loads, passes, tile)
                 steps_ptr = schedule.lists.steps_ptr + entry
                 following = gl.load(steps_ptr)
-                more = following * 0 + 1
+                more = 1
                 # The step that is sent when the next one is known; this one attends nothing.
-                due = following * 0 + LAST_STEP
+                due = LAST_STEP
                 while more != 0:
                     step = following
                     steps_ptr += 1
@@ -78,7 +80,9 @@ def walk_ranges(loads, schedule):
         for half in range(2):
             block = gl.where(half == 0, first, second)
             members = gl.where(block < n_blocks, RATIO, 0)
-            tile = KeyTile(batch, kv_head, token, length, block, 0, length, 0)
+            tile = KeyTile(
+                batch=batch, kv_head=kv_head, token=token, length=length, first=block, second=0, key_length=length,
+                link=0)
             if members > 0:
                 passes = load_pass(loads, passes, tile)
             for member in range(members):

@@ -1,6 +1,15 @@
 """The forward on Hopper for head dims above 128: as in forward.py, but a stage holds one key block, and the queries of
 one tile are in memory.
 
+    loading warp                              warpgroups 0 and 1 (compute), 64 queries each
+    Q of a tile        -- tiles.full ------->  Q stays in its buffer
+    K of block n       -- keys.full -------->  S = Q K^T of block n       \  in flight together
+    V of block n - 1   -- values.full ------>  O += P V of block n - 1    /
+                       <- keys.empty -------   S is there
+                                               P, maximum, sum of block n, under P V
+                       <- values.empty -----   P V is there; O *= exp2(old maximum - new one)
+    the next tile's    <- tiles.empty ------   O / sum has left through Q's buffer
+
 Masked blocks are computed one after the other, for a half skips those that it does not attend. Of free blocks, Q K^T is
 in flight together with P V of the block before.
 """
@@ -19,6 +28,7 @@ from s2_megatron.kernels.hopper.memory import HeadRows, Result, clear_rows, quer
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, QuerySchedule, StepLists, masked_flags
 from s2_megatron.kernels.hopper.steps import attends, own_flag
+from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
@@ -30,6 +40,7 @@ def score_block(memory, count, HALF: gl.constexpr):
     query = memory.halves.index(HALF + (count >> 30))  # see d256/grad_query.py
     key = memory.k_buffers.index(memory.keys.stage(count))
     zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
+    # scores = Q K^T, [64 queries, 64 keys]
     s_token = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[s_token])
     memory.keys.release(count)
@@ -67,7 +78,7 @@ def attend_masked(state, call, scale, count, tile, first_row, HALF: gl.constexpr
                 # Rows behind the document may hold anything, and 0 * NaN is NaN.
                 if (own != 0) & (first_row + BLOCK > tile.length):
                     clear_rows(value, tile.length - first_row, BLOCK, BLOCK)
-            o_token = warpgroup_mma(operand, value, out, is_async=True)
+            o_token = warpgroup_mma(operand, value, out, is_async=True)  # out += P V, [64 queries, BLOCK_D]
             out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
         else:
             memory.keys.wait_full(count)
@@ -97,6 +108,7 @@ def attend_free(state, call, scale, count, blocks, HALF: gl.constexpr):
         key = memory.k_buffers.index(memory.keys.stage(count + 1))
         value = memory.v_buffers.index(memory.values.stage(count))
         zeros = gl.zeros([BLOCK, BLOCK], gl.float32, s_layout)
+        # scores of block number + 1, [64 queries, 64 keys]; out += P V of block `number`
         s_token = warpgroup_mma(query, key.permute((1, 0)), zeros, use_acc=False, is_async=True)
         memory.values.wait_full(count)
         o_token = warpgroup_mma(operand, value, out, is_async=True)
@@ -174,16 +186,26 @@ def s2_hopper_d256_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc,
     """Arguments as in forward.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    memory = query_tile_memory(dtype, BLOCK_D, 1, 2, STAGES, V_STAGES, BLOCK, LISTED)
+    memory = query_tile_memory(
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=2, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED)
     q_boxes = reinterpret(memory.halves, dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
-    loads = QueryLoads(q_desc, q_desc, sources, None, memory, q_boxes, k_boxes, v_boxes, BLOCK_D, False, True)
+    sources = KeySources(
+        k_desc=k_desc, v_desc=v_desc, k_more_desc=k_more_desc if MORE else k_desc,
+        v_more_desc=v_more_desc if MORE else v_desc, own_rows=own_rows, KV_STEP=KV_STEP, MORE=MORE)
+    loads = QueryLoads(
+        q_desc=q_desc, grad_desc=q_desc, sources=sources, sums=None, memory=memory, tile_boxes=q_boxes, k_boxes=k_boxes,
+        v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=False, SINGLE=True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
+    schedule = QuerySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = ForwardCall(memory, out, lse_ptr, initial, initial_lse_ptr, rows, heads, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
-    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])
+    call = ForwardCall(
+        memory=memory, out=out, lse_ptr=lse_ptr, initial=initial, initial_lse_ptr=initial_lse_ptr, rows=rows,
+        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, CONTINUE=CONTINUE)
+    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
+                       [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

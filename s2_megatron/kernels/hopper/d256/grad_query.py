@@ -1,5 +1,14 @@
 """dQ on Hopper for head dims above 128: as in grad_query.py, but a stage holds one key block, of which there are more
 for K than for V, and the queries' buffer takes the result.
+
+    loading warp                              warpgroups 0 and 1 (compute), 64 queries each
+    Q, dO, LSE, delta  -- tiles.full ------->  -LSE / scale and -delta into registers
+    K of block n       -- keys.full -------->  S  = Q K^T - LSE / scale   \  in flight together
+    V of block n       -- values.full ------>  dP = dO V^T - delta        /
+                                               P  = exp2(S * scale * log2(e)), under dP
+                       <- values.empty -----   dP is there; dS = P * dP
+                       <- keys.empty -------   dQ += dS K is there
+    the next tile's    <- tiles.empty ------   scale * dQ has left through Q's buffer
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +33,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_flags
 from s2_megatron.kernels.hopper.steps import attends, own_flag
+from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
@@ -43,26 +53,27 @@ def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own, p
     key = memory.k_buffers.index(memory.keys.stage(count))
     value = memory.v_buffers.index(memory.values.stage(count))
     start_s = zeros + minus_lse[:, None]
-    start_p = zeros + minus_delta[:, None]
+    start_dp = zeros + minus_delta[:, None]
     memory.keys.wait_full(count)
     if MASK and PACKED:
         if (own != 0) & (present < BLOCK):  # keys behind the document may hold anything, and 0 * NaN is NaN
             clear_rows(key, present, BLOCK, BLOCK)
+    # S = Q K^T - LSE / scale and dP - delta = dO V^T - delta, [64 queries, 64 keys]
     s_token = warpgroup_mma(query, key.permute((1, 0)), start_s, is_async=True)
     memory.values.wait_full(count)
-    p_token = warpgroup_mma(grad, value.permute((1, 0)), start_p, is_async=True)
+    dp_token = warpgroup_mma(grad, value.permute((1, 0)), start_dp, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[s_token])
-    p = gl.exp2(scores * scale_log2)
+    p = gl.exp2(scores * scale_log2)  # P = exp(scale * Q K^T - LSE)
     memory.values.wait_full(count)  # keeps the exponentials under dP: see forward.py
-    dp = warpgroup_mma_wait(0, deps=[p_token])
+    dp = warpgroup_mma_wait(0, deps=[dp_token])
     memory.values.release(count)
-    ds = p * dp
+    ds = p * dp  # dS = P * (dP - delta)
     if MASK:  # the product, for values behind a document may be NaN
         row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
         column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, s_layout))
         ds = gl.where((row[:, None] >= column[None, :]) | (own == 0), ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
-    dq_token = warpgroup_mma(ds, key, dq, is_async=True)
+    dq_token = warpgroup_mma(ds, key, dq, is_async=True)  # dQ / scale += dS K, [64 queries, BLOCK_D]
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
     memory.keys.release(count)
     return dq
@@ -101,8 +112,8 @@ def compute(call, HALF: gl.constexpr):
             else:
                 step = masked_flags(tile.marks, number, PACK)
             if attends(step, HALF):
-                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own_flag(step, HALF), tile.length - first_row, HALF,
-                                    True, PACKED, BLOCK_D)
+                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own_flag(step, HALF),
+                                    tile.length - first_row, HALF=HALF, MASK=True, PACKED=PACKED, BLOCK_D=BLOCK_D)
             else:
                 memory.keys.wait_full(count)
                 memory.values.wait_full(count)
@@ -110,7 +121,8 @@ def compute(call, HALF: gl.constexpr):
                 memory.keys.release(count)
             count += 1
         for number in range(2 * tile.free_steps):
-            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, BLOCK, HALF, False, PACKED, BLOCK_D)
+            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, BLOCK,
+                                HALF=HALF, MASK=False, PACKED=PACKED, BLOCK_D=BLOCK_D)
             count += 1
         dq = dq * scale
         if call.CONTINUE:
@@ -143,20 +155,31 @@ def s2_hopper_d256_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
     """Arguments as in grad_query.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    memory = query_tile_memory(dtype, BLOCK_D, 1, 4, STAGES, V_STAGES, BLOCK, LISTED)
+    memory = query_tile_memory(
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=4, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED)
     tile_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
     delta_buffers = gl.allocate_shared_memory(gl.float32, [2, BLOCK], vector)
-    sums = RowSums(lse_ptr, delta_ptr, lse_buffers, delta_buffers, heads)
-    sources = KeySources(k_desc, v_desc, k_more_desc if MORE else k_desc, v_more_desc if MORE else v_desc, own_rows, KV_STEP, MORE)
-    loads = QueryLoads(q_desc, grad_desc, sources, sums, memory, tile_boxes, k_boxes, v_boxes, BLOCK_D, True, True)
+    sums = RowSums(
+        lse_ptr=lse_ptr, delta_ptr=delta_ptr, lse_buffers=lse_buffers, delta_buffers=delta_buffers, heads=heads)
+    sources = KeySources(
+        k_desc=k_desc, v_desc=v_desc, k_more_desc=k_more_desc if MORE else k_desc,
+        v_more_desc=v_more_desc if MORE else v_desc, own_rows=own_rows, KV_STEP=KV_STEP, MORE=MORE)
+    loads = QueryLoads(
+        q_desc=q_desc, grad_desc=grad_desc, sources=sources, sums=sums, memory=memory, tile_boxes=tile_boxes,
+        k_boxes=k_boxes, v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=True, SINGLE=True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
-    schedule = QuerySchedule(ranges_ptr, order_ptr, documents_ptr, counter_ptr, lists, rows, n_tiles, n_programs, batches, head_group,
-                             N_RANGES, RATIO, ORDERED, PACKED, PACK, LISTED)
+    schedule = QuerySchedule(
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
-    call = GradQueryCall(memory, sums, out, initial, scale, BLOCK_D, PACKED, PACK, LISTED, CONTINUE)
-    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))], [4, 1], [240, 24])
+    call = GradQueryCall(
+        memory=memory, sums=sums, out=out, initial=initial, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK,
+        LISTED=LISTED, CONTINUE=CONTINUE)
+    gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
+                       [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])
