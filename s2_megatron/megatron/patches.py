@@ -78,11 +78,11 @@ def use_prebuilt_dataset_helpers() -> bool:
     return True
 
 
-def _replace_everywhere(old, new) -> None:
-    """In the modules that have imported it by its name, too."""
+def _replace_everywhere(name: str, old, new) -> None:
+    """In the modules that have imported it by this name, too."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(old.__name__) is old:
-            setattr(module, old.__name__, new)
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 # Name in megatron.training.training -> method of FlopAccounting that takes its place.
@@ -119,7 +119,7 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     _accounting = FlopAccounting(args, sparsity, _uncounted)
     if first:
         for name, method in _COUNTED.items():
-            _replace_everywhere(_uncounted[name], _counting(name, method))
+            _replace_everywhere(name, _uncounted[name], _counting(name, method))
         print_once(
             f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
         )
@@ -218,8 +218,8 @@ def keep_attention_outputs() -> None:
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import random
 
-    for checkpoint in (random.checkpoint, transformer_engine.te_checkpoint):
-        _replace_everywhere(checkpoint, functools.partial(_keeping, checkpoint))
+    for name, stock in (("checkpoint", random.checkpoint), ("te_checkpoint", transformer_engine.te_checkpoint)):
+        _replace_everywhere(name, stock, functools.partial(_keeping, stock))
 
 
 def _keeping(checkpoint, function, *args, **kwargs):
