@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from examples.quickstart.launch import MODEL, model_flags
 from s2_megatron.megatron.loss_log import read_loss_log, read_records
-from s2_megatron.testing.slurm import Slurm, refusal, wait_until
+from tests.slurm import Slurm, refusal, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"

@@ -1,5 +1,7 @@
 """S2-Attention of a sequence that lies on several ranks (context parallelism), with autograd.
 
+    from s2_megatron.context_parallel import ContextParallel
+
     cp = ContextParallel(pattern, group, "sparse")
     out = cp.attention(query, key, value)     # [S/c, B, heads, D] of this rank, in Megatron's zigzag order
 

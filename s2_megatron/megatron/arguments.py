@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
 from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
@@ -41,15 +41,6 @@ from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of
 from s2_megatron.printing import print_once
-
-
-class _RemovedTransport(Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        raise ArgumentError(
-            self,
-            "removed after version 0.1.0; expected no such flag: the blocks of --s2-cp-comm-type sparse always travel "
-            "by NCCL's all-to-all; drop --s2-cp-transport",
-        )
 
 
 class _OnlyOnce(Action):
@@ -119,7 +110,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving "
         "them again: faster, more memory.",
     )
-    group.add_argument("--s2-cp-transport", action=_RemovedTransport, nargs="?", dest=SUPPRESS, help=SUPPRESS)
     group.add_argument(
         "--s2-keep-attention-output",
         action="store_true",

@@ -179,19 +179,6 @@ def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     assert lines == ([f"S2: {said}"] if said else [])
 
 
-@pytest.mark.parametrize("given", [[], ["copies"], ["collective"]])
-def test_the_removed_transport_is_refused(given, capsys):
-    """One error: line and status 2 for whoever still passes --s2-cp-transport, with or without a value."""
-    parser = add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(["--s2-cp-transport", *given])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert "error: argument --s2-cp-transport: removed after version 0.1.0;" in said
-    assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
-    assert "--s2-cp-transport" not in parser.format_help()
-
-
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])
 def test_sparsity_and_density_are_on_args(cases, tmp_path, name, kv_heads, mtp):
     result = accepted(cases[name])
