@@ -12,14 +12,12 @@ import os
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
-from s2_megatron.config.errors import shown
+from s2_megatron.config.errors import printable, shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
-from s2_megatron.megatron.counted_targets import count_targets
-from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
+from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 from s2_megatron.megatron.patches import (
     guard_processes,
     install_checkpoint_hooks,
@@ -27,16 +25,23 @@ from s2_megatron.megatron.patches import (
     install_loss_log,
     install_model_check,
 )
-from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
 from s2_megatron.megatron.preflight.flags import check_first_token
+from s2_megatron.megatron.preflight.schedule import compare_schedules
+from s2_megatron.megatron.records.counted_targets import count_targets
+from s2_megatron.megatron.records.metrics import report_missing_flags, report_run, report_s2_settings
+from s2_megatron.megatron.records.position_loss import measure_position_loss
+from s2_megatron.megatron.records.report import (
+    report_flags_without_effect,
+    report_ignored_flags,
+    report_tensor_parallel,
+)
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
     refuse_unsupported,
     refuse_yaml_command_line,
 )
-from s2_megatron.megatron.report import report_flags_without_effect, report_ignored_flags, report_tensor_parallel
 from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of
@@ -206,6 +211,14 @@ def _check_backend(args: Namespace, run: S2Run) -> None:
         raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
 
 
+def _compare_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
+    """Raises ValueError when --load would resume another model, sparsity or schedule."""
+    checkpoint = compare_with_checkpoint(args, sparsity)
+    if checkpoint is not None and checkpoint.scheduler is not None and not checkpoint.weights_only:
+        where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
+        compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
+
+
 def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     """Everything that `prepare_s2` refuses, without what it installs and reports.
 
@@ -223,14 +236,14 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
     if args.s2_config is None:
-        compare_with_checkpoint(args, None)
+        _compare_checkpoint(args, None)
         return None
     refuse_unsupported(args, elsewhere=elsewhere)
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
     refuse_layers(args, run)
     if not elsewhere:
         _check_backend(args, run)
-    compare_with_checkpoint(args, run.sparsity)
+    _compare_checkpoint(args, run.sparsity)
     return run
 
 

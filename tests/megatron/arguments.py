@@ -156,7 +156,7 @@ def run_case(case: dict) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     results = [run_case(case) for case in json.loads((folder / "cases.json").read_text())]

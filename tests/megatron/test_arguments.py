@@ -12,8 +12,8 @@ import pytest
 
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
-from s2_megatron.megatron.metrics import _report_resumed
-from s2_megatron.megatron.report import report_flags_without_effect, report_tensor_parallel
+from s2_megatron.megatron.records.metrics import _report_resumed
+from s2_megatron.megatron.records.report import report_flags_without_effect, report_tensor_parallel
 from s2_megatron.megatron.settings import S2Settings
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 
@@ -173,7 +173,7 @@ def test_ignored_flags_are_said(cases):
 )
 def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     lines = []
-    monkeypatch.setattr("s2_megatron.megatron.report.print_once", lines.append)
+    monkeypatch.setattr("s2_megatron.megatron.records.report.print_once", lines.append)
     args = argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep)
     report_flags_without_effect(args)
     assert lines == ([f"S2: {said}"] if said else [])

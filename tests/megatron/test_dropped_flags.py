@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_rope_scaling, dropout_note
-from s2_megatron.megatron.rope_scaling import computed_factor, set_rope_scaling
+from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_rope_scaling, dropout_note
+from s2_megatron.megatron.model.rope_scaling import computed_factor, set_rope_scaling
 from tests.megatron import forks
 
 SCRIPT = Path(__file__).parent / "scripts" / "dropped_flags.py"

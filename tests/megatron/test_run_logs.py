@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from s2_megatron.megatron.loss_log import HEADER, read_records
+from s2_megatron.megatron.records.loss_log import HEADER, read_records
 from s2_megatron.tools.commands import main
 from s2_megatron.tools.compare.readers import read_place, read_run
 

@@ -15,8 +15,8 @@ import sys
 
 import pytest
 
-from s2_megatron.megatron.loss_log import read_loss_log
-from s2_megatron.megatron.run_status import read_status
+from s2_megatron.megatron.records.loss_log import read_loss_log
+from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import ROOT
 from tests.megatron.kill_trial import Trial, check_one_run
 

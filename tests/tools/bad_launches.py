@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
+from s2_megatron.megatron.host.cuda_on_cpu import ON_GPUS_ONLY
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
 from s2_megatron.megatron.preflight.flags import REQUIRED, flag_of

@@ -127,7 +127,7 @@ def _imported_logits(
 ) -> torch.Tensor:
     """Of Megatron's model with the written weights, [S, rows of the embedding] in fp32. num_layers: of the
     checkpoint."""
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
     from s2_megatron.tools.hf.checkpoint_model import build_model, load_first_layers, load_weights, quiet
 
     model = build_model(

@@ -61,7 +61,7 @@ def main():
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import add_megatron_arguments
 
-    from s2_megatron.megatron.rope_scaling import set_rope_scaling
+    from s2_megatron.megatron.model.rope_scaling import set_rope_scaling
     from s2_megatron.tools.hf.architecture import _WANTED
     from tests.megatron.arguments import arguments, parse
 
@@ -138,7 +138,7 @@ def factors(base) -> dict:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from megatron.training import training

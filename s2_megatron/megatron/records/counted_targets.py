@@ -11,7 +11,7 @@ from argparse import Namespace
 
 import torch
 
-from s2_megatron.megatron.position_loss import EVALUATE, TRAIN
+from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN
 from s2_megatron.megatron.refusal import RunError
 
 STEPS_IN_A_ROW = 10

@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.checkpoint_folder import CheckpointError
-from s2_megatron.megatron.processes import tell_torchrun
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.host.processes import tell_torchrun
 from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
