@@ -64,6 +64,15 @@ def test_megatron_is_not_imported_before_a_machine_without_a_gpu_is_prepared():
     assert "megatron" not in imported_by("from s2_megatron import add_s2_arguments, prepare_s2")
 
 
+def test_adding_the_flags_patches_and_changes_nothing():
+    """Megatron is not even imported; without --s2-config parsing them does not patch it either."""
+    parser = "import argparse, s2_megatron; parser = argparse.ArgumentParser()"
+    adding = "parser.set_defaults(flight_recorder_extra_dump_on_exec=True); s2_megatron.add_s2_arguments(parser)"
+    assert "megatron" not in imported_by(
+        f"{parser}; {adding}; assert parser.parse_args([]).flight_recorder_extra_dump_on_exec"
+    )
+
+
 # Commands, whose output it is; and what the start of a training script held back of Megatron's.
 PRINTERS = ("tools/", "testing/", "megatron/preflight/start_up.py")
 

@@ -374,7 +374,7 @@ _checks_model = False
 
 def install_model_check() -> None:
     """Has Megatron refuse a dense model under --s2-config, which a script without `apply_s2` builds, and build every
-    model with --rope-scaling-factor. Installed with the flags, so that it holds for such a script too."""
+    model with --rope-scaling-factor. Installed where --s2-config is parsed, so that it holds for such a script too."""
     global _checks_model
     if _checks_model:
         return

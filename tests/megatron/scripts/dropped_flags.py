@@ -122,10 +122,14 @@ def setup_model_and_optimizer(*args, cfg_container=None, **kwargs):
 
 
 def factors(base) -> dict:
-    """What the flag says -> what the model is built with, by a script that builds its config without our help."""
+    """What the flag says -> what the model is built with, by a script that builds its config without our help behind
+    prepare_s2, which installs the check."""
     from megatron.training import global_vars, training
     from megatron.training.argument_utils import gpt_config_from_args
 
+    from s2_megatron.megatron.patches import install_model_check
+
+    install_model_check()
     result = {}
     for factor in (4.0, 8.0, 32.0):
         args = copy.copy(base)
