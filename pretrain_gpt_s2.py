@@ -26,7 +26,7 @@ PROGRAM_START = time.time()
 
 
 def main() -> None:
-    from s2_megatron.megatron.processes import end_with_torchrun, start_without_torchrun
+    from s2_megatron.megatron.host.processes import end_with_torchrun, start_without_torchrun
 
     end_with_torchrun()
     start_without_torchrun()
@@ -35,7 +35,7 @@ def main() -> None:
             warnings.filterwarnings("ignore", category=category)
 
     # Before the first import of Megatron, which binds torch.cuda functions by name.
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu, require_cpu_settings
 
     on_cpu = install_if_no_gpu()
     if on_cpu:  # Transformer Engine and Apex are for GPUs: a dozen warnings that they are missing say nothing here
@@ -52,7 +52,7 @@ def main() -> None:
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
     from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
     from s2_megatron.megatron.preflight.start_up import start_up
-    from s2_megatron.megatron.run_status import recorded_run
+    from s2_megatron.megatron.records.status import recorded_run
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
 

@@ -67,14 +67,14 @@ def measure(row: Row, machine: Machine, buckets: int, rounds: int, steps: int, f
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29511")
     # In front of Megatron.
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     import torch
     from megatron.training import training
 
     import pretrain_gpt_s2
-    from s2_megatron.megatron.position_loss import measure_position_loss
+    from s2_megatron.megatron.records.position_loss import measure_position_loss
 
     on, borders, train_step = schedule(rounds), [], training.train_step
     counted = {"steps": 0}

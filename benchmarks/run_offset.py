@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import provenance, write_json
 from examples.quickstart import launch
 from examples.quickstart.dataset import PreparedCorpus, prepare_corpus
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.tools.commands import CommandParser
 from s2_megatron.tools.compare.measure import VERDICT_SHARE
 from s2_megatron.tools.compare.statistics import LARGE_RUNS, SMALL_RUNS, difference_of_pairs

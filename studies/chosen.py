@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from s2_megatron.megatron.processes import signal_when_parent_ends
+from s2_megatron.megatron.host.processes import signal_when_parent_ends
 
 SEQUENCES = 16
 

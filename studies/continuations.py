@@ -102,7 +102,7 @@ ALL = STUDIES | CONTINUATIONS
 
 def token_flops(study: Study, arm: str, vocabulary: int) -> float:
     """FLOPs of one training token, forward and backward, of attended pairs, as Megatron counts them (s2_megatron's
-    megatron/flops.py): 6 for each weight of a matrix, 12 for each pair and number of a head."""
+    megatron/records/flops.py): 6 for each weight of a matrix, 12 for each pair and number of a head."""
     model = study.model
     head_dim = model.hidden_size // model.num_heads
     projections = 2 * model.hidden_size + 2 * model.num_kv_heads * head_dim  # of query and output, key and value

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from s2_megatron.megatron.loss_log import HEADER
+from s2_megatron.megatron.records.loss_log import HEADER
 from studies.data import RESULTS, Run, read_study
 
 DIGITS = 5  # that a loss is kept with

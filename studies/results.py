@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
+from s2_megatron.megatron.records.loss_log import HEADER, read_loss_log, read_records
 from s2_megatron.tools.compare.settings import CHECKED, START_LOSSES
 from s2_megatron.tools.outputs import write_file
 from studies.corpus import Corpus

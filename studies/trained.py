@@ -19,7 +19,7 @@ def load_trained(checkpoints: Path):
     reader of Megatron checkpoints. Raises ValueError where there is none."""
     import torch
 
-    from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+    from s2_megatron.megatron.checkpoints.folder import checkpoint_to_load
     from s2_megatron.tools.hf.checkpoint_model import load_model
 
     found = checkpoint_to_load(checkpoints)

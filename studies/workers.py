@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from examples.quickstart.failures import last_lines, own_output
-from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
-from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
-from s2_megatron.megatron.processes import signal_when_parent_ends
+from s2_megatron.megatron.checkpoints.folder import checkpoint_to_load
+from s2_megatron.megatron.host.processes import signal_when_parent_ends
+from s2_megatron.megatron.records.loss_log import read_loss_log, truncate_loss_log
 from studies.launch import ROOT, Job, environment
 
 POLL_SECONDS = 0.5

@@ -47,9 +47,30 @@ def test_other_names_are_no_attributes():
         s2_megatron.s2_attentions  # noqa: B018
 
 
+def test_context_parallelism_is_imported_from_its_package():
+    from s2_megatron import context_parallel
+
+    assert context_parallel.ContextParallel.__module__ == "s2_megatron.context_parallel.attention"
+    assert "ContextParallel" in dir(context_parallel)
+    with pytest.raises(AttributeError, match="has no attribute 'Parallel'"):
+        context_parallel.Parallel  # noqa: B018
+    statement = "from s2_megatron.context_parallel import ContextParallel"
+    assert {"torch"} <= imported_by(statement) and "megatron" not in imported_by(statement)
+    assert "torch" not in imported_by("from s2_megatron.context_parallel import plan")
+
+
 def test_megatron_is_not_imported_before_a_machine_without_a_gpu_is_prepared():
     """A script may import them before it calls install_if_no_gpu."""
     assert "megatron" not in imported_by("from s2_megatron import add_s2_arguments, prepare_s2")
+
+
+def test_adding_the_flags_patches_and_changes_nothing():
+    """Megatron is not even imported; without --s2-config parsing them does not patch it either."""
+    parser = "import argparse, s2_megatron; parser = argparse.ArgumentParser()"
+    adding = "parser.set_defaults(flight_recorder_extra_dump_on_exec=True); s2_megatron.add_s2_arguments(parser)"
+    assert "megatron" not in imported_by(
+        f"{parser}; {adding}; assert parser.parse_args([]).flight_recorder_extra_dump_on_exec"
+    )
 
 
 # Commands, whose output it is; and what the start of a training script held back of Megatron's.

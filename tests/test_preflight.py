@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.megatron.preflight import start_up
-from s2_megatron.megatron.run_status import read_status
+from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import arguments
 from tests.slurm_stand_ins import cluster, submit
 

@@ -30,7 +30,7 @@ from examples.quickstart.dataset import END_OF_TEXT, prepare_corpus, shuffled
 from examples.quickstart.failures import QuickstartError
 from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config.load import load_config
-from s2_megatron.megatron.loss_log import HEADER, read_loss_log, read_records
+from s2_megatron.megatron.records.loss_log import HEADER, read_loss_log, read_records
 from tests.megatron.test_loss_log import evaluation, record
 
 ROOT = Path(__file__).resolve().parents[1]

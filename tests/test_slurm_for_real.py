@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from examples.quickstart.launch import MODEL, model_flags
-from s2_megatron.megatron.loss_log import read_loss_log, read_records
-from s2_megatron.testing.slurm import Slurm, refusal, wait_until
+from s2_megatron.megatron.records.loss_log import read_loss_log, read_records
+from tests.slurm import Slurm, refusal, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "slurm" / "pretrain.sbatch"
@@ -37,7 +37,7 @@ launch {shlex.join(model_flags(MODEL))} --micro-batch-size=1 --global-batch-size
 PACED = f"""
 import os, runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from s2_megatron.megatron.loss_log import LossLog
+from s2_megatron.megatron.records.loss_log import LossLog
 append = LossLog.append
 def paced(self, record):
     time.sleep(45 if os.path.exists(os.environ["SLOW"]) else float(os.environ["PACE"]))

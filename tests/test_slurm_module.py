@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.testing.slurm import Slurm, refusal, wait_until
+from tests.slurm import Slurm, refusal, wait_until
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = [sys.executable, "-m", "s2_megatron.testing.slurm"]
+COMMAND = [sys.executable, "-m", "tests.slurm"]
 HERE = pytest.mark.skipif(refusal() is not None, reason=f"no SLURM here: {refusal()}")
 
 

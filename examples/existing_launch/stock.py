@@ -8,7 +8,7 @@ from functools import partial
 
 def main():
     # Only for machines without a GPU, and for Megatron from its wheel.
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     import torch

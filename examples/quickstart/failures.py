@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load
+from s2_megatron.megatron.checkpoints.folder import CheckpointError, checkpoint_to_load
 
 TORCHRUN_REPORT = re.compile(r"torch/distributed/elastic/.*failed \(exitcode")
 NO_SPACE = re.compile(r"No space left on device|Disk quota exceeded|\[Errno (?:28|122)\]")

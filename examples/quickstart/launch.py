@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.quickstart.dataset import SPLIT, PreparedCorpus
-from s2_megatron.megatron.processes import signal_when_parent_ends
+from s2_megatron.megatron.host.processes import signal_when_parent_ends
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_ITERATIONS = 300

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.records.loss_log import read_loss_log
 
 POLL_SECONDS = 0.25
 PLAIN_SECONDS = 10.0  # between two lines where there is no terminal

@@ -30,8 +30,8 @@ from examples.quickstart import failures, launch, summary
 from examples.quickstart.dataset import VOCABULARY_SIZE, PreparedCorpus, prepare_corpus
 from examples.quickstart.failures import QuickstartError, checkpoint_iteration
 from examples.quickstart.progress import OutputFollower, Speed, follow_training
-from s2_megatron.megatron.loss_log import read_loss_log, truncate_loss_log
 from s2_megatron.megatron.preflight.values import RANGES
+from s2_megatron.megatron.records.loss_log import read_loss_log, truncate_loss_log
 from s2_megatron.printing import open_streams
 from s2_megatron.tools.streams import BAD_INPUT, flush, one_line, say_error
 

@@ -1,5 +1,7 @@
 """S2-Attention of a sequence that lies on several ranks (context parallelism), with autograd.
 
+    from s2_megatron.context_parallel import ContextParallel
+
     cp = ContextParallel(pattern, group, "sparse")
     out = cp.attention(query, key, value)     # [S/c, B, heads, D] of this rank, in Megatron's zigzag order
 
@@ -28,10 +30,11 @@ from s2_megatron.context_parallel.dense import (
 )
 from s2_megatron.context_parallel.plan import check_block_count, check_comm_type, make_plan, zigzag_blocks
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
-from s2_megatron.ops.api import make_call, prepare_placement, resolve_backend
+from s2_megatron.ops.api import make_call, resolve_backend
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.parts import prepare_placement
 from s2_megatron.ops.recompute import LayerOutput, recompute_attention
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern

@@ -17,10 +17,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from s2_megatron.context_parallel.exchange import all_gather, all_to_all
-from s2_megatron.ops.api import attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement
+from s2_megatron.ops.parts import attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward
 
 
 @lru_cache(maxsize=16)

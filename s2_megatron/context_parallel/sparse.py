@@ -16,7 +16,9 @@ import torch
 
 from s2_megatron.context_parallel.exchange import BlockExchange, receive_rate, slot_views
 from s2_megatron.context_parallel.plan import ExchangePlan, heads_beside
-from s2_megatron.ops.api import (
+from s2_megatron.ops.autograd import first_derivative
+from s2_megatron.ops.layout import Placement
+from s2_megatron.ops.parts import (
     attention_backward_dkdv,
     attention_backward_dq,
     attention_delta,
@@ -24,8 +26,6 @@ from s2_megatron.ops.api import (
     empty_lse,
     joins_keys,
 )
-from s2_megatron.ops.autograd import first_derivative
-from s2_megatron.ops.layout import Placement
 from s2_megatron.patterns.ranges import Pattern
 
 FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS = 2, 3  # matmuls of a tile

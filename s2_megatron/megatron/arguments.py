@@ -10,16 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
-from s2_megatron.config.errors import shown
+from s2_megatron.config.errors import printable, shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.checkpoint import compare_with_checkpoint, dense_sparsity
-from s2_megatron.megatron.counted_targets import count_targets
-from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.megatron.metrics import report_missing_flags, report_run, report_s2_settings
+from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 from s2_megatron.megatron.patches import (
     guard_processes,
     install_checkpoint_hooks,
@@ -27,33 +25,36 @@ from s2_megatron.megatron.patches import (
     install_loss_log,
     install_model_check,
 )
-from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
 from s2_megatron.megatron.preflight.flags import check_first_token
+from s2_megatron.megatron.preflight.schedule import compare_schedules
+from s2_megatron.megatron.records.counted_targets import count_targets
+from s2_megatron.megatron.records.metrics import report_missing_flags, report_run, report_s2_settings
+from s2_megatron.megatron.records.position_loss import PositionLoss, measure_position_loss
+from s2_megatron.megatron.records.report import (
+    report_flags_without_effect,
+    report_ignored_flags,
+    report_tensor_parallel,
+)
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,
     refuse_unsupported,
     refuse_yaml_command_line,
 )
-from s2_megatron.megatron.report import report_flags_without_effect, report_ignored_flags, report_tensor_parallel
-from s2_megatron.megatron.settings import DENSE_CORES, S2Run, S2Settings
+from s2_megatron.megatron.settings import DENSE_CORES, RunFlags, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of
 from s2_megatron.printing import print_once
 
 
-class _RemovedTransport(Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        raise ArgumentError(
-            self,
-            "removed after version 0.1.0; expected no such flag: the blocks of --s2-cp-comm-type sparse always travel "
-            "by NCCL's all-to-all; drop --s2-cp-transport",
-        )
+class _Config(Action):
+    """--s2-config, once. Where it is given the model will be checked, so that a script without `prepare_s2` does not
+    train a dense one."""
 
-
-class _OnlyOnce(Action):
     def __call__(self, parser, namespace, values, option_string=None):
+        refuse_yaml_command_line()
+        install_model_check()
         before = getattr(namespace, self.dest, None)
         if before is not None:
             raise ArgumentError(
@@ -69,19 +70,12 @@ def _token_id(text: str) -> int:
 
 
 def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the flags of S2-Attention: Megatron's `extra_args_provider`.
-
-    Raises ValueError when the command line also has --yaml-cfg, with which Megatron drops every flag.
-    """
-    refuse_yaml_command_line()
-    install_model_check()
-    # With Megatron's default, True, no process with --flight-recorder-dump-path ends (torch 2.11, NCCL 2.28): at exit
-    # torch dumps once more and waits. The dump at a timeout, which says who did not come, is another setting.
-    parser.set_defaults(flight_recorder_extra_dump_on_exec=False)
+    """Adds the flags of S2-Attention: Megatron's `extra_args_provider`. Parsing raises ValueError when --s2-config
+    stands beside --yaml-cfg, with which Megatron drops every flag."""
     group = parser.add_argument_group(title="S2-Attention")
     group.add_argument(
         "--s2-config",
-        action=_OnlyOnce,
+        action=_Config,
         metavar="YAML",
         default=None,
         help="Sparsity of every layer (see configs/). Without it the model is Megatron's own.",
@@ -119,7 +113,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="Keep the keys and values that context-parallel ranks received for the backward, instead of receiving "
         "them again: faster, more memory.",
     )
-    group.add_argument("--s2-cp-transport", action=_RemovedTransport, nargs="?", dest=SUPPRESS, help=SUPPRESS)
     group.add_argument(
         "--s2-keep-attention-output",
         action="store_true",
@@ -216,32 +209,79 @@ def _check_backend(args: Namespace, run: S2Run) -> None:
         raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
 
 
-def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
-    """Everything that `prepare_s2` refuses, without what it installs and reports.
+def _compare_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
+    """Raises ValueError when --load would resume another model, sparsity or schedule."""
+    checkpoint = compare_with_checkpoint(args, sparsity)
+    if checkpoint is not None and checkpoint.scheduler is not None and not checkpoint.weights_only:
+        where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
+        compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
 
-    args: as there; args.softmax_scale is set. elsewhere: the run is for another machine than this one, so that nothing
-    is said of the GPU and the packages here. Raises ValueError as prepare_s2 does.
-    """
-    if args.s2_position_loss is not None and args.logits_load_dir is not None:
-        raise ValueError(
-            "--s2-position-loss with --logits-load-dir: the loss is a teacher's; expected the language model's; leave "
-            "one out"
-        )
-    measure_position_loss(args.s2_position_loss, args.seq_length)
+
+def _check_losses(args: Namespace, flags: RunFlags) -> None:
+    """Raises ValueError for a loss by position, or from a token on, that this run cannot have."""
+    if flags.position_buckets is not None:
+        if args.logits_load_dir is not None:
+            raise ValueError(
+                "--s2-position-loss with --logits-load-dir: the loss is a teacher's; expected the language model's; "
+                "leave one out"
+            )
+        PositionLoss(flags.position_buckets, flags.seq_length)
     if args.padded_vocab_size:
-        check_first_token(args.s2_loss_from_token, args.padded_vocab_size)
+        check_first_token(flags.first_token, args.padded_vocab_size)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
-    if args.s2_config is None:
-        compare_with_checkpoint(args, None)
-        return None
+
+
+def _resolve_run(args: Namespace, *, elsewhere: bool) -> S2Run:
+    """What --s2-config and the other flags ask for. Raises ValueError for what cannot be honoured."""
     refuse_unsupported(args, elsewhere=elsewhere)
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
     refuse_layers(args, run)
     if not elsewhere:
         _check_backend(args, run)
-    compare_with_checkpoint(args, run.sparsity)
     return run
+
+
+def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
+    """Everything that `prepare_s2` refuses; installs and reports nothing.
+
+    args: as there; args.softmax_scale is set. elsewhere: the run is for another machine than this one, so that nothing
+    is said of the GPU and the packages here. Raises ValueError as prepare_s2 does.
+    """
+    _check_losses(args, RunFlags.from_args(args))
+    run = None if args.s2_config is None else _resolve_run(args, elsewhere=elsewhere)
+    _compare_checkpoint(args, None if run is None else run.sparsity)
+    return run
+
+
+def _has_flags(args: Namespace) -> bool:
+    """False under --yaml-cfg, which drops them. Raises ValueError where the script does not take them, and for
+    --s2-loss-from-token in a script with a loss of its own."""
+    if not hasattr(args, "s2_config"):
+        if getattr(args, "yaml_cfg", None) is not None:
+            return False
+        raise ValueError(
+            "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
+        )
+    if args.s2_loss_from_token is not None and "s2_megatron.megatron.data" not in sys.modules:
+        raise ValueError(
+            "--s2-loss-from-token: the loss of this script counts every token; expected that of "
+            "s2_megatron.megatron.data; import its forward_step above prepare_s2 and give it to pretrain, or drop the "
+            "flag"
+        )
+    return True
+
+
+def _install(args: Namespace, flags: RunFlags, run: S2Run | None, sparsity: ResolvedSparsity) -> None:
+    """Puts what this run needs around Megatron's training loop (patches.py)."""
+    measure_position_loss(flags.position_buckets, flags.seq_length)
+    count_targets(flags.masks)
+    install_loss_log(flags.loss_log)
+    guard_processes()
+    install_model_check()
+    install_checkpoint_hooks(args, None if run is None else run.sparsity)
+    if run is not None or flags.log_throughput:  # so that a dense run logs what an S2 run does
+        install_flop_accounting(args, sparsity)
 
 
 def prepare_s2(args: Namespace) -> S2Run | None:
@@ -257,37 +297,21 @@ def prepare_s2(args: Namespace) -> S2Run | None:
     Raises ValueError for a config that does not fit the model, for every setting that S2 attention cannot honour, and
     when --load would resume a checkpoint of another sparsity.
     """
-    if not hasattr(args, "s2_config"):
-        if getattr(args, "yaml_cfg", None) is not None:
-            return None
-        raise ValueError(
-            "args has no s2_config; pass extra_args_provider=add_s2_arguments to Megatron's parse_and_validate_args"
-        )
-    if args.s2_loss_from_token is not None and "s2_megatron.megatron.data" not in sys.modules:
-        raise ValueError(
-            "--s2-loss-from-token: the loss of this script counts every token; expected that of "
-            "s2_megatron.megatron.data; import its forward_step above prepare_s2 and give it to pretrain, or drop the "
-            "flag"
-        )
-    run = check_run(args)
-    count_targets(args)
-    install_loss_log(args.s2_loss_log)
-    guard_processes()
-    report_missing_flags(args)
-    if run is None:
-        report_ignored_flags(args)
-        install_checkpoint_hooks(args, None)
-        dense = dense_sparsity(args)
-        if args.log_throughput:  # so that a dense run logs what an S2 run does
-            install_flop_accounting(args, dense)
-        report_run(args, dense)
+    if not _has_flags(args):
         return None
-    report_flags_without_effect(args)
-    install_checkpoint_hooks(args, run.sparsity)
-    args.s2_sparsity = run.sparsity.canonical_json()
-    args.s2_density = run.sparsity.density()
-    install_flop_accounting(args, run.sparsity)
-    report_run(args, run.sparsity)
-    report_s2_settings(args, run.sparsity)
-    report_tensor_parallel(run.sparsity, args.tensor_model_parallel_size)
+    flags, run = RunFlags.from_args(args), check_run(args)
+    # With Megatron's default, True, no process with --flight-recorder-dump-path ends (torch 2.11, NCCL 2.28): at exit
+    # torch dumps once more and waits. The dump at a timeout, which says who did not come, is another setting.
+    args.flight_recorder_extra_dump_on_exec = False
+    if run is not None:
+        args.s2_sparsity, args.s2_density = run.sparsity.canonical_json(), run.sparsity.density()
+    sparsity = dense_sparsity(args) if run is None else run.sparsity
+
+    report_missing_flags(args)
+    (report_ignored_flags if run is None else report_flags_without_effect)(args)
+    _install(args, flags, run, sparsity)
+    report_run(args, sparsity)
+    if run is not None:
+        report_s2_settings(args, sparsity)
+        report_tensor_parallel(sparsity, args.tensor_model_parallel_size)
     return run

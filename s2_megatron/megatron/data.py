@@ -35,9 +35,9 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from s2_megatron.context_parallel.dense import cut_order
-from s2_megatron.megatron.core_attention import PackedAcrossRanks
 from s2_megatron.megatron.loss import language_model_loss
-from s2_megatron.megatron.position_loss import packed_positions, position_loss
+from s2_megatron.megatron.model.core_attention import PackedAcrossRanks
+from s2_megatron.megatron.records.position_loss import packed_positions, position_loss
 from s2_megatron.megatron.settings import is_packed, packed_cut
 from s2_megatron.ops.layout import PackedSequence
 

@@ -28,12 +28,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
-from s2_megatron.megatron.dense_core import resolve_dense_core
-from s2_megatron.megatron.model_check import CALL
-from s2_megatron.megatron.norms import final_norm, stage_norm
+from s2_megatron.megatron.model.check import CALL
+from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.model.dense_core import resolve_dense_core
+from s2_megatron.megatron.model.norms import final_norm, stage_norm
 from s2_megatron.megatron.patches import keep_attention_outputs, use_own_mtp_specs
-from s2_megatron.megatron.report import report_layers
+from s2_megatron.megatron.records.report import report_layers
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.patterns.ranges import RangePattern
 

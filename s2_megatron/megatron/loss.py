@@ -14,8 +14,8 @@ from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 
-from s2_megatron.megatron.counted_targets import counted_targets
-from s2_megatron.megatron.position_loss import position_loss
+from s2_megatron.megatron.records.counted_targets import counted_targets
+from s2_megatron.megatron.records.position_loss import position_loss
 
 # A loss counts as spiky (--check-for-spiky-loss) when it is this many times the largest one seen so far.
 SPIKY_LOSS_FACTOR = 10

@@ -5,15 +5,15 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 | function | what it replaces in Megatron | the reason |
 |---|---|---|
 | use_prebuilt_dataset_helpers | core.datasets.utils.compile_helpers | it runs `make`, and the wheel has no Makefile |
-| install_flop_accounting | four functions of training.training | they count dense causal attention (flops.py) |
-| install_loss_log | three functions of training.training | no hook gives the exact losses (loss_log.py) |
+| install_flop_accounting | four functions of training.training | they count dense causal attention (records/flops.py) |
+| install_loss_log | three functions of training.training | no hook gives the exact losses (records/loss_log.py) |
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
-| guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (processes.py) |
-| install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoint_hooks.py) |
+| guard_processes | the checkpoint writers' start of processes | they outlive a killed trainer (host/processes.py) |
+| install_checkpoint_hooks | saving, loading, setup of the model | no hook is called there (checkpoints/hooks.py) |
 | keep_attention_outputs | checkpoint, te_checkpoint of core | which call is run again is told nowhere (recompute.py) |
-| install_model_check | the setup of the model | without apply_s2 it would be dense; rope_scaling.py |
+| install_model_check | the setup of the model | without apply_s2 it would be dense (model/check.py) |
 
-torch itself is patched in one place too: cuda_on_cpu.py, before Megatron is imported.
+torch itself is patched in one place too: host/cuda_on_cpu.py, before Megatron is imported.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from argparse import Namespace
 from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.checkpoint_hooks import CheckpointHooks
-from s2_megatron.megatron.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
-from s2_megatron.megatron.dataset_helpers import check_build, say_prebuilt
-from s2_megatron.megatron.flops import FlopAccounting
-from s2_megatron.megatron.loss_log import LossLog, exact_number
-from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, position_loss
-from s2_megatron.megatron.processes import (
+from s2_megatron.megatron.checkpoints.hooks import CheckpointHooks
+from s2_megatron.megatron.host.dataset_helpers import check_build, say_prebuilt
+from s2_megatron.megatron.host.processes import (
     call_with_parent,
     end_daemons_with_this_process,
     end_forks_with_this_process,
     end_with_torchrun,
     start_manager,
 )
-from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
-from s2_megatron.megatron.run_records import (
+from s2_megatron.megatron.model.rope_scaling import check_rope_scaling, set_rope_scaling
+from s2_megatron.megatron.records.counted_targets import counted_targets, losses_of_evaluation, losses_of_step
+from s2_megatron.megatron.records.flops import FlopAccounting
+from s2_megatron.megatron.records.loss_log import LossLog, exact_number
+from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN, position_loss
+from s2_megatron.megatron.records.run import (
     as_record,
     progress,
     read_position_loss,
@@ -78,11 +78,11 @@ def use_prebuilt_dataset_helpers() -> bool:
     return True
 
 
-def _replace_everywhere(old, new) -> None:
-    """In the modules that have imported it by its name, too."""
+def _replace_everywhere(name: str, old, new) -> None:
+    """In the modules that have imported it by this name, too."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(old.__name__) is old:
-            setattr(module, old.__name__, new)
+        if getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 # Name in megatron.training.training -> method of FlopAccounting that takes its place.
@@ -119,7 +119,7 @@ def install_flop_accounting(args: Namespace, sparsity: ResolvedSparsity) -> Flop
     _accounting = FlopAccounting(args, sparsity, _uncounted)
     if first:
         for name, method in _COUNTED.items():
-            _replace_everywhere(_uncounted[name], _counting(name, method))
+            _replace_everywhere(name, _uncounted[name], _counting(name, method))
         print_once(
             f"S2: throughput counts attended pairs (patched in megatron.training.training: {', '.join(_COUNTED)})"
         )
@@ -218,8 +218,8 @@ def keep_attention_outputs() -> None:
     from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel import random
 
-    for checkpoint in (random.checkpoint, transformer_engine.te_checkpoint):
-        _replace_everywhere(checkpoint, functools.partial(_keeping, checkpoint))
+    for name, stock in (("checkpoint", random.checkpoint), ("te_checkpoint", transformer_engine.te_checkpoint)):
+        _replace_everywhere(name, stock, functools.partial(_keeping, stock))
 
 
 def _keeping(checkpoint, function, *args, **kwargs):
@@ -374,7 +374,7 @@ _checks_model = False
 
 def install_model_check() -> None:
     """Has Megatron refuse a dense model under --s2-config, which a script without `apply_s2` builds, and build every
-    model with --rope-scaling-factor. Installed with the flags, so that it holds for such a script too."""
+    model with --rope-scaling-factor. Installed where --s2-config is parsed, so that it holds for such a script too."""
     global _checks_model
     if _checks_model:
         return
@@ -387,7 +387,7 @@ def install_model_check() -> None:
 
     @functools.wraps(setup)
     def checked_setup(*args, **kwargs):
-        from s2_megatron.megatron.model_check import check_model
+        from s2_megatron.megatron.model.check import check_model
 
         container = kwargs.get("cfg_container")
         if getattr(container, "model", None) is not None:

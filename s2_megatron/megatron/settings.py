@@ -3,7 +3,7 @@
 `prepare_s2` makes one S2Settings from Megatron's arguments, `apply_s2` hands it to the layer specs, and every
 S2CoreAttention gets it as it is. Two things are not in it, because they have a place already: which blocks a layer
 attends (ResolvedSparsity), and whether the backward is deterministic (Megatron's TransformerConfig.deterministic_mode,
-which S2CoreAttention reads; nothing else does).
+which S2CoreAttention reads; nothing else does). RunFlags holds what the command line says of a run's losses and logs.
 """
 
 from __future__ import annotations
@@ -81,6 +81,38 @@ class S2Settings:
         """The length that every exchange of keys and values has, to plan it when the model is built; None where it
         changes from batch to batch."""
         return None if self.packed else self.seq_length
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What the command line says of a run's losses and logs, with S2 layers or without.
+
+    loss_log: --s2-loss-log. position_buckets: --s2-position-loss. first_token: --s2-loss-from-token. masks: the flags
+    that leave targets out of the loss, as they were given. seq_length: tokens of a training sequence. log_throughput:
+    --log-throughput.
+    """
+
+    loss_log: str | None
+    position_buckets: int | None
+    first_token: int | None
+    masks: tuple[str, ...]
+    seq_length: int
+    log_throughput: bool
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> RunFlags:
+        """args: Megatron's, with the flags of add_s2_arguments."""
+        first = args.s2_loss_from_token
+        masks = [] if first is None else [f"--s2-loss-from-token {first}"]
+        masks += [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss", "sft") if getattr(args, name)]
+        return cls(
+            loss_log=args.s2_loss_log,
+            position_buckets=args.s2_position_loss,
+            first_token=first,
+            masks=tuple(masks),
+            seq_length=args.seq_length,
+            log_throughput=args.log_throughput,
+        )
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class Backend(Protocol):
     ) -> None:
         """Writes dK and dV, from the final lse and the row sums of `delta`. With placed keys the heads of grad_key may
         share memory (stride 0 between heads): a slot belongs to one KV head. returned: see
-        ops.api.attention_backward_dkdv."""
+        ops.parts.attention_backward_dkdv."""
 
     def backward_dq(
         self,

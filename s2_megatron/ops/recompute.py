@@ -13,9 +13,10 @@ from contextvars import ContextVar
 
 import torch
 
-from s2_megatron.ops.api import attend, attention_backward
+from s2_megatron.ops.api import attend
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.parts import attention_backward
 
 
 class RecomputeOutputs:

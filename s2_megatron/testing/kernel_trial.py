@@ -17,8 +17,9 @@ import torch
 
 from s2_megatron.context_parallel.exchange import slot_views
 from s2_megatron.kernels import trial
-from s2_megatron.ops.api import (
-    AttentionCall,
+from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.parts import (
     attention_backward,
     attention_backward_dkdv,
     attention_backward_dq,
@@ -26,7 +27,6 @@ from s2_megatron.ops.api import (
     attention_forward,
     empty_lse,
 )
-from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 
 BLOCKS = 64  # of the small call: 4096 tokens

@@ -61,7 +61,7 @@ def _on_this_machine(line: LaunchLine, here: bool) -> tuple[int, bool]:
     here: it is for this one."""
     import torch
 
-    from s2_megatron.megatron.cuda_on_cpu import is_installed
+    from s2_megatron.megatron.host.cuda_on_cpu import is_installed
 
     devices = 0 if is_installed() or not torch.cuda.is_available() else torch.cuda.device_count()
     backend = [behind for flag, behind in zip(line.flags, line.flags[1:]) if flag == "--distributed-backend"]
@@ -110,7 +110,7 @@ class _Check:
         return errors
 
     def start(self) -> None:
-        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+        from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
         line = self.line
         if (variable := next((word for word in line.flags if VARIABLE.search(word)), None)) is not None:
@@ -155,7 +155,7 @@ class _Check:
     def megatron(self) -> None:
         from megatron.training.arguments import validate_args
 
-        from s2_megatron.megatron.cuda_on_cpu import is_installed, require_cpu_settings
+        from s2_megatron.megatron.host.cuda_on_cpu import is_installed, require_cpu_settings
         from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
 
         args = self.args
@@ -180,8 +180,8 @@ class _Check:
         from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
         from s2_megatron.megatron.arguments import check_run
-        from s2_megatron.megatron.checkpoint import dropout_note, find_checkpoint
-        from s2_megatron.megatron.report import NO_CONFIG
+        from s2_megatron.megatron.checkpoints.compare import dropout_note, find_checkpoint
+        from s2_megatron.megatron.records.report import NO_CONFIG
 
         args = self.args
         self.run = check_run(args, elsewhere=self.elsewhere)

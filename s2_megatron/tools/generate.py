@@ -104,7 +104,7 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
     count = _room(len(start), args.max_new_tokens, trained.seq_length)
     import torch
 
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
     from s2_megatron.ops.api import resolve_backend
 
     dtype = torch.float32 if compute_device().type == "cpu" else trained.params_dtype
@@ -188,7 +188,7 @@ def continuation(model, start: list[int], count: int, choose) -> Iterator[int]:
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.inference.utils import InferenceMode
 
-    from s2_megatron.megatron.core_attention import S2CoreAttention
+    from s2_megatron.megatron.model.core_attention import S2CoreAttention
 
     cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
     calls = [0]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from s2_megatron.config.load import SparsityConfig
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.records.loss_log import read_loss_log
 from studies.corpus import Corpus
 from studies.launch import ROOT, Job, command
 from studies.results import Place, thinned, training_seconds

@@ -229,7 +229,7 @@ def test_launcher_overlaps_nothing_for_one_copy_of_the_model(flags, settings, ov
 # In a process of its own: it makes torch.cuda land on the CPU, which no other test must see.
 PARSE = """
 import json, os, sys
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 from megatron.training.arguments import parse_args, validate_args
 from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2

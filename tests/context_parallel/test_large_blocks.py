@@ -6,8 +6,9 @@ import torch
 
 from s2_megatron.context_parallel.plan import make_plan
 from s2_megatron.context_parallel.sparse import place
-from s2_megatron.ops.api import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta, attention_forward
 from tests.kernels.placed_blocks import check_returned
 from tests.ops.test_attention import pattern_of
 

@@ -135,20 +135,19 @@ def test_links_resolve(page):
 
 
 @cache
-def s2_flags(removed: bool = False) -> frozenset[str]:
-    """The flags that --help shows. removed: also those that are only there to say that they are gone, without help."""
+def s2_flags() -> frozenset[str]:
+    """The flags that --help shows."""
     from s2_megatron.megatron.arguments import add_s2_arguments
 
     parser = argparse.ArgumentParser(add_help=False)
     add_s2_arguments(parser)
-    actions = [action for action in parser._actions if removed or action.help is not argparse.SUPPRESS]
-    return frozenset(flag for action in actions for flag in action.option_strings)
+    return frozenset(flag for action in parser._actions for flag in action.option_strings)
 
 
 @parametrized([page for page in PAGES if name_of(page) not in PAST])
 def test_flags_that_are_named_exist(page):
     named = set(re.findall(r"--s2-[a-z0-9-]*[a-z0-9]", page.read_text()))
-    assert not sorted(named - s2_flags(removed=page.name == "troubleshooting.md"))
+    assert not sorted(named - s2_flags())
 
 
 def test_every_flag_is_explained():
@@ -171,7 +170,7 @@ def test_modules_and_commands_that_are_named_exist(page):
 
     lines = code_lines(page.read_text())
     text = "\n".join(lines)
-    for module in re.findall(r"-m ((?:s2_megatron|examples|studies)\.[\w.]+)", text):
+    for module in re.findall(r"-m ((?:s2_megatron|examples|studies|tests)\.[\w.]+)", text):
         assert exists(f"{module.replace('.', '/')}.py"), f"python -m {module}"
     for command in re.findall(r"(?:-m s2_megatron|\bs2-megatron) ([a-z][a-z-]*)", text):
         assert command in COMMANDS, f"s2-megatron {command}"

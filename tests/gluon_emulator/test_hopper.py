@@ -13,8 +13,9 @@ from s2_megatron.kernels.hopper import backward_loads as hopper_backward_loads
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper.parts import part_of_program
 from s2_megatron.ops import api as attention
-from s2_megatron.ops.api import AttentionCall, attention_backward_dkdv, attention_delta, attention_forward
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta, attention_forward
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.testing import kernel_trial
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from s2_megatron.config.load import load_config
-from s2_megatron.megatron.checksums import write_checksums
+from s2_megatron.megatron.checkpoints.checksums import write_checksums
 from s2_megatron.tools import commands
 from s2_megatron.tools.hf import torch_dist
 from s2_megatron.tools.hf.architecture import sparsity_of_arguments

@@ -237,7 +237,8 @@ def hopper_entries() -> dict[str, Entry]:
     from benchmarks.cases import as_table
     from s2_megatron.context_parallel.exchange import slot_views
     from s2_megatron.kernels.hopper import launch as hopper
-    from s2_megatron.ops import api as op
+    from s2_megatron.ops import parts as op
+    from s2_megatron.ops.call import AttentionCall
     from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
     from s2_megatron.patterns.ranges import make_range_pattern
     from tests.kernels.record_launches import believe_in_hopper, record_launches
@@ -271,7 +272,7 @@ def hopper_entries() -> dict[str, Entry]:
                 if documents is not None:
                     tensors = [tensor.squeeze(1) for tensor in tensors]
                 for deterministic in (False, True):
-                    call = op.AttentionCall(
+                    call = AttentionCall(
                         layout, 0.1, "thd" if documents else "sbhd", documents, None, "gluon", deterministic
                     )
                     _, lse = op.attention_forward(*tensors[:3], call)
@@ -282,7 +283,7 @@ def hopper_entries() -> dict[str, Entry]:
                 slots = torch.full((4, 256), -1)
                 slots[:, present::2] = torch.arange(128) if word == "own" else torch.arange(512).view(4, 128)
                 placement = Placement.make(range(0, 256, 2), 256, slots, "cpu", ranges.pattern)
-                call = op.AttentionCall(ranges, 0.1, "sbhd", None, placement, "gluon", False)
+                call = AttentionCall(ranges, 0.1, "sbhd", None, placement, "gluon", False)
                 returned = None
                 if word == "own":
                     keys = grads = (key, value)

@@ -8,9 +8,7 @@ import torch
 
 from benchmarks.cases import as_table
 from s2_megatron import printing
-from s2_megatron.ops.api import (
-    s2_attention,
-)
+from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask

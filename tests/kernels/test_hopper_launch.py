@@ -11,15 +11,8 @@ from s2_megatron.context_parallel.exchange import slot_views
 from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.ops import api
-from s2_megatron.ops.api import (
-    AttentionCall,
-    attention_backward,
-    attention_backward_dkdv,
-    attention_backward_dq,
-    attention_forward,
-    canonical_view,
-    empty_lse,
-)
+from s2_megatron.ops.call import AttentionCall, canonical_view
+from s2_megatron.ops.parts import attention_backward, attention_backward_dkdv, attention_backward_dq, attention_forward, empty_lse
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from tests.ops.test_attention import pattern_of, random_mask
 

@@ -12,7 +12,7 @@ from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.kernels.hopper import repeats
 from s2_megatron.kernels.hopper.gluon_versions import raw_launch
 from s2_megatron.ops import api
-from s2_megatron.ops.api import AttentionCall
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import PackedSequence, build_layout
 from tests.kernels.test_hopper_launch import BF16, PATTERN, Case, tensors
 

@@ -113,7 +113,7 @@ def run_case(case: dict) -> dict:
 
     Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a
     run, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
-    "s2_".
+    "s2_" and "flight_".
     """
     import megatron.core.package_info as package_info
     from megatron.training.argument_utils import core_transformer_config_from_args
@@ -148,7 +148,7 @@ def run_case(case: dict) -> dict:
             run = arguments.prepare_s2(args)
         result["is_s2"] = run is not None
         result["config_softmax_scale"] = core_transformer_config_from_args(args).softmax_scale
-        result["args"] = {name: value for name, value in vars(args).items() if name.startswith("s2_")}
+        result["args"] = {name: value for name, value in vars(args).items() if name.startswith(("s2_", "flight_"))}
     except ValueError as caught:
         result |= {"error": type(caught).__name__, "message": str(caught)}
     return {**result, "printed": printed.getvalue()}
@@ -156,7 +156,7 @@ def run_case(case: dict) -> dict:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     results = [run_case(case) for case in json.loads((folder / "cases.json").read_text())]

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.records.loss_log import read_loss_log
 from tests.megatron import forks
 from tests.ports import free_port
 

@@ -11,8 +11,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from s2_megatron.megatron.loss_log import read_loss_log
-from s2_megatron.megatron.run_records import POSITION_LOSS
+from s2_megatron.megatron.records.loss_log import read_loss_log
+from s2_megatron.megatron.records.run import POSITION_LOSS
 from tests.megatron.conftest import SCRIPTS, Lab, Run
 
 MOE = (

@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
 install_if_no_gpu()
 

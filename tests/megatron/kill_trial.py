@@ -30,9 +30,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from s2_megatron.megatron.checkpoint_folder import TRACKER, CheckpointError, checkpoint_to_load, newest_complete
-from s2_megatron.megatron.checksums import damaged_files, files_of_rank, read_checksums
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.checkpoints.checksums import damaged_files, files_of_rank, read_checksums
+from s2_megatron.megatron.checkpoints.folder import TRACKER, CheckpointError, checkpoint_to_load, newest_complete
+from s2_megatron.megatron.records.loss_log import read_loss_log
 from tests.megatron.conftest import ENTRY, ROOT, SPARSITY, Lab, write_corpus
 
 MARK = "S2_KILL_TRIAL"

@@ -28,8 +28,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from s2_megatron.megatron.loss_log import read_loss_log
-from s2_megatron.megatron.run_status import read_status
+from s2_megatron.megatron.records.loss_log import read_loss_log
+from s2_megatron.megatron.records.status import read_status
 from tests.megatron.conftest import ROOT, run_processes, write_corpus
 from tests.megatron.launch_draws import Change, command_line, draw
 

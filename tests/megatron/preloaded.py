@@ -5,7 +5,7 @@ import functools
 import importlib
 import inspect
 
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
 install_if_no_gpu()  # as in pretrain_gpt_s2.py, in front of Megatron
 for name in (

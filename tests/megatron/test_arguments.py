@@ -12,8 +12,9 @@ import pytest
 
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
-from s2_megatron.megatron.metrics import _report_resumed
-from s2_megatron.megatron.report import report_flags_without_effect, report_tensor_parallel
+from s2_megatron.megatron.records.counted_targets import counted_targets
+from s2_megatron.megatron.records.metrics import _report_resumed
+from s2_megatron.megatron.records.report import report_flags_without_effect, report_tensor_parallel
 from s2_megatron.megatron.settings import S2Settings
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 
@@ -100,8 +101,30 @@ def test_flags():
         "s2_position_loss": None,
         "s2_loss_from_token": None,
         "s2_checksums": True,
-        "flight_recorder_extra_dump_on_exec": False,  # Megatron's, with whose default no process on GPUs ends
     }
+
+
+def test_to_check_a_run_installs_nothing(monkeypatch):
+    from s2_megatron.megatron import arguments as module
+    from s2_megatron.megatron.records.position_loss import position_loss
+
+    parser = add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    others = dict(sft=False, eod_mask_loss=True, seq_length=1024, logits_load_dir=None, padded_vocab_size=None)
+    args = parser.parse_args(["--s2-position-loss", "8"], Namespace(**others, log_throughput=False))
+    before = dict(vars(args))
+    for name in ("check_tokens", "_compare_checkpoint"):
+        monkeypatch.setattr(module, name, lambda *given: None)
+    assert module.check_run(args) is None
+    assert vars(args) == before and position_loss() is None and counted_targets() is None
+    args.s2_position_loss = 2000
+    with pytest.raises(ValueError, match="--s2-position-loss 2000 with --seq-length 1024"):
+        module.check_run(args)
+
+
+@pytest.mark.parametrize("name", ["plain", "wandb_alone"])
+def test_processes_with_a_flight_recorder_end(cases, name):
+    """With Megatron's default for the dump at exit none does, on GPUs."""
+    assert accepted(cases[name])["args"]["flight_recorder_extra_dump_on_exec"] is False
 
 
 @pytest.mark.parametrize(
@@ -173,23 +196,10 @@ def test_ignored_flags_are_said(cases):
 )
 def test_flags_without_effect_are_said(size, types, keep, said, monkeypatch):
     lines = []
-    monkeypatch.setattr("s2_megatron.megatron.report.print_once", lines.append)
+    monkeypatch.setattr("s2_megatron.megatron.records.report.print_once", lines.append)
     args = argparse.Namespace(context_parallel_size=size, s2_cp_comm_type=types, s2_cp_keep_received=keep)
     report_flags_without_effect(args)
     assert lines == ([f"S2: {said}"] if said else [])
-
-
-@pytest.mark.parametrize("given", [[], ["copies"], ["collective"]])
-def test_the_removed_transport_is_refused(given, capsys):
-    """One error: line and status 2 for whoever still passes --s2-cp-transport, with or without a value."""
-    parser = add_s2_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    with pytest.raises(SystemExit) as end:
-        parser.parse_args(["--s2-cp-transport", *given])
-    assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert "error: argument --s2-cp-transport: removed after version 0.1.0;" in said
-    assert "always travel by NCCL's all-to-all; drop --s2-cp-transport" in said
-    assert "--s2-cp-transport" not in parser.format_help()
 
 
 @pytest.mark.parametrize("name, kv_heads, mtp", [("plain", 2, 0), ("mha", 4, 0), ("mtp", 2, 2)])

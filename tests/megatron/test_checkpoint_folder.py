@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from s2_megatron.megatron import checkpoint_folder, checkpoint_metadata
-from s2_megatron.megatron.checkpoint_folder import (
+from s2_megatron.megatron.checkpoints import folder as checkpoint_folder
+from s2_megatron.megatron.checkpoints import metadata as checkpoint_metadata
+from s2_megatron.megatron.checkpoints.folder import (
     TRACKER,
     Checkpoint,
     CheckpointError,
@@ -24,7 +25,7 @@ from s2_megatron.megatron.checkpoint_folder import (
     iterations,
     newest_complete,
 )
-from s2_megatron.megatron.checkpoint_metadata import MetadataError, parse_metadata, read_metadata
+from s2_megatron.megatron.checkpoints.metadata import MetadataError, parse_metadata, read_metadata
 from tests.checkpoints import SHAPES, write_checkpoint
 
 
@@ -244,6 +245,6 @@ def test_changed_bytes_are_no_other_error(written, changes, length):
 
 
 def test_it_needs_no_torch():
-    code = "import sys, s2_megatron.megatron.checkpoint_folder; print({'torch', 'megatron.core'} & set(sys.modules))"
+    code = "import sys, s2_megatron.megatron.checkpoints.folder; print({'torch', 'megatron.core'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -11,19 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from s2_megatron.megatron.checkpoint_hooks import (
-    CheckpointHooks,
-    free_way,
-    last_logged_iteration,
-    purge_later_steps,
-    set_events_aside,
-)
-from s2_megatron.megatron.checksums import (
+from s2_megatron.megatron.checkpoints.checksums import (
     BackgroundChecksums,
     damaged_files,
     files_of_rank,
     read_checksums,
     write_checksums,
+)
+from s2_megatron.megatron.checkpoints.hooks import (
+    CheckpointHooks,
+    free_way,
+    last_logged_iteration,
+    purge_later_steps,
+    set_events_aside,
 )
 
 
@@ -85,7 +85,8 @@ def test_checksums_are_made_in_the_background(checkpoint, monkeypatch):
     """`start` returns while the files are still read."""
     opened, has_returned = [], threading.Event()
     monkeypatch.setattr(
-        "s2_megatron.megatron.checksums.sha256_of", lambda path: has_returned.wait(600) and opened.append(path)
+        "s2_megatron.megatron.checkpoints.checksums.sha256_of",
+        lambda path: has_returned.wait(600) and opened.append(path),
     )
     background = BackgroundChecksums()
     background.start(checkpoint, 0, 1)
@@ -140,7 +141,7 @@ def hooks(tmp_path, **settings) -> CheckpointHooks:
 def test_a_damaged_checkpoint_is_refused_before_it_is_read(checkpoint, kind, monkeypatch):
     """GLOBAL is what Megatron calls torch_dist, FSDP_DTENSOR the checkpoints of Megatron-FSDP."""
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("s2_megatron.megatron.checkpoint_hooks._rank_and_world_size", lambda: (0, 1))
+    monkeypatch.setattr("s2_megatron.megatron.checkpoints.hooks._rank_and_world_size", lambda: (0, 1))
     write_checksums(checkpoint, 0, 1)
     (checkpoint / "__1_0.distcp").write_bytes(b"other")
     with pytest.raises(ValueError, match=r"iter_0000004 is not what was saved: __1_0\.distcp has changed"):

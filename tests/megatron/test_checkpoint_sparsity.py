@@ -29,7 +29,7 @@ SMALL = {
 LEGACY = """
 import copy, json, sys
 from pathlib import Path
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 import torch
 from megatron.core.dist_checkpointing import load_common_state_dict

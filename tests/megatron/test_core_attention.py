@@ -10,8 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from s2_megatron.megatron import core_attention
-from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.model import core_attention
+from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2SelfAttention
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout

@@ -9,10 +9,11 @@ import pytest
 import torch
 from megatron.core import mpu
 
-from s2_megatron.megatron import counted_targets
-from s2_megatron.megatron.counted_targets import STEPS_IN_A_ROW, CountedTargets, count_targets
+from s2_megatron.megatron.records import counted_targets
+from s2_megatron.megatron.records.counted_targets import STEPS_IN_A_ROW, CountedTargets, count_targets
+from s2_megatron.megatron.records.status import read_status
 from s2_megatron.megatron.refusal import RunError
-from s2_megatron.megatron.run_status import read_status
+from s2_megatron.megatron.settings import RunFlags
 
 LOSSES = {"lm loss": torch.tensor(2.0)}
 
@@ -77,11 +78,12 @@ def test_an_empty_evaluation(capsys):
 
 def test_only_where_targets_are_masked():
     flags = dict(s2_loss_from_token=None, eod_mask_loss=False, sft=False)
-    count_targets(SimpleNamespace(**flags))
-    assert counted_targets.counted_targets() is None
-    count_targets(SimpleNamespace(**flags | dict(s2_loss_from_token=0, eod_mask_loss=True)))
+    others = dict(s2_loss_log=None, s2_position_loss=None, seq_length=128, log_throughput=False)
+    masked = SimpleNamespace(**others, **flags | dict(s2_loss_from_token=0, eod_mask_loss=True))
+    count_targets(RunFlags.from_args(masked).masks)
     assert counted_targets.counted_targets().masks == "--s2-loss-from-token 0, --eod-mask-loss"
-    count_targets(SimpleNamespace(**flags))
+    count_targets(RunFlags.from_args(SimpleNamespace(**others, **flags)).masks)
+    assert counted_targets.counted_targets() is None
 
 
 def test_all_targets_masked(lab, tmp_path):

@@ -8,8 +8,8 @@ import types
 import pytest
 import torch
 
-from s2_megatron.megatron import cuda_on_cpu
-from s2_megatron.megatron.cuda_on_cpu import _CudaMeansCpu
+from s2_megatron.megatron.host import cuda_on_cpu
+from s2_megatron.megatron.host.cuda_on_cpu import _CudaMeansCpu
 
 CALLS = {
     "cuda": lambda tensor: tensor.cuda(),

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from s2_megatron.megatron.host.processes import start_without_torchrun
 from s2_megatron.megatron.preflight.start_up import start_up
-from s2_megatron.megatron.processes import start_without_torchrun
 from tests.megatron.conftest import ROOT, end_all, run_processes
 
 EXAMPLE = ROOT / "examples" / "existing_launch"  # a script before and after

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from s2_megatron.config.load import load_config
-from s2_megatron.megatron.flops import PairTable
+from s2_megatron.megatron.records.flops import PairTable
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from tests.megatron.arguments import ROOT, arguments

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from s2_megatron.megatron.dense_core import resolve_dense_core
+from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, MODULES, REFUSED, UNKNOWN, destination, read_flags
 from s2_megatron.tools.forecast.flops import token_flops
@@ -21,7 +21,7 @@ LINES = (
 )
 SCRIPT = """
 import argparse, json, sys
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 from megatron.training import training
 from megatron.training.arguments import add_megatron_arguments

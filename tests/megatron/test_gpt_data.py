@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from s2_megatron import printing
 from s2_megatron.megatron import data as gpt_data
 from s2_megatron.megatron import loss as gpt_loss
-from s2_megatron.megatron.dataset_helpers import check_build
+from s2_megatron.megatron.host.dataset_helpers import check_build
 from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def test_a_checkout_that_cannot_be_built_is_refused(monkeypatch, tmp_path, tools
 
 CPU_FOR_CUDA = """
 import torch
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu, is_installed
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu, is_installed
 assert not is_installed()
 assert install_if_no_gpu() and install_if_no_gpu() and is_installed()
 assert torch.cuda.is_available() and torch.cuda.device_count() == 1
@@ -228,7 +228,7 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('imported')")
     script = (
-        "from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
+        "from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
         "from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE\nassert not HAVE_APEX_OR_TE\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}

@@ -18,11 +18,11 @@ from megatron.training.models.gpt import GPTModelConfig
 
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.megatron import patches
-from s2_megatron.megatron.core_attention import S2CoreAttention, S2SelfAttention
-from s2_megatron.megatron.dense_core import resolve_dense_core
 from s2_megatron.megatron.layer_specs import apply_s2, global_layer_indices, s2_block_spec, s2_mtp_block_spec
-from s2_megatron.megatron.model_check import check_model
-from s2_megatron.megatron.norms import sequence_parallel_norm
+from s2_megatron.megatron.model.check import check_model
+from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.model.dense_core import resolve_dense_core
+from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import make_range_pattern
 

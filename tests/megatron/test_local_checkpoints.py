@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from s2_megatron.megatron.checkpoint_hooks import remove_unfinished
+from s2_megatron.megatron.checkpoints.hooks import remove_unfinished
 from tests.megatron.kill_trial import Trial, check_one_run
 
 needs_extension = pytest.mark.skipif(

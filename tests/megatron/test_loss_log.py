@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.megatron.loss_log import HEADER, LossLog, _locked, read_loss_log, read_records, truncate_loss_log
+from s2_megatron.megatron.records.loss_log import (
+    HEADER,
+    LossLog,
+    _locked,
+    read_loss_log,
+    read_records,
+    truncate_loss_log,
+)
 
 
 def record(iteration: int, loss: float) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from s2_megatron.megatron.loss_log import read_loss_log
+from s2_megatron.megatron.records.loss_log import read_loss_log
 
 CP2 = "--context-parallel-size 2"
 FEW = "--train-iters 3 --eval-iters 1 --eval-interval 3 --eval-micro-batch-size 2 --eval-global-batch-size 4"

@@ -17,7 +17,7 @@ pytest.importorskip("wandb")
 
 SCRIPT = """
 import json, sys
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "s2_megatron"
 SCRIPT = """
 import json, sys
 from types import SimpleNamespace
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 install_if_no_gpu()
 from megatron.core.datasets import utils
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async

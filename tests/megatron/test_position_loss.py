@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from s2_megatron.megatron.loss_log import read_loss_log
-from s2_megatron.megatron.position_loss import EVALUATE, TRAIN, PositionLoss, packed_positions
+from s2_megatron.megatron.records.loss_log import read_loss_log
+from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN, PositionLoss, packed_positions
 
 BUCKETS = 4
 KEY = "lm loss by position/"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.megatron import processes
+from s2_megatron.megatron.host import processes
 from tests.megatron.arguments import ROOT
 
 # A trainer with every kind of process that Megatron's checkpoints start; it prints their ids and is killed.
 CHILDREN = """
 import multiprocessing, os, signal, sys, threading, time
-from s2_megatron.megatron import processes
+from s2_megatron.megatron.host import processes
 
 def main():
     processes.end_forks_with_this_process()
@@ -73,7 +73,7 @@ def test_no_process_outlives_a_killed_trainer(tmp_path):
 FAILING = """
 import multiprocessing, sys, time
 from torch.utils.data import DataLoader
-from s2_megatron.megatron import processes
+from s2_megatron.megatron.host import processes
 
 def write(ready):
     processes.end_with_parent()

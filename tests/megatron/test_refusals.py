@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from s2_megatron.megatron.core_attention import HONOURED_CONFIG
+from s2_megatron.megatron.model.core_attention import HONOURED_CONFIG
 from s2_megatron.megatron.refusals import REFUSALS, refuse_yaml_command_line
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
@@ -126,7 +126,8 @@ def test_the_core_module_and_the_command_line_agree():
 def test_every_attention_argument_of_megatron_is_decided():
     """A new attention flag in another Megatron fails here until REFUSALS or HONOURED says what becomes of it."""
     script = (
-        "import argparse, json\nfrom s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
+        "import argparse, json\nfrom s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu\n"
+        "install_if_no_gpu()\n"
         "from megatron.training.arguments import add_megatron_arguments\nparser = argparse.ArgumentParser()\n"
         "add_megatron_arguments(parser)\nprint('names:', json.dumps([action.dest for action in parser._actions]))"
     )

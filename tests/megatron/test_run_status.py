@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from s2_megatron.megatron.checkpoint_folder import CheckpointError
-from s2_megatron.megatron.run_status import FILE, STATES, read_status, recorded_run, write_status
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
+from s2_megatron.megatron.refusal import RunError
 from tests.megatron.conftest import ENTRY, ROOT
 from tests.ports import free_port
 
@@ -143,6 +144,27 @@ def test_a_checkpoint_that_is_refused_while_it_is_loaded(tmp_path, capsys, monke
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt_s2.py", "--s2-traceback"])
     with pytest.raises(CheckpointError), recorded_run(arguments(tmp_path)):
         raise CheckpointError("--load=x")
+
+
+@pytest.mark.parametrize("error, status", [(CheckpointError, 2), (RunError, 1)])
+def test_what_the_first_rank_has_said_is_not_said_again(tmp_path, capsys, monkeypatch, error, status):
+    """torchrun ends the other ranks when the first has ended, but not in time on a busy machine."""
+
+    def the_first_rank_says_it(seconds):
+        monkeypatch.setenv("RANK", "0")
+        write_status(tmp_path, "refused", "--load=x: it is not there", status=2)
+        os.utime(tmp_path / FILE, (time.time() + 1,) * 2)
+        monkeypatch.setenv("RANK", "1")
+
+    monkeypatch.setattr(time, "sleep", the_first_rank_says_it)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    for text in ("--load=x:\n  it is not there", "another"):
+        (tmp_path / FILE).unlink(missing_ok=True)
+        with pytest.raises(SystemExit) as caught, recorded_run(arguments(tmp_path)):
+            raise error(text)
+        assert caught.value.code == status
+        assert capsys.readouterr().err == ("error: another\n" if text == "another" else "")
 
 
 @pytest.mark.parametrize("cause", [OSError(5, "Input/output error"), MemoryError(), RuntimeError("Connection reset")])

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 
-from s2_megatron.megatron.checkpoint_folder import CheckpointError
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
 from s2_megatron.megatron.preflight.combinations import MISTAKES
 from s2_megatron.megatron.preflight.schedule import check_batches, compare_schedules, scheduler_state
 from tests.megatron import forks

@@ -15,8 +15,8 @@ import sys
 
 import pytest
 
-from s2_megatron.megatron.loss_log import read_loss_log
-from s2_megatron.megatron.run_status import read_status
+from s2_megatron.megatron.records.loss_log import read_loss_log
+from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import ROOT
 from tests.megatron.kill_trial import Trial, check_one_run
 
@@ -58,14 +58,15 @@ def flip(path) -> None:
 
 
 def test_a_flipped_byte_is_noticed_and_the_remedy_helps(lab, copied):
-    """One line with a command, of two ranks; after it the run goes on from the checkpoint before, and the damaged one
-    stays."""
+    """One line with a command, of two ranks, with which torchrun's report ends, too; after it the run goes on from the
+    checkpoint before, and the damaged one stays."""
     folder, flags = copied
     flip(folder / "iter_0000020" / "__0_0.distcp")
     damaged = (folder / "iter_0000020" / "__0_0.distcp").read_bytes()
     output = lab.run("flipped", flags, processes=2, torchrun=True, fails=True).output
-    (line,) = re.findall(r"^.*iter_0000020 is not what was saved.*$", output, flags=re.M)
-    assert line.startswith("error: --load=") and "CheckpointError" not in output
+    (line,) = re.findall(r"^error: .*$", output, flags=re.M)
+    assert re.match(r"error: --load=\S*: iter_0000020 is not what was saved", line)
+    assert output.count("is not what was saved") == 2 and "CheckpointError" not in output
     assert "__0_0.distcp has changed" in line and "newest complete checkpoint is of iteration 10" in line
     status = read_status(folder)
     assert (status["state"], status["line"], status["exit_status"]) == ("refused", line.removeprefix("error: "), 2)

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from s2_megatron.ops import api as attention
-from s2_megatron.ops.api import (
-    AttentionCall,
+from s2_megatron.ops import parts
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.layout import PackedSequence, build_layout
+from s2_megatron.ops.parts import (
     attention_backward,
     attention_backward_dkdv,
     attention_backward_dq,
     attention_delta,
     attention_forward,
-    s2_attention,
 )
-from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, packed_mask, random_mask, run_op, token_mask
@@ -315,12 +315,12 @@ def test_strides_beyond_32_bits_inside_a_tile_are_refused():
 
 def test_a_gradient_with_such_strides_is_copied(monkeypatch):
     lines, taken = [], []
-    monkeypatch.setattr(attention, "print_once", lines.append)
+    monkeypatch.setattr(parts, "print_once", lines.append)
     names = "backward", "delta", "backward_dkdv", "backward_dq"
     record = SimpleNamespace(
         **{name: lambda grad_out, *rest, **settings: taken.append(grad_out.stride()) for name in names}
     )
-    monkeypatch.setattr(attention, "_implementation", lambda backend: record)
+    monkeypatch.setattr(parts, "_implementation", lambda backend: record)
     shape = (4, 1, 2, 8)
     out, lse = torch.empty(shape, device="meta"), torch.empty(1, 2, 4, device="meta")
     call = AttentionCall(build_layout(pattern_of(PAPER, 16, 2, 1)), 0.2, "sbhd", None, None, "triton", False)

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.kernels import dispatch
 from s2_megatron.ops import checks
-from s2_megatron.ops.api import AttentionCall, attention_forward, s2_attention
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout, layout_for
+from s2_megatron.ops.parts import attention_forward
 from s2_megatron.testing.oracle import random_mask
 from tests.calls import KINDS, equal, make_call, results
 from tests.ops.test_attention import GOOD, PAPER, pattern_of

@@ -6,8 +6,10 @@ import torch
 
 from s2_megatron.kernels import dispatch, trial
 from s2_megatron.ops import checks
-from s2_megatron.ops.api import AttentionCall, attention_forward, canonical_view, s2_attention
+from s2_megatron.ops.api import s2_attention
+from s2_megatron.ops.call import AttentionCall, canonical_view
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.parts import attention_forward
 from s2_megatron.patterns.ranges import make_range_pattern
 
 PATTERN = make_range_pattern(block_size=16, num_heads=4, num_kv_heads=2, ranges=((1, 1), (None, 2)))

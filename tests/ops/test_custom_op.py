@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from s2_megatron.ops import stored_layouts
-from s2_megatron.ops.api import AttentionCall, s2_attention
+from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.autograd import _taken_apart
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.ops.stored_layouts import layout_of, text_of_layout
 from s2_megatron.testing.oracle import random_mask

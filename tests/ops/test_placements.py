@@ -4,13 +4,10 @@ refused."""
 import pytest
 import torch
 
-from s2_megatron.ops.api import (
-    AttentionCall,
-    attention_backward,
-    attention_forward,
-)
 from s2_megatron.ops.autograd import _put_together, _taken_apart
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
+from s2_megatron.ops.parts import attention_backward, attention_forward
 from s2_megatron.testing.oracle import make_inputs, random_mask, run_op
 from tests.ops.test_attention import BACKENDS, F32, GOOD, PAPER, UNEVEN, pattern_of
 

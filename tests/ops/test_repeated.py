@@ -4,8 +4,9 @@ checks, the choice of kernels and launches depend on."""
 import pytest
 import torch
 
-from s2_megatron.ops import api, repeated
-from s2_megatron.ops.api import AttentionCall, attend, s2_attention
+from s2_megatron.ops import parts, repeated
+from s2_megatron.ops.api import attend, s2_attention
+from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
 
@@ -71,7 +72,7 @@ class Quick:
 @pytest.fixture
 def quick(monkeypatch):
     backend = Quick()
-    monkeypatch.setattr(api, "_implementation", lambda name: backend)
+    monkeypatch.setattr(parts, "_implementation", lambda name: backend)
     return backend
 
 
@@ -125,7 +126,7 @@ def test_what_can_no_longer_be_made_again_is_computed_as_the_first_time(quick):
 
 def test_a_copy_of_the_gradient_is_not_made_again(quick, monkeypatch):
     """Its strides do not fit into 32 bits, and would be taken for those of the copy."""
-    monkeypatch.setattr(api, "addressable", lambda view: False)
+    monkeypatch.setattr(parts, "addressable", lambda view: False)
     layout = build_layout(PATTERN)
     for count in (1, 2):
         out, _ = attend(*inputs(), AttentionCall(layout, 0.5, backend="gluon"))

@@ -11,7 +11,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from s2_megatron.megatron.cuda_on_cpu import ON_GPUS_ONLY
+from s2_megatron.megatron.host.cuda_on_cpu import ON_GPUS_ONLY
 from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
 from s2_megatron.megatron.preflight.flags import REQUIRED, flag_of
@@ -106,7 +106,6 @@ S2_FLAGS = {
     "--s2-backend": Bad({"--s2-backend": "cudnn"}, ("--s2-backend: invalid choice: 'cudnn'", "--help")),
     "--s2-dense-core": Bad({"--s2-dense-core": "x"}, ("--s2-dense-core: invalid choice: 'x'",)),
     "--s2-cp-comm-type": Bad({"--s2-cp-comm-type": ["a2a", "a2a"]}, ("--s2-cp-comm-type a2a a2a: expected", "sparse")),
-    "--s2-cp-transport": Bad({"--s2-cp-transport": "nccl"}, ("--s2-cp-transport: removed after version 0.1.0;",)),
     "--s2-loss-log": Bad({"--s2-loss-log": "{tmp}"}, ("--s2-loss-log={tmp}: a folder or a device; expected a file",)),
     "--s2-loss-from-token": Bad({"--s2-loss-from-token": "x"}, ("--s2-loss-from-token: got 'x'; expected the id",)),
     "--s2-position-loss": Bad({"--s2-position-loss": "2000"}, ("--s2-position-loss 2000 with --seq-length",)),

@@ -271,7 +271,7 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     done = command("--record", "--", *line(bad, tmp_path))
     said = done.stderr.removeprefix(WORKING)
     assert done.returncode == 2 and said.startswith("error: ") and said.count("\n") == 1, done.stderr
-    from s2_megatron.megatron.run_status import read_status
+    from s2_megatron.megatron.records.status import read_status
 
     found = read_status(tmp_path / "save")
     assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, said)
@@ -320,7 +320,7 @@ def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path
 def test_the_shape_of_a_checkpoint_is_compared():
     from types import SimpleNamespace
 
-    from s2_megatron.megatron.checkpoint import SHAPE, StoredCheckpoint, compare_shapes
+    from s2_megatron.megatron.checkpoints.compare import SHAPE, StoredCheckpoint, compare_shapes
 
     shape = dict(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
         kv_channels=16, num_experts=None, swiglu=True, untie_embeddings_and_output_weights=True)  # fmt: skip
@@ -347,6 +347,6 @@ def test_the_shape_of_a_checkpoint_is_compared():
 
 def test_the_files_of_these_tests_are_checkpoints(tmp_path):
     """A checkpoint of write_checkpoint is complete; only its arguments are missing, which a case above names."""
-    from s2_megatron.megatron.checkpoint_folder import find_problem
+    from s2_megatron.megatron.checkpoints.folder import find_problem
 
     assert find_problem(write_checkpoint(tmp_path, 5, SHAPES)) is None

@@ -11,7 +11,7 @@
 | datasets | data: its files, its parts, its tokens |
 | start_up | around the start of pretrain_gpt_s2.py, and in `s2-megatron check`: errors become one line and status 2 |
 
-A checkpoint is looked at where it is compared, in prepare_s2 (checkpoint.py). A new check is an entry of
+A checkpoint is looked at where it is compared, in prepare_s2 (checkpoints/compare.py). A new check is an entry of
 combinations.py or values.py, or a function of flags.py, files.py or datasets.py that raises ValueError:
 `SETTING=VALUE: what is wrong; expected ...; do ...`.
 """

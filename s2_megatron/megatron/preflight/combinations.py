@@ -13,7 +13,7 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from s2_megatron.megatron.checkpoint_folder import checkpoint_to_load
+from s2_megatron.megatron.checkpoints.folder import checkpoint_to_load
 from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, split_shares
 from s2_megatron.megatron.preflight.files import is_remote
 from s2_megatron.megatron.preflight.mistake import Mistake, refuse_first

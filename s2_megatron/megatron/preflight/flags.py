@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.checkpoint_folder import TRACKER, checkpoint_to_load
+from s2_megatron.megatron.checkpoints.folder import TRACKER, checkpoint_to_load
 from s2_megatron.megatron.preflight.combinations import check_combinations
 from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
 from s2_megatron.megatron.preflight.values import check_values, flag_of

@@ -12,7 +12,7 @@ import math
 from argparse import Namespace
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.checkpoint_folder import CheckpointError
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
 
 
 def _flag(name: str) -> str:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from s2_megatron.config.errors import nearest_name, printable
+from s2_megatron.megatron.host.processes import tell_torchrun
 from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
 from s2_megatron.megatron.preflight.flags import check_flags
-from s2_megatron.megatron.processes import tell_torchrun
+from s2_megatron.megatron.records.status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
 from s2_megatron.megatron.refusals.model import megatron_version
-from s2_megatron.megatron.run_status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
 from s2_megatron.printing import held as held_lines
 from s2_megatron.printing import open_streams, print_once
 

@@ -3,8 +3,8 @@
     s2-megatron choose-dense --load runs/dense/checkpoints --s2-config my.yaml --data-path data/text --write chosen.yaml
 
 What a dense model loses under S2-Attention depends on which of its heads stay dense. Which heads matter differs from
-model to model: we think that a few of them look things up far back (docs/choose-dense.md). This measures the loss of the
-checkpoint as it is, under the plan of the YAML, and under the plan with one more KV head dense, each head in its
+model to model: we think that a few of them look things up far back (docs/choose-dense.md). This measures the loss of
+the checkpoint as it is, under the plan of the YAML, and under the plan with one more KV head dense, each head in its
 turn; then under the plan with the best 1, 2, 4, ... of them dense. The smallest set that is near enough to the dense
 loss is written as a YAML that trains. One process, one GPU or CPU; nothing is trained. How near the loss before any
 step is to the one after training on: docs/choose-dense.md.

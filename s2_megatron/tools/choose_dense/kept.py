@@ -10,7 +10,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.checksums import read_checksums, sha256_of
+from s2_megatron.megatron.checkpoints.checksums import read_checksums, sha256_of
 
 
 def weights_sha256(folder: Path) -> str:

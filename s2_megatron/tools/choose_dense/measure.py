@@ -93,7 +93,7 @@ def validation_sequences(
 
 def precision() -> str:
     """That of a measurement on this machine: `bf16 on a GPU` or `fp32 on a CPU`."""
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 
     return "fp32 on a CPU" if compute_device().type == "cpu" else "bf16 on a GPU"
 
@@ -107,8 +107,8 @@ class Measured:
     def __init__(self, folder: Path, sequences: Sequences):
         import torch
 
-        from s2_megatron.megatron.core_attention import S2CoreAttention
-        from s2_megatron.megatron.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.model.core_attention import S2CoreAttention
         from s2_megatron.tools.hf.checkpoint_model import load_model
 
         dtype = torch.float32 if compute_device().type == "cpu" else torch.bfloat16

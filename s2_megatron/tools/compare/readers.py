@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.loss_log import HEADER, finite_number, numbered_records
+from s2_megatron.megatron.records.loss_log import HEADER, finite_number, numbered_records
 from s2_megatron.tools.compare.runs import LEARNING_RATE, TRAINING_LOSS, Piece, Run, join
 
 # Fields of a loss log's records that have another name than Megatron's TensorBoard tag.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.processes import signal_when_parent_ends
+from s2_megatron.megatron.host.processes import signal_when_parent_ends
 from s2_megatron.tools.dataset.texts import Batch
 from s2_megatron.tools.dataset.write import quiet_import
 

@@ -12,7 +12,7 @@ from s2_megatron.context_parallel.plan import check_comm_type
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.forecast.flags import vocabulary
 
-# As in megatron/dense_core.py: up to this length `auto` leaves dense layers to Megatron's local attention.
+# As in megatron/model/dense_core.py: up to this length `auto` leaves dense layers to Megatron's local attention.
 STOCK_LOCAL_LENGTH = 4096
 
 

@@ -10,7 +10,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
-from s2_megatron.megatron.rope_scaling import computed_factor
+from s2_megatron.megatron.model.rope_scaling import computed_factor
 from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
 from s2_megatron.tools.hf.config_types import check_types, is_count
 from s2_megatron.tools.hf.weights import Shape

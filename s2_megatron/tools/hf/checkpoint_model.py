@@ -31,7 +31,7 @@ def quiet():
 def checkpoint_arguments(folder: Path) -> Namespace:
     """Megatron's arguments in a torch_dist checkpoint. Raises ValueError when they cannot be read."""
     with quiet():
-        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+        from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
         install_if_no_gpu()  # without it Megatron, which knows the types of its arguments, cannot be imported
         import megatron.training.checkpointing  # noqa: F401
@@ -107,7 +107,7 @@ def build_model(
 ) -> torch.nn.Module:
     """The GPTModel of megatron_flags in evaluation mode, with weights that nobody has loaded. Once a process."""
     with quiet():
-        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+        from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
         install_if_no_gpu()
         from megatron.core.process_groups_config import ProcessGroupCollection
@@ -116,10 +116,10 @@ def build_model(
         from megatron.training.initialize import initialize_megatron
 
         from s2_megatron.megatron.arguments import add_s2_arguments
-        from s2_megatron.megatron.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.host.cuda_on_cpu import compute_device
         from s2_megatron.megatron.layer_specs import apply_s2
+        from s2_megatron.megatron.model.rope_scaling import check_rope_scaling, set_rope_scaling
         from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
-        from s2_megatron.megatron.rope_scaling import check_rope_scaling, set_rope_scaling
         from s2_megatron.megatron.settings import S2Run, S2Settings
 
     flags = [

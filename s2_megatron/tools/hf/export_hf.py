@@ -19,7 +19,7 @@ import torch
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.checksums import files_of_rank, read_checksums
+from s2_megatron.megatron.checkpoints.checksums import files_of_rank, read_checksums
 from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape

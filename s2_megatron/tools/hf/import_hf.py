@@ -174,11 +174,11 @@ def _stored_arguments(
     folder: Path, content: dict, shape: Shape, sparsity: ResolvedSparsity | None, flags: list[str]
 ) -> argparse.Namespace:
     """What Megatron stores with a checkpoint: all its arguments, here the defaults with the model's flags."""
-    from s2_megatron.megatron.rope_scaling import RECORD
+    from s2_megatron.megatron.model.rope_scaling import RECORD
     from s2_megatron.tools.hf.checkpoint_model import quiet
 
     with quiet():
-        from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+        from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
         install_if_no_gpu()
         from megatron.training.arguments import add_megatron_arguments

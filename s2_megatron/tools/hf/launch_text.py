@@ -39,7 +39,7 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
 
 def launch_text(output: Path, flags: list[str], stored: Namespace, words_known: int, *, sparse: bool) -> str:
     """What import-hf prints: how the imported model is trained on."""
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 
     if compute_device().type == "cpu":
         processes = 0

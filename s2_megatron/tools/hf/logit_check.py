@@ -20,7 +20,7 @@ from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.tools.hf.weights import Shape
 
-TOKENS = 256
+TOKENS = 256  # as many as the model has positions for, at most
 LARGEST = 1e-4  # difference of two logits beside the largest one; rounding in fp32 leaves a few 1e-6
 MEMORY_SHARE = 0.5  # of what is free now, for one model in fp32 at a time
 MOST_FLOPS = 2e13  # of both forwards together: about five minutes of a machine with few cores
@@ -66,10 +66,11 @@ def compare_logits(
     if not layers:
         return f"not compared with transformers: one layer of the model takes too much ({reason.split()[-1]}) here"
     print(f"comparing logits of {layers} of {shape.num_layers} layers with transformers'", file=sys.stderr)
-    tokens = torch.randint(0, shape.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(48))  # [B, S]
+    length = min(TOKENS, content["max_position_embeddings"])
+    tokens = torch.randint(0, shape.vocab_size, (1, length), generator=torch.Generator().manual_seed(48))  # [B, S]
     if sparsity is None:
         dense = (LayerSparsity("D", None),) * layers
-        plan = ResolvedSparsity(dense, (), None, 64, shape.num_heads, shape.num_kv_heads, TOKENS)
+        plan = ResolvedSparsity(dense, (), None, 64, shape.num_heads, shape.num_kv_heads, length)
     else:
         plan = dataclasses.replace(sparsity, layers=sparsity.layers[:layers])
     expected = _source_logits(source, content, layers, None if sparsity is None else plan, tokens)
@@ -78,7 +79,7 @@ def compare_logits(
     if not difference <= LARGEST * largest or not math.isfinite(largest):
         raise ValueError(
             f"--input {source}: the imported model computes other logits than transformers (largest difference "
-            f"{difference:.2g} of {largest:.2g}, {TOKENS} tokens, {layers} layers); expected the same; do not train it "
+            f"{difference:.2g} of {largest:.2g}, {length} tokens, {layers} layers); expected the same; do not train it "
             "and report the folder's config.json"
         )
     what = "all layers" if layers == shape.num_layers else f"the first {layers} layers, {reason}"
@@ -126,12 +127,12 @@ def _imported_logits(
 ) -> torch.Tensor:
     """Of Megatron's model with the written weights, [S, rows of the embedding] in fp32. num_layers: of the
     checkpoint."""
-    from s2_megatron.megatron.cuda_on_cpu import compute_device
+    from s2_megatron.megatron.host.cuda_on_cpu import compute_device
     from s2_megatron.tools.hf.checkpoint_model import build_model, load_first_layers, load_weights, quiet
 
     model = build_model(
         [*flags, f"--num-layers={len(sparsity.layers)}"],  # the last one holds
-        sparsity, seq_length=TOKENS, dtype=torch.float32,
+        sparsity, seq_length=tokens.shape[1], dtype=torch.float32,
     )  # fmt: skip
     load = load_weights if len(sparsity.layers) == num_layers else load_first_layers
     load(model, checkpoint)

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from s2_megatron.config.errors import joined
-from s2_megatron.megatron.checkpoint_folder import (
+from s2_megatron.megatron.checkpoints.checksums import damaged_files, read_checksums
+from s2_megatron.megatron.checkpoints.folder import (
     FOLDER,
     TRACKER,
     Checkpoint,
@@ -38,7 +39,6 @@ from s2_megatron.megatron.checkpoint_folder import (
     newest_complete,
     read_tracker,
 )
-from s2_megatron.megatron.checksums import damaged_files, read_checksums
 
 SLOW_BYTES = 10**9  # to hash more takes seconds, which are announced
 

@@ -77,7 +77,7 @@ def in_fork(request) -> dict:
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints does not disturb the answers
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     import megatron.training.checkpointing  # noqa: F401

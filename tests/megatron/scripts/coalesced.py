@@ -7,7 +7,7 @@ LATE = 1.0  # seconds
 
 
 def main():
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     import torch

@@ -61,7 +61,7 @@ def main():
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import add_megatron_arguments
 
-    from s2_megatron.megatron.rope_scaling import set_rope_scaling
+    from s2_megatron.megatron.model.rope_scaling import set_rope_scaling
     from s2_megatron.tools.hf.architecture import _WANTED
     from tests.megatron.arguments import arguments, parse
 
@@ -122,10 +122,14 @@ def setup_model_and_optimizer(*args, cfg_container=None, **kwargs):
 
 
 def factors(base) -> dict:
-    """What the flag says -> what the model is built with, by a script that builds its config without our help."""
+    """What the flag says -> what the model is built with, by a script that builds its config without our help behind
+    prepare_s2, which installs the check."""
     from megatron.training import global_vars, training
     from megatron.training.argument_utils import gpt_config_from_args
 
+    from s2_megatron.megatron.patches import install_model_check
+
+    install_model_check()
     result = {}
     for factor in (4.0, 8.0, 32.0):
         args = copy.copy(base)
@@ -138,7 +142,7 @@ def factors(base) -> dict:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from megatron.training import training

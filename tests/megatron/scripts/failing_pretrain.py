@@ -3,7 +3,7 @@
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from megatron.training import training

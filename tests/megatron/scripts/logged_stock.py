@@ -4,7 +4,7 @@ import os
 import runpy
 from pathlib import Path
 
-from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
 install_if_no_gpu()
 

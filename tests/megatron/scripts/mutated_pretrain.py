@@ -11,11 +11,13 @@ import os
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from s2_megatron.context_parallel import attention as context_parallel
-    from s2_megatron.megatron import core_attention, layer_specs, model_check, norms
+    from s2_megatron.megatron import layer_specs
+    from s2_megatron.megatron.model import check as model_check
+    from s2_megatron.megatron.model import core_attention, norms
     from s2_megatron.patterns.ranges import RangePattern
 
     mutation = os.environ["MUTATION"]

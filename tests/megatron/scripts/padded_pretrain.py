@@ -6,7 +6,7 @@ import os
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from s2_megatron.megatron import data as gpt_data

@@ -5,7 +5,7 @@ import sys
 
 def build(flags: list[str]):
     """(Megatron's arguments, the GPTModel in fp32 or as --bf16 says) for a command line of pretrain_gpt_s2.py."""
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from megatron.core.process_groups_config import ProcessGroupCollection

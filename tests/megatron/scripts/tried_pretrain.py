@@ -8,12 +8,12 @@ import os
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     from s2_megatron.megatron import arguments, patches
+    from s2_megatron.megatron.host.processes import start_manager
     from s2_megatron.megatron.preflight import start_up
-    from s2_megatron.megatron.processes import start_manager
 
     patches.start_manager = lambda context: start_manager(multiprocessing.get_context("fork"))
     if os.environ.get("UNCHECKED") == "1":

@@ -8,14 +8,14 @@ import os
 
 def main():
     import pretrain_gpt_s2
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
     import megatron.training.training as training
     import torch
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from s2_megatron.megatron.core_attention import S2CoreAttention
+    from s2_megatron.megatron.model.core_attention import S2CoreAttention
     from tests.megatron.lifted import LIFT_UNPROVEN, lift_unproven_refusals
 
     if os.environ.get(LIFT_UNPROVEN) == "1":

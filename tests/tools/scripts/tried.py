@@ -41,7 +41,8 @@ def import_all() -> None:
         "s2_megatron.tools.compare.table", "s2_megatron.tools.compare.page", "s2_megatron.tools.compare.measure",
         "s2_megatron.tools.choose_dense.measure", "s2_megatron.megatron.arguments", "examples.quickstart.run",
         "matplotlib.pyplot", "megatron.training.initialize", "megatron.training.argument_utils", "pretrain_gpt_s2",
-        "s2_megatron.megatron.data", "s2_megatron.megatron.run_status", "transformers.models.auto.tokenization_auto",
+        "s2_megatron.megatron.data", "s2_megatron.megatron.records.status",
+        "transformers.models.auto.tokenization_auto",
     ):  # fmt: skip
         importlib.import_module(name)
 

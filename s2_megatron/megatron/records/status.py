@@ -37,10 +37,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.checkpoint_folder import CheckpointError
-from s2_megatron.megatron.processes import tell_torchrun
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.host.processes import tell_torchrun
 from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
@@ -124,7 +125,7 @@ def wait_for_first_of_node() -> None:
 
 def _one_line(error: BaseException) -> str:
     """The type and the message of an error, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+    return f"{type(error).__name__}: {_in_one_line(str(error))}".removesuffix(": ")
 
 
 def _why_stopped(args: Namespace, iteration: int) -> str:
@@ -199,18 +200,13 @@ def recorded_run(args: Namespace) -> Iterator[None]:
     except BaseException as error:
         if _is_refusal(error) and TRACEBACK not in sys.argv:
             _ended(args, "refused", str(error), began, None, 2)
-            wait_for_first_of_node()
-            tell_torchrun(f"error: {error}")
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            sys.exit(2)
+            _exit_with_line(args, str(error), began, 2)
         explained = isinstance(error, RunError) and TRACEBACK not in sys.argv
         _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
-        tell_torchrun(f"error: {error}" if explained else _one_line(error))
-        if not explained:
-            raise
-        wait_for_first_of_node()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        if explained:
+            _exit_with_line(args, str(error), began, 1)
+        tell_torchrun(_one_line(error))
+        raise
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
 
@@ -239,13 +235,34 @@ def _is_refusal(error: BaseException) -> bool:
     return isinstance(error, CheckpointError) and not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
 
 
+def _recorded(args: Namespace, began: float) -> dict | None:
+    """The error that a rank of this start has written; None without one."""
+    if args.save is None:
+        return None
+    with suppress(ValueError, OSError):
+        found = read_status(args.save)
+        if found is not None and found["state"] in ("refused", "failed"):
+            return found if (Path(args.save) / FILE).stat().st_mtime >= began else None
+    return None
+
+
 def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
     """Writes an error, unless another rank has written the one that came first."""
-    if args.save is None:
-        return
-    with suppress(ValueError, OSError):
-        path = Path(args.save) / FILE
-        found = read_status(args.save)
-        if found is not None and found["state"] in ("refused", "failed") and path.stat().st_mtime >= began:
-            return
-    write_status(args.save, state, " ".join(line.split()), iteration=iteration, status=status)
+    if _recorded(args, began) is None:
+        write_status(args.save, state, _in_one_line(line), iteration=iteration, status=status)
+
+
+def _exit_with_line(args: Namespace, line: str, began: float, status: int) -> NoReturn:
+    """Ends with one `error:` line. The first rank of a node prints it; another one only where none has written the same
+    into the status file: torchrun, which ends that rank meanwhile, is late on a busy machine."""
+    wait_for_first_of_node()
+    tell_torchrun(f"error: {line}")
+    said = None if is_first_of_node() else _recorded(args, began)
+    rank = int(os.environ.get("RANK", "0"))
+    if said is None or said["rank"] == rank or said["line"] != printable(_in_one_line(line), LONGEST_LINE):
+        print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(status)
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -3,7 +3,7 @@
 For tests and for small runs such as the quickstart, over gloo. It must be installed before Megatron is imported,
 because Megatron binds some of the patched functions by name:
 
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
     install_if_no_gpu()
     from megatron.training import pretrain
 

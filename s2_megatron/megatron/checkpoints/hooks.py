@@ -23,10 +23,10 @@ from pathlib import Path
 
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.checkpoint import StoredCheckpoint, compare_sparsity
-from s2_megatron.megatron.checkpoint_folder import FOLDER, CheckpointError, find_problem, remedy
-from s2_megatron.megatron.checkpoint_metadata import forget_metadata
-from s2_megatron.megatron.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
+from s2_megatron.megatron.checkpoints.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
+from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_sparsity
+from s2_megatron.megatron.checkpoints.folder import FOLDER, CheckpointError, find_problem, remedy
+from s2_megatron.megatron.checkpoints.metadata import forget_metadata
 from s2_megatron.megatron.refusal import RunError
 from s2_megatron.printing import is_first_rank, print_once
 

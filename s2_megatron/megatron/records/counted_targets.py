@@ -7,11 +7,11 @@ would be 0/0: that is said in one line and no loss is logged; a run of such step
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from collections.abc import Sequence
 
 import torch
 
-from s2_megatron.megatron.position_loss import EVALUATE, TRAIN
+from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN
 from s2_megatron.megatron.refusal import RunError
 
 STEPS_IN_A_ROW = 10
@@ -20,7 +20,7 @@ STEPS_IN_A_ROW = 10
 class CountedTargets:
     """Adds up how many targets count, on the device of the losses. masks: the flags that leave some out."""
 
-    def __init__(self, masks: list[str]):
+    def __init__(self, masks: Sequence[str]):
         self.masks = ", ".join(masks)
         # int64 [training, evaluation]. Never replaced, for CUDA graphs of whole iterations.
         self.sums: torch.Tensor | None = None
@@ -82,11 +82,9 @@ class CountedTargets:
 _current: CountedTargets | None = None
 
 
-def count_targets(args: Namespace) -> None:
-    """Has the loss function of loss.py count targets in this process, when the flags mask some. args: Megatron's."""
+def count_targets(masks: Sequence[str]) -> None:
+    """Has the loss function of loss.py count targets in this process, when flags leave some out. masks: these flags."""
     global _current
-    masks = [] if args.s2_loss_from_token is None else [f"--s2-loss-from-token {args.s2_loss_from_token}"]
-    masks += [f"--{name.replace('_', '-')}" for name in ("eod_mask_loss", "sft") if getattr(args, name)]
     _current = CountedTargets(masks) if masks else None
 
 

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
-from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load, remedy
-from s2_megatron.megatron.preflight.schedule import compare_schedules
-from s2_megatron.megatron.rope_scaling import DEFAULT, computed_factor
+from s2_megatron.megatron.checkpoints.folder import CheckpointError, checkpoint_to_load, remedy
+from s2_megatron.megatron.model.rope_scaling import DEFAULT, computed_factor
 from s2_megatron.printing import print_once
 
 # What a checkpoint's weights have to agree on with the model: the arguments' names.
@@ -127,12 +126,12 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
         )
 
 
-def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Compares this run's sparsity (None: a dense run without --s2-config), shapes and schedule with those of the
-    checkpoint it is about to load.
+def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> StoredCheckpoint | None:
+    """Compares this run's sparsity (None: a dense run without --s2-config) and shapes with those of the checkpoint
+    that it is about to load.
 
     Local checkpoints (--non-persistent-ckpt-type local) can only be read by Megatron's ranks together; theirs is
-    compared when they are loaded (checkpoint_hooks.py). Raises ValueError as `compare_sparsity` does.
+    compared when they are loaded (hooks.py). Returns the checkpoint. Raises ValueError as `compare_sparsity` does.
     """
     checkpoint = find_checkpoint(args)
     if checkpoint is not None:
@@ -141,9 +140,7 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
         compare_rope_scaling(args, checkpoint)
         if (note := dropout_note(args, checkpoint)) is not None:
             print_once(f"S2: {note}")
-        if checkpoint.scheduler is not None and not checkpoint.weights_only:
-            where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
-            compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
+    return checkpoint
 
 
 def compare_rope_scaling(args: Namespace, checkpoint: StoredCheckpoint) -> None:

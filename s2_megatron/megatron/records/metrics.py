@@ -11,7 +11,7 @@ from collections import Counter
 import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
-from s2_megatron.megatron.run_records import device_name, flops_per_token
+from s2_megatron.megatron.records.run import device_name, flops_per_token
 from s2_megatron.patterns.picture import draw_patterns
 from s2_megatron.printing import print_once
 

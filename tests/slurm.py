@@ -1,6 +1,6 @@
 """A SLURM of its own on one machine, to try job scripts on: munge, the controller and several nodes, all in one folder.
 
-    python -m s2_megatron.testing.slurm --nodes 2 -- sbatch --wait --nodes 2 job.sh
+    python -m tests.slurm --nodes 2 -- sbatch --wait --nodes 2 job.sh
 
 starts it, runs the command with SLURM_CONF set, and stops all of it. Every node is a slurmd with process and mount
 namespaces and a host name of its own, so that `Slurm.kill(node)` does what a power failure does: the daemon and every
@@ -248,7 +248,7 @@ class Slurm:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m s2_megatron.testing.slurm", description="Run a command with a SLURM of its own on this machine."
+        prog="python -m tests.slurm", description="Run a command with a SLURM of its own on this machine."
     )
     parser.add_argument("--nodes", type=int, default=2, help="how many, named n1, n2, ...")
     parser.add_argument("--gpus", type=int, default=1, help="of each node, in SLURM's books only")

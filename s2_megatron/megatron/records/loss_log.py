@@ -17,7 +17,7 @@ of the clock, `samples` the sequences consumed.
 
 A resumed run appends. `read_loss_log` takes back what was logged after the iteration that it resumed at, so that one
 gapless run is left. The log has one writer at a time: a second process is refused, and a process whose torchrun was
-killed is killed with it (processes.py).
+killed is killed with it (host/processes.py).
 Reading the loss costs one device synchronisation an iteration, as `--log-interval 1` does.
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import joined, printable
-from s2_megatron.megatron.checkpoint_metadata import MetadataError, read_metadata
+from s2_megatron.megatron.checkpoints.metadata import MetadataError, read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = re.compile(r"iter_([0-9]{7,12})")

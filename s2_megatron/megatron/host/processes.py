@@ -148,7 +148,7 @@ def call_with_parent(module: str, name: str, *args, **kwargs):
 
     The process is new, and Megatron's checkpoint writer asks for its GPU: without one the CPU stands in here, too.
     """
-    from s2_megatron.megatron.cuda_on_cpu import install_if_no_gpu
+    from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     end_with_parent()
     install_if_no_gpu()

@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.core_attention import S2SelfAttention
+from s2_megatron.megatron.model.core_attention import S2SelfAttention
 
 CALL = "apply_s2(model_config, run)"
 

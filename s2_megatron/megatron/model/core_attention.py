@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from s2_megatron.context_parallel.attention import ContextParallel
-from s2_megatron.megatron.cuda_on_cpu import compute_device
+from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.ops.api import make_call
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout

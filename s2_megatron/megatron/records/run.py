@@ -9,8 +9,8 @@ from argparse import Namespace
 
 import torch
 
-from s2_megatron.megatron.cuda_on_cpu import compute_device
-from s2_megatron.megatron.position_loss import position_loss
+from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+from s2_megatron.megatron.records.position_loss import position_loss
 from s2_megatron.megatron.settings import is_packed
 
 POSITION_LOSS, POSITION_TOKENS = "lm loss by position/", "tokens by position/"

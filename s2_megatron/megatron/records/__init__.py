@@ -1,0 +1,1 @@
+"""What a run writes down: its losses, throughput, settings and tables, and how it ended."""
