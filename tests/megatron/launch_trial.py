@@ -1,5 +1,5 @@
 """Draws launch flags, asks `s2-megatron check` about them, and trains what it accepts: an accepted line has to train as
-many iterations as it says, a refused one has to be one error line.
+many iterations as it says, a refused one has to be error lines, one for each of its mistakes.
 
     python -m tests.megatron.launch_trial --draws 200 --seed 0
 
@@ -86,7 +86,8 @@ class Trial:
             return Outcome(TRAINED)
         if status == 0 and "--help" in line:
             return Outcome(REFUSED, "it asks for the help")
-        if status == 2 and len(errors) == 1 and "Traceback" not in output:
+        said_once = 0 < len(errors) == len(set(errors))  # each of the line's mistakes, some of which may be several
+        if status == 2 and said_once and "Traceback" not in output:
             return Outcome(REFUSED, errors[0])
         return Outcome(UNTIDY, f"status {status}: {output[-500:]}", "check")
 

@@ -1,4 +1,5 @@
-"""`s2-megatron check` and the training agree: what the check accepts trains, what it refuses is one error line.
+"""`s2-megatron check` and the training agree: what the check accepts trains, and what it refuses is one error line for
+each mistake.
 
 `make test-long` draws launches by the hundred (launch_trial.py); the first test here is the part of it that CI has time
 for.

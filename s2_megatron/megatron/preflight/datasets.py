@@ -306,6 +306,8 @@ def check_tokens(args: Namespace) -> None:
 
 def check_datasets(args: Namespace) -> None:
     """Everything of this module that needs no tokenizer. Raises ValueError for what is wrong."""
+    if args.split is not None:
+        split_shares(args.split)
     check_data(args)
     check_weights(args)
     check_parts(args)

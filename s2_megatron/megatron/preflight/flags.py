@@ -16,7 +16,6 @@ from pathlib import Path
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import TRACKER, checkpoint_to_load
 from s2_megatron.megatron.preflight.combinations import check_combinations
-from s2_megatron.megatron.preflight.datasets import split_shares
 from s2_megatron.megatron.preflight.schedule import check_batches, check_schedule
 from s2_megatron.megatron.preflight.values import check_values, flag_of
 
@@ -73,8 +72,6 @@ def check_settings(args: Namespace) -> None:
             f"--wandb-project={printable(args.wandb_project)}: wandb is not installed; expected it; pip install wandb, "
             "or leave the flag out"
         )
-    if args.split is not None:
-        split_shares(args.split)
     if args.vocab_size is not None:
         check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)
 
