@@ -29,7 +29,7 @@ from s2_megatron.megatron.patches import (
 )
 from s2_megatron.megatron.position_loss import measure_position_loss
 from s2_megatron.megatron.preflight.datasets import check_tokens
-from s2_megatron.megatron.preflight.flags import check_first_token
+from s2_megatron.megatron.preflight.mistakes import check_first_token
 from s2_megatron.megatron.refusals import (
     refuse_layers,
     refuse_softmax_scale,

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoint_folder import CheckpointError, checkpoint_to_load, remedy
-from s2_megatron.megatron.preflight.schedule import compare_schedules
 from s2_megatron.megatron.rope_scaling import DEFAULT, computed_factor
 from s2_megatron.printing import print_once
 
@@ -128,8 +127,8 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Compares this run's sparsity (None: a dense run without --s2-config), shapes and schedule with those of the
-    checkpoint it is about to load.
+    """Compares this run's sparsity (None: a dense run without --s2-config) and shapes with those of the checkpoint it
+    is about to load.
 
     Local checkpoints (--non-persistent-ckpt-type local) can only be read by Megatron's ranks together; theirs is
     compared when they are loaded (checkpoint_hooks.py). Raises ValueError as `compare_sparsity` does.
@@ -141,9 +140,6 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
         compare_rope_scaling(args, checkpoint)
         if (note := dropout_note(args, checkpoint)) is not None:
             print_once(f"S2: {note}")
-        if checkpoint.scheduler is not None and not checkpoint.weights_only:
-            where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
-            compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
 
 
 def compare_rope_scaling(args: Namespace, checkpoint: StoredCheckpoint) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import sys
@@ -40,6 +41,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoint_folder import CheckpointError
+from s2_megatron.megatron.preflight.errors import TRACEBACK, error_text, is_of_the_machine
 from s2_megatron.megatron.processes import tell_torchrun
 from s2_megatron.megatron.refusal import RunError
 
@@ -47,7 +49,6 @@ FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
 LONGEST_LINE = 2000
 RESERVED = 4096  # bytes of a running run's file, room for any other
-TRACEBACK = "--s2-traceback"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
 # one as well, so that the first one's checks are done and the error is printed once.
@@ -170,9 +171,11 @@ def recorded_run(args: Namespace) -> Iterator[None]:
     args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
     sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
     run that returns without a step although there were some to do. A checkpoint that turns out not to be what was saved
-    when it is loaded is refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
+    when it is loaded, and whatever else is raised before the second iteration and is no failure of the machine, is
+    refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
     """
     first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
+    logging.getLogger("megatron.core.utils").addFilter(_without_traceback)
     if first:
         write_status(args.save, "running", f"started as process {os.getpid()}")
     try:
@@ -197,11 +200,13 @@ def recorded_run(args: Namespace) -> Iterator[None]:
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
-        if _is_refusal(error) and TRACEBACK not in sys.argv:
-            _ended(args, "refused", str(error), began, None, 2)
+        if _is_starting(args):
             wait_for_first_of_node()
-            tell_torchrun(f"error: {error}")
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if _is_refusal(args, error) and TRACEBACK not in sys.argv:
+            text = str(error) if isinstance(error, CheckpointError) else error_text(error)
+            _ended(args, "refused", text, began, None, 2)
+            tell_torchrun(f"error: {text}")
+            print(f"error: {text}", file=sys.stderr, flush=True)
             sys.exit(2)
         explained = isinstance(error, RunError) and TRACEBACK not in sys.argv
         _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
@@ -216,7 +221,7 @@ def recorded_run(args: Namespace) -> Iterator[None]:
 
 
 def _finished(args: Namespace) -> str:
-    """What a run says that has returned. Raises RuntimeError when it did no step and there were some to do."""
+    """What a run says that has returned. Raises ValueError when it did no step and there were some to do."""
     done, iteration = _steps_done(args)
     if args.skip_train:
         return f"evaluated at iteration {iteration}; --skip-train trains nothing"
@@ -227,16 +232,31 @@ def _finished(args: Namespace) -> str:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"S2: finished: {line}; for more, raise --train-iters", file=sys.stderr, flush=True)
         return line
-    raise RuntimeError(
+    raise ValueError(
         f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "
         "--train-iters above 0; look at --split and --train-iters"
     )
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether a checkpoint is not what was saved. A file that could not be read, memory that ran out and a rank that
-    was lost may be better at the next start: they are failures."""
-    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """For the log of Megatron's straggler detector, which writes the traceback of an error that it raises on."""
+    return TRACEBACK in sys.argv or "Traceback (most recent call last)" not in record.getMessage()
+
+
+def _is_starting(args: Namespace) -> bool:
+    """Whether no second iteration has begun: the first one still finds out what cannot be computed."""
+    last = getattr(args, "curr_iteration", None)
+    return last is None or last <= getattr(args, "iteration", 0)
+
+
+def _is_refusal(args: Namespace, error: BaseException) -> bool:
+    """Whether an error is one of the settings: of whatever the start raises, and of a checkpoint that is not what was
+    saved. A file that could not be read, memory that ran out and a rank that was lost may be better at the next start:
+    they are failures."""
+    if isinstance(error, CheckpointError):
+        return not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
+    usual = isinstance(error, Exception) and not isinstance(error, RunError)
+    return usual and _is_starting(args) and not is_of_the_machine(error)
 
 
 def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
