@@ -10,7 +10,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, check_values, flag_of
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, Mistake, check_values, flag_of, refuse_first
 
 UNEVEN = "uneven pipeline stages"
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
@@ -130,6 +130,29 @@ CHECKED: dict[str, dict] = {
 CHECKED = {flag: settings for flag, settings in CHECKED.items() if flag not in FLAGS}
 
 
+# Of --recompute-modules.
+MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+
+
+def _is_selective(args: argparse.Namespace) -> bool:
+    return bool(args.recompute_activations) or args.recompute_granularity == "selective"
+
+
+# What a forecast cannot count, because no training does it: Megatron refuses it in its own words.
+MEGATRONS: dict[str, Mistake] = {
+    "recompute_modules": Mistake(
+        lambda args: _is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
+        f"--recompute-modules={{recompute_modules}}: no such part of a layer; expected some of {', '.join(MODULES)}; "
+        "use --recompute-modules core_attn",
+    ),
+    "cross_entropy_fusion_impl": Mistake(
+        lambda args: args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
+        "--cross-entropy-fusion-impl=te with --cross-entropy-loss-fusion: Megatron 0.19.2 refuses it as unstable; "
+        "expected its own; use --cross-entropy-fusion-impl native",
+    ),
+}
+
+
 def integer(least: int, most: int):
     """An argument's type: integers from least to most."""
 
@@ -226,6 +249,7 @@ def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
 def check_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for values that a training refuses, as it does. args: of read_flags."""
     check_values(args)
+    refuse_first(args, MEGATRONS.values())
 
 
 def reasons(words: Sequence[str], table: dict[str, str]) -> list[str]:
