@@ -83,7 +83,7 @@ def megatrons(tmp_path, lines: str):
     ("lines", "said"),
     [
         ("assert args.lr > 0", "assert args.lr > 0, with --lr=-1.0 (AssertionError in arguments.py); expected"),
-        ("assert (\n    args.lr > 0\n)", "args.lr > 0, with --lr=-1.0 (AssertionError"),
+        ("assert (\n    args.lr > 0\n)", "assert ( args.lr > 0 ), with --lr=-1.0 (AssertionError"),
         ("assert args.lr > 0, 'a rate'", "a rate, with --lr=-1.0 (AssertionError in arguments.py)"),
         ("assert args.lr > 0, '--lr is a rate'", "--lr is a rate (AssertionError)"),
         ("args.world_size % args.tp_size", "integer modulo by zero: args.world_size % args.tp_size, with world_size=2, "

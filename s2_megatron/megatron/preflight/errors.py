@@ -41,7 +41,7 @@ def _source(error: BaseException) -> tuple[str, str, str]:
     """(the statement that raised, the settings in it with their values, its file). Of an error that a library raises,
     Megatron's call of it."""
     places = list(traceback.walk_tb(error.__traceback__))
-    frames = traceback.StackSummary.extract(iter(places))
+    frames = traceback.extract_tb(error.__traceback__)
     of_megatron = [
         at
         for at, frame in enumerate(frames)
