@@ -38,8 +38,8 @@ GRAPH_CASES = {
     ),
     "cuda_graph_stages": (
         dict(flags={**GRAPHS, **PP2}, world_size=2),
-        "--pipeline-model-parallel-size 2: Megatron frees what a stage has sent (core/pipeline_parallel/schedules.py)"
-        "195), and what comes from such graphs is a view, which it cannot free; use --cuda-graph-impl "
+        "--pipeline-model-parallel-size 2: Megatron frees what a stage has sent (core/pipeline_parallel/schedules.py), "
+        "and what comes from such graphs is a view, which it cannot free; use --cuda-graph-impl "
         "transformer_engine or none, or full_iteration with virtual stages",
     ),
     "cuda_graph_fsdp": (
@@ -169,8 +169,8 @@ ALSO_REFUSED_GRAPHS = {
     "graphs_torch_fsdp2_whole_iterations": (
         "cuda_graph_fsdp",
         dict(flags={**WHOLE_ITERATIONS, **FSDP2}, connections="8"),
-        "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py)"
-        "1105), and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use",
+        "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py), "
+        "and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use",
     ),
     "graphs_megatron_fsdp_local": (
         "cuda_graph_fsdp",
