@@ -85,7 +85,6 @@ test-long: $(INSTALLED)
 test-studies: $(INSTALLED)
 	@$(RUN) studies/check.py
 	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE) studies/tests
-	@$(RUN) -m studies.tested --write
 
 test-gpu: $(INSTALLED)
 	@$(PYTEST) -m "gpu or op" $(TESTS)
