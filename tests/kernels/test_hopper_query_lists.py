@@ -46,10 +46,10 @@ def query_walk(request, monkeypatch):
             tiles.append(tile)
             return len(tiles)
 
-        def load_blocks(loads, desc, more, boxes, pipeline, batch, kv_head, row_a, row_b, step, count, with_step):
+        def load_blocks(loads, desc, more, boxes, pipeline, batch, kv_head, first_row, second_row, step, count, STEPS):
             assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
-            assert with_step == (desc == "K") and count == sum(name == desc for name, _ in loaded)
-            blocks = (row_a // 64,) if single else (row_a // 64, row_b // 64)
+            assert STEPS == (desc == "K") and count == sum(name == desc for name, _ in loaded)
+            blocks = (first_row // 64,) if single else (first_row // 64, second_row // 64)
             loaded.append((desc, blocks))
             if desc == "K":
                 tiles[-1].blocks += [(blocks[0], step)] if single else [(blocks[0], step & 15), (blocks[1], step >> 4)]

@@ -28,7 +28,7 @@ def found(tmp_path_factory):
 
 
 def test_every_named_flag_reaches_the_model_or_is_read(found):
-    assert found["count"] > 150
+    assert found["count"] > 120  # the pages name as many of Megatron's flags
     assert set(found["model"]) == set(EXPLAINED)
     assert found["dropped"] == []
 

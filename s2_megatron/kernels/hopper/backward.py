@@ -1,4 +1,4 @@
-"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a
+r"""dK and dV on Hopper: two warpgroups compute, each the 64 keys of one half of a key tile, on [64 keys, 64 queries] a
 step; a warp loads (backward_loads.py), and says with a descriptor of each step which half attends it.
 
     loading warp                                 warpgroups 0 and 1 (compute), 64 keys each

@@ -1,4 +1,4 @@
-"""The forward on Hopper: a warp that loads (query_loads.py) feeds two warpgroups, which compute the 64 rows of one half
+r"""The forward on Hopper: a warp that loads (query_loads.py) feeds two warpgroups, which compute the 64 rows of one half
 of a tile each.
 
 Q K^T of a step and P V of the step before are in flight together; a softmax runs under its own warpgroup's P V and the

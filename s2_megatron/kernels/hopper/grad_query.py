@@ -1,4 +1,4 @@
-"""dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys,
+r"""dQ alone on Hopper, for the deterministic backward and for context parallelism: the forward's walk over the keys,
 with a product for dP and one for dQ.
 
 Each of two warpgroups computes the 64 rows of one half of a query tile, and skips the masked blocks that its half does

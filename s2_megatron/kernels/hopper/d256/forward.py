@@ -1,4 +1,4 @@
-"""The forward on Hopper for head dims above 128: as in forward.py, but a stage holds one key block, and the queries of
+r"""The forward on Hopper for head dims above 128: as in forward.py, but a stage holds one key block, and the queries of
 one tile are in memory.
 
     loading warp                              warpgroups 0 and 1 (compute), 64 queries each

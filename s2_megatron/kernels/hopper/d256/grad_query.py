@@ -1,4 +1,4 @@
-"""dQ on Hopper for head dims above 128: as in grad_query.py, but a stage holds one key block, of which there are more
+r"""dQ on Hopper for head dims above 128: as in grad_query.py, but a stage holds one key block, of which there are more
 for K than for V, and the queries' buffer takes the result.
 
     loading warp                              warpgroups 0 and 1 (compute), 64 queries each
