@@ -142,6 +142,7 @@ def test_mixture_of_experts(run, runs):
     assert "expert_model_parallel_size ...................... 2" in logged
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     output = run("dense_to_s2.sh", ITERATIONS="12")
     assert output.count("layers 0-2: dense -> local 2 + stride 4") == 2
@@ -152,6 +153,7 @@ def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
 
 
+@pytest.mark.slow
 def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
     output = run("dense_to_s2.sh", ITERATIONS="2", CHOOSE="2")
     assert "chosen.yaml: 4 of 8 KV heads are dense" in output
@@ -159,6 +161,7 @@ def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
     assert (runs / "chosen.yaml").is_file() and len(last_losses(output)) == 3
 
 
+@pytest.mark.slow
 def test_a_dense_model_goes_on_at_a_longer_context(run, runs):
     output = run("extend_context.sh", ITERATIONS="10")
     assert output.count("layers 0-2: dense -> local 2 + stride 4") == 1
@@ -171,6 +174,7 @@ def test_a_dense_model_goes_on_at_a_longer_context(run, runs):
     assert (runs / "long_s2" / "checkpoints" / "iter_0000010").is_dir()
 
 
+@pytest.mark.slow
 def test_patterns_of_ones_own(run, runs):
     output = run("own_pattern/run.sh", ITERATIONS="5")
     # Rows of 1, 2, 3, 3, ... key blocks, the own one half.

@@ -15,6 +15,7 @@ from s2_megatron.kernels.trial import OLDEST
 from tests.kernels import compile_list
 from tests.kernels.shared_memory import barriers_overwritten
 
+pytestmark = pytest.mark.slow
 # Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
 LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
