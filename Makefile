@@ -3,7 +3,7 @@
 # make generate     the trained quickstart GPT continues PROMPT, word by word
 # make test         a test of everything that needs no GPU
 # make test-all     make test, then the rest of what needs no GPU
-# make test-long    kills and resumes by the dozen, hours of drawn launches, a real SLURM on this machine
+# make test-long    kills and resumes by the dozen, many drawn launches, a real SLURM on this machine
 # make test-studies the harness of the studies of quality, a quarter of an hour
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
@@ -72,11 +72,14 @@ PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest --durations=15
 # With pytest-xdist where it is installed. A file stays in one process, for the costly fixtures that its tests share.
 SIDE_BY_SIDE = $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist loadfile")
 
+# What TESTS names is run, the slow ones of it too.
+ALL := $(filter tests,$(TESTS))
+
 test: $(INSTALLED)
-	@$(PYTEST) -m "not gpu and not long and not slow" $(SIDE_BY_SIDE) $(TESTS)
+	@$(PYTEST) -m "not gpu and not long$(if $(ALL), and not slow)" $(SIDE_BY_SIDE) $(TESTS)
 
 test-all: test
-	@$(PYTEST) -m "slow and not gpu and not long" $(SIDE_BY_SIDE) $(TESTS)
+	@$(if $(ALL),$(PYTEST) -m "slow and not gpu and not long" $(SIDE_BY_SIDE) $(TESTS),:)
 
 # One after another: they kill processes and wait for answers, which other tests beside them would delay.
 test-long: $(INSTALLED)

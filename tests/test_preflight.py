@@ -154,9 +154,9 @@ def test_the_last_of_several_nodes(tmp_path):
 def test_a_dry_run_of_a_job_checks_once(cluster):
     done = submit(cluster, "examples/pretrain_1p3b.sh", "--lr", "x", DRY_RUN="1", PREFLIGHT="1")
     assert done.returncode == 2 and not done.stdout
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.stderr.splitlines()[-1:] == errors  # a slow machine says before it that it works
-    assert errors[0].startswith("error: --lr: invalid float value: 'x'")
+    *before, error = done.stderr.splitlines()
+    assert error.startswith("error: --lr: invalid float value: 'x'")
+    assert before in ([], ["checking the launch line ..."])  # said where it takes long
 
 
 @pytest.mark.parametrize("traceback", [False, True])

@@ -11,13 +11,22 @@ from pathlib import Path
 from tests.sources import ROOT, digest
 
 COMMITTED = Path(__file__).with_name("compiled.json")
-# What decides which kernels are compiled, and how the result is read.
-READERS = [Path(__file__).with_name(f"{name}.py") for name in ("compile_kernels", "record_launches", "shared_memory")]
+# The kernels, what decides how they are launched, and what compiles them and reads the result.
+SOURCES = (
+    "s2_megatron/kernels/**/*.py",
+    "s2_megatron/ops/*.py",
+    "s2_megatron/patterns/*.py",
+    "s2_megatron/context_parallel/exchange.py",
+    "benchmarks/cases.py",
+    "tests/kernels/compile_kernels.py",
+    "tests/kernels/record_launches.py",
+    "tests/kernels/shared_memory.py",
+)
 
 
 def sources() -> str:
-    """A digest of the kernels' code: of every module in s2_megatron/kernels and of what compiles them."""
-    return digest([*(ROOT / "s2_megatron/kernels").rglob("*.py"), *READERS])
+    """A digest of the code that a list depends on."""
+    return digest(file for pattern in SOURCES for file in ROOT.glob(pattern))
 
 
 def read() -> dict[str, dict]:

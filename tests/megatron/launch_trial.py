@@ -86,7 +86,8 @@ class Trial:
             return Outcome(TRAINED)
         if status == 0 and "--help" in line:
             return Outcome(REFUSED, "it asks for the help")
-        said_once = 0 < len(errors) == len(set(errors))  # each of the line's mistakes, some of which may be several
+        settings = [re.split(r"[=:]", text.removeprefix("error: "), maxsplit=1)[0] for text in errors]
+        said_once = 0 < len(settings) == len(set(settings))  # a line for each setting that is wrong
         if status == 2 and said_once and "Traceback" not in output:
             return Outcome(REFUSED, errors[0])
         return Outcome(UNTIDY, f"status {status}: {output[-500:]}", "check")

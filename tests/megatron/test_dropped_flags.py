@@ -18,6 +18,13 @@ EXPLAINED = {
     "--hybrid-override-pattern": "Megatron's old name of --hybrid-layer-pattern; refused with S2, and by the export",
 }
 
+# What no module of Megatron reads as `args.X` outside of those that define and check flags.
+DROPPED = {
+    "--fim-prefix-token": "Megatron's validation reads it, for --fim-data; refused by the preflight",
+    "--inference-dynamic-batching": "of the inference config, which training does not build; refused with S2",
+    "--use-legacy-static-engine": "Megatron keeps it so that old launch lines start",
+}
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
@@ -28,9 +35,9 @@ def found(tmp_path_factory):
 
 
 def test_every_named_flag_reaches_the_model_or_is_read(found):
-    assert found["count"] > 120  # the pages name as many of Megatron's flags
+    assert found["count"] > 200
     assert set(found["model"]) == set(EXPLAINED)
-    assert found["dropped"] == []
+    assert set(found["dropped"]) == set(DROPPED)
 
 
 def test_training_builds_the_model_with_the_factor_of_the_flag(found):

@@ -85,8 +85,8 @@ FINE = {
         ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
     "a tokenizer of the hub": (Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nobody/none"}, (),
         ("--vocab-size",)),
-        ("note: --tokenizer-model=nobody/none is not a folder here, so it is a name of the Hugging Face hub, "
-        "and it is not in this machine's cache: neither the name nor the vocabulary is ", "nothing wrong found")),
+        ("note: --tokenizer-model=nobody/none is not a folder here, so it is a name of the Hugging Face hub, and it "
+        "is not in this machine's cache: neither the name nor the vocabulary is checked", "nothing wrong found")),
     "help": (Bad({"--help": None}, ()), ("--s2-config YAML",)),
     **{f"taken: {name}": (Bad(changes, ()), ("nothing wrong found",)) for name, changes in TAKEN.items()},
     "a disk too small": (Bad({"--save": "{tmp}/save", "--save-interval": "10", "--vocab-size": "2000000000"}, ()),

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[3]
 # Where users find flags. Not the records of what has been measured.
-PLACES = ("README.md", "docs/*.md", "examples/**/*.sh", "examples/**/*.py", "slurm/*", "s2_megatron/tools/hf/*.py")
+PLACES = ("README.md", "docs/*.md", "examples/**/*.sh", "examples/**/*.py", "slurm/*", "s2_megatron/**/*.py")
 PARSERS = ("arguments.py", "argument_utils.py", "config")  # of Megatron: what defines flags does not read them
 
 
