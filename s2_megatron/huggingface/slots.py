@@ -18,7 +18,10 @@ import numpy as np
 import torch
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.counts import range_bounds
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
+from s2_megatron.printing import print_once
 
 _NO_END = 2**40
 
@@ -212,6 +215,30 @@ class WholeSlots(Slots):
         return WholeSlots(self.block_size, self.kv_heads, self._ranges, n_blocks), torch.arange(self.n_slots)
 
 
+class TokenSlots(WholeSlots):
+    """Slots of heads with a window or a sink in tokens: all blocks are kept, and masked by token."""
+
+    def __init__(self, block_size: int, kv_heads: Sequence[int], heads: Sequence[Sequence[HeadPattern]], n_blocks: int):
+        """heads: [KV head][query head] of the group."""
+        rings = [[_rings_of_bounds(head.bounds(), head.offset) for head in group] for group in heads]
+        super().__init__(block_size, kv_heads, rings, n_blocks)
+        self._heads = heads
+
+    def _arrays(self):
+        window = np.array([[group[0].window or 0] for group in self._heads])  # one for all query heads of a KV head
+        sink = np.array([[group[0].sink_tokens] for group in self._heads])
+        return super()._arrays() | {"window": window[..., None], "sink": sink[..., None]}
+
+    def token_mask(self, position):
+        table, query_block = self._table(position.device), position // self.block_size
+        whole = self.attended_slots(query_block, self.held_blocks(query_block)).repeat_interleave(self.block_size, -1)
+        key, position = torch.arange(whole.shape[-1], device=position.device), position[:, None, None, None]
+        return (whole | (position - key < table["window"]) | (key < table["sink"])) & (key <= position)
+
+    def grown(self, n_blocks: int):
+        return TokenSlots(self.block_size, self.kv_heads, self._heads, n_blocks), torch.arange(self.n_blocks)
+
+
 class TableSlots(Slots):
     """Slots of a block mask: a block has its slot from when it is written until the last query block that attends it,
     by a table made once for a text of n_blocks. The text can be no longer than the mask."""
@@ -301,7 +328,11 @@ def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
     assert isinstance(pattern, RangePattern)
     ratio = pattern.num_heads // pattern.num_kv_heads
     groups: dict[tuple, list] = {}
+    by_token: list[tuple[int, Sequence[HeadPattern]]] = []
     for kv_head in range(pattern.num_kv_heads):
+        if pattern.heads[kv_head * ratio].by_token:
+            by_token.append((kv_head, pattern.heads[kv_head * ratio : (kv_head + 1) * ratio]))
+            continue
         by_query_head = [_rings_of(head) for head in pattern.heads[kv_head * ratio : (kv_head + 1) * ratio]]
         rings = list(dict.fromkeys(ring for of_head in by_query_head for ring in of_head))
         if sum(1 / ring.stride for ring in rings if ring.limit is None) >= 1:
@@ -311,6 +342,9 @@ def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
         form = (tuple(ring.form for ring in rings), applies.shape, applies.tobytes())
         groups.setdefault(form, []).append((kv_head, rings, applies))
     result: list[Slots] = []
+    if by_token:
+        print_once("S2Cache keeps all tokens of the KV heads that have a window or a sink in tokens")
+        result.append(TokenSlots(pattern.block_size, *map(list, zip(*by_token)), n_blocks))
     for form, members in groups.items():
         kv_heads, rings = [member[0] for member in members], [member[1] for member in members]
         if form:
@@ -321,6 +355,9 @@ def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
 
 
 def _rings_of(head) -> list[_Ring]:
-    ranges, offset = head.canonical
-    starts = [0, *(end for end, _ in ranges[:-1])]
-    return [_Ring(start, end, stride, -offset % stride) for start, (end, stride) in zip(starts, ranges)]
+    ranges, offset, *_ = head.canonical
+    return _rings_of_bounds(range_bounds(ranges), offset)
+
+
+def _rings_of_bounds(bounds, offset: int) -> list[_Ring]:
+    return [_Ring(start, end, stride, -offset % stride) for start, end, stride in bounds]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import random_mask
 
 

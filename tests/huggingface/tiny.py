@@ -10,7 +10,8 @@ from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import S2GPTConfig, S2GPTForCausalLM
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 
 BLOCK = 16
 HEADS, KV_HEADS, LAYERS, VOCABULARY = 4, 2, 2, 97

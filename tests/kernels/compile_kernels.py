@@ -51,7 +51,7 @@ INT32 = (
     "query_rank_ptr",
     "slot_ptr",
 )
-INT32 += ("counters_ptr", "run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
+INT32 += ("tokens_ptr", "counters_ptr", "run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     fp32, flags = dtype == "fp32", VARIANTS[variant]
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
-    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
+    known = dict(N_RANGES=2, TABLE=False, TOKENS=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
                  BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
                  ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
     known.update(flags)
