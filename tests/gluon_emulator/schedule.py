@@ -54,7 +54,7 @@ def plain_functions(*modules, **stand_ins):
                 namespace[name] = value.value
             elif hasattr(value, "aggregate_fields"):
                 namespace[name] = plain_class(value)
-                namespace[name].send = lambda *_: None  # of a work tile, to nobody
+                namespace[name].send = lambda *_, **__: None  # of a work tile, to nobody
             elif hasattr(value, "fn"):
                 namespace[name] = FunctionType(value.fn.__code__, namespace, name)
     return SimpleNamespace(**namespace)

@@ -140,12 +140,21 @@ def check_passes(passes, tiles):
     for tile in tiles:
         for half, block in enumerate((tile.first, tile.second)):
             if block * 64 < tile.key_length:
-                steps = [(step >> half & HALF_FLAGS) + (step & -1 << ROW_SHIFT) for step in tile.steps if step >> half & HALF_FLAGS]
+                steps = [
+                    (step >> half & HALF_FLAGS) + (step & -1 << ROW_SHIFT)
+                    for step in tile.steps
+                    if step >> half & HALF_FLAGS
+                ]
                 expected[tile.batch, tile.kv_head, block, tile.key_length] = sorted(steps) or [0]
     assert len(passes) == len(expected)
     for one in passes:
-        assert [step & LAST_STEP for step in one.steps] == [0] * (len(one.steps) - 1) + [LAST_STEP], "last: once, at the end"
-        assert sorted(step & ~LAST_STEP for step in one.steps) == expected[one.batch, one.kv_head, one.first, one.key_length]
+        assert [step & LAST_STEP for step in one.steps] == [0] * (len(one.steps) - 1) + [LAST_STEP], (
+            "last: once, at the end"
+        )
+        assert (
+            sorted(step & ~LAST_STEP for step in one.steps)
+            == expected[one.batch, one.kv_head, one.first, one.key_length]
+        )
 
 
 def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
@@ -158,7 +167,9 @@ def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
         halves = [present.get(tile.first), present.get(tile.second)]
         assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.key_length)
         blocks.update((tile.batch, tile.kv_head, block) for block in halves if block is not None)
-        assert [step & LAST_STEP for step in tile.steps] == [0] * (len(tile.steps) - 1) + [LAST_STEP], "last: once, at the end"
+        assert [step & LAST_STEP for step in tile.steps] == [0] * (len(tile.steps) - 1) + [LAST_STEP], (
+            "last: once, at the end"
+        )
         assert all(step & 3 for step in tile.steps) or tile.steps == [LAST_STEP]
         for step in tile.steps:
             assert 0 <= step < 2**31
