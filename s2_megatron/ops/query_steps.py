@@ -40,7 +40,7 @@ from s2_megatron.patterns.ranges import Pattern
 _FLAGS = np.arange(FLAG_MASK + 1)
 _HALVES = (_FLAGS | _FLAGS >> 2 | _FLAGS >> 4) & BOTH_HALVES
 _OWN = _FLAGS & _FLAGS >> 2 & BOTH_HALVES
-_ENTRY_KIND = np.where(_OWN > 0, 0, np.array([0, 3, 1, 2])[_HALVES])
+_ENTRY_KIND = np.where(_OWN > 0, 0, np.array([0, 2, 3, 1])[_HALVES])
 _BY_TOKEN = (_FLAGS >> 4 | _FLAGS >> 2 & ~_FLAGS) & BOTH_HALVES
 
 
