@@ -320,7 +320,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     memory = step_memory(dtype, BLOCK_D, Q_STAGES, GRAD_STAGES)
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], vector)
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * (NUMBERS + 1 if TOKENS else NUMBERS), 1], vector)
     tiles = make_pipeline(STAGES=2, FILLS=2, READERS=3 if DQ else 2)  # filled by TMA and by the numbers
     if DQ:
         ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)

@@ -256,12 +256,12 @@ def produce(loads, schedule):
         tiles = walk_lists(loads, schedule)
     else:
         tiles = walk_ranges(loads, schedule)
-    end_tiles(loads, tiles)
+    end_tiles(loads, tiles, schedule.TOKENS)
 
 
 @gluon.jit
-def end_tiles(loads, tiles):
+def end_tiles(loads, tiles, TOKENS: gl.constexpr):
     loads.tiles.wait_empty(tiles)
     end = KeyTile(batch=0, kv_head=0, token=0, length=0, first=0, second=0, key_length=-1, link=0, rests=0)
-    end.send(loads.numbers, loads.tiles.stage(tiles), TOKENS=False)
+    end.send(loads.numbers, loads.tiles.stage(tiles), TOKENS)
     mbarrier.arrive(loads.tiles.full_barrier(tiles), count=2)

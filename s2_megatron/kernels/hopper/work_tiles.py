@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
 
 
-NUMBERS = gl.constexpr(9)  # of a tile
+NUMBERS = gl.constexpr(8)  # of a tile; a key tile has one more with TOKENS
 
 
 @aggregate
@@ -56,7 +56,7 @@ class KeyTile:
 def _send(numbers, slot, values):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for index in gl.static_range(len(values)):
-        numbers.index(slot * NUMBERS + index).store(gl.full([1], values[index], gl.int32, layout))
+        numbers.index(slot * len(values) + index).store(gl.full([1], values[index], gl.int32, layout))
 
 
 @gluon.jit
@@ -64,21 +64,21 @@ def _receive(numbers, slot, COUNT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     values = ()
     for index in gl.static_range(COUNT):
-        values = values + (gl.sum(numbers.index(slot * NUMBERS + index).load(layout), axis=0),)
+        values = values + (gl.sum(numbers.index(slot * COUNT + index).load(layout), axis=0),)
     return values
 
 
 @gluon.jit
 def receive_query_tile(numbers, slot):
     """What was sent, in every thread of a warpgroup."""
-    values = _receive(numbers, slot, 8)
+    values = _receive(numbers, slot, NUMBERS)
     return QueryTile(values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7])
 
 
 @gluon.jit
 def receive_key_tile(numbers, slot, TOKENS: gl.constexpr):
     """What was sent, in every thread of a warpgroup. rests are those of TOKENS alone."""
-    values = _receive(numbers, slot, NUMBERS if TOKENS else NUMBERS - 1)
+    values = _receive(numbers, slot, NUMBERS + 1 if TOKENS else NUMBERS)
     if not TOKENS:
         values = values + (values[0],)
     return KeyTile(values[0], values[1], values[2], values[3], values[4], values[5], values[6], values[7], values[8])

@@ -211,7 +211,7 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     memory = step_memory(dtype, BLOCK_D, Q_STAGES, GRAD_STAGES)
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS, 1], vector)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS + 1 if TOKENS else NUMBERS, 1], vector)
     tiles = make_pipeline(STAGES=1, FILLS=2, READERS=2)  # filled by TMA and by the numbers
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)

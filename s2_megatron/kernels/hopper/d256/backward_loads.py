@@ -117,4 +117,4 @@ def produce(loads, schedule):
         passes = walk_lists(loads, schedule)
     else:
         passes = walk_ranges(loads, schedule)
-    end_tiles(loads, passes)
+    end_tiles(loads, passes, schedule.TOKENS)
