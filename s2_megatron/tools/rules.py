@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import RangePattern
 
 LONG, WINDOW, STRIDE = 4096, 512, 8  # tokens, tokens, blocks: of what the study of 8,192 tokens is taken to say
+
+
+def canonical(head: HeadPattern) -> HeadPattern:
+    """The same head with its ranges of one stride joined."""
+    return HeadPattern(*head.canonical)
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
         if coverage == 1 or not all(isinstance(pattern, RangePattern) for pattern in layers):
             continue
         heads = {
-            (head.touched_ranges, head.offset)
+            (canonical(head).touched_ranges, canonical(head).offset)
             for pattern in {id(each): each for each in layers}.values()
             for head in pattern.heads
         }
@@ -128,7 +134,7 @@ def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
     windows: dict[str, int] = {}  # the largest of every spec, in tokens
     for layer in sparsity.layers:
         for head in layer.pattern.heads:
-            (blocks, _), *beyond = head.touched_ranges
+            (blocks, _), *beyond = canonical(head).touched_ranges
             sees_more = any(stride < STRIDE for _, stride in beyond)  # than what was measured
             tokens = WINDOW if sees_more else head.window or blocks * sparsity.block_size
             windows[layer.spec] = max(tokens, windows.get(layer.spec, tokens))
