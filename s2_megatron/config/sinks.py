@@ -13,15 +13,23 @@ MEASURED = (
 def without_sink(sparsity: ResolvedSparsity) -> str | None:
     """A sentence about the specs of which a query head does not see the first token at the end of a sequence; None
     where all heads do."""
-    last, hidden = sparsity.n_blocks - 1, {}
+    last = sparsity.n_blocks - 1
+    known: dict[int, int] = {}  # by pattern: of how many heads
+    hidden: dict[str, int] = {}
+    heads: dict[str, int] = {}
     for layer in sparsity.all_layers:
-        if layer.pattern is not None and layer.spec not in hidden:
-            heads = [int(layer.pattern.key_blocks(head, last)[0]) > 0 for head in range(sparsity.num_heads)]
-            if any(heads):
-                hidden[layer.spec] = sum(heads)
-    if not hidden:
+        pattern = layer.pattern
+        if pattern is None:
+            continue
+        if id(pattern) not in known:
+            known[id(pattern)] = sum(pattern.key_blocks(head, last)[0] > 0 for head in range(sparsity.num_heads))
+        hidden[layer.spec] = hidden.get(layer.spec, 0) + known[id(pattern)]
+        heads[layer.spec] = heads.get(layer.spec, 0) + sparsity.num_heads
+    if not any(hidden.values()):
         return None
-    specs = ", ".join(f"{count} of {sparsity.num_heads} query heads of spec {spec}" for spec, count in hidden.items())
+    specs = " and ".join(
+        f"{count} of {heads[spec]} query heads in the layers of spec {spec}" for spec, count in hidden.items() if count
+    )
     return (
         f"{specs} do not see the first token, on which dense models put the weight that belongs nowhere ({MEASURED}); "
         "use sink_tokens: 64"
