@@ -4,18 +4,15 @@ B is the block size, W the window, n the sink tokens; w, e = divmod(W, B) and b,
 block k lie d = q - k apart, r and c are places inside of them. The window sees token pairs with B * d + r - c < W:
 all of a block pair with d < w (on the diagonal as far as it is causal), of d = w those with c > r - e, and, if e > 1,
 of d = w + 1 those with c > r - e + B. The sink sees all of the key blocks before b, and of b the places c < s.
+
+A `head` is a HeadPattern (head.py, which imports this module).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from s2_megatron.patterns.checks import Ranges
-
-if TYPE_CHECKING:
-    from s2_megatron.patterns.head import HeadPattern
 
 Bounds = list[tuple[int, int | None, int]]  # [(first distance, distance limit or None, stride)]
 
@@ -50,7 +47,7 @@ def covers_window(ranges: Ranges, window: int, block_size: int) -> bool:
     return end is None or end >= touched_blocks(window, block_size)
 
 
-def attends_whole(head: HeadPattern, query_block, key_block) -> np.ndarray:
+def attends_whole(head, query_block, key_block) -> np.ndarray:
     """bool: whether all causal token pairs of two blocks are attended. Integers or arrays, which broadcast."""
     query_block, key_block = np.asarray(query_block), np.asarray(key_block)
     distance = query_block - key_block
@@ -63,7 +60,7 @@ def attends_whole(head: HeadPattern, query_block, key_block) -> np.ndarray:
     return seen
 
 
-def _seen_whole_below(head: HeadPattern, query: np.ndarray) -> np.ndarray:
+def _seen_whole_below(head, query: np.ndarray) -> np.ndarray:
     """How many key blocks below the diagonal each query block attends as a whole."""
     first = 0 if not head.sink_tokens else head.sink_tokens // head.block_size  # the blocks before it are all seen
     total = np.minimum(first, query)
@@ -75,7 +72,7 @@ def _seen_whole_below(head: HeadPattern, query: np.ndarray) -> np.ndarray:
     return total
 
 
-def row_terms(head: HeadPattern, block_size: int, n_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def row_terms(head, block_size: int, n_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """How many keys each query token attends, as a sum of products: [(weights int64 [n_blocks], keys int64
     [block_size])], where row r of query block q attends the sum of weights[q] * keys[r] keys."""
     query, row = np.arange(n_blocks, dtype=np.int64), np.arange(block_size, dtype=np.int64)
