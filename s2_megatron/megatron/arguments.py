@@ -12,7 +12,7 @@ import os
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
-from s2_megatron.config.errors import printable, shown
+from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
@@ -26,8 +26,7 @@ from s2_megatron.megatron.patches import (
     install_model_check,
 )
 from s2_megatron.megatron.preflight.datasets import check_tokens
-from s2_megatron.megatron.preflight.flags import check_first_token
-from s2_megatron.megatron.preflight.schedule import compare_schedules
+from s2_megatron.megatron.preflight.mistakes import check_first_token
 from s2_megatron.megatron.records.counted_targets import count_targets
 from s2_megatron.megatron.records.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.records.position_loss import PositionLoss, measure_position_loss
@@ -209,14 +208,6 @@ def _check_backend(args: Namespace, run: S2Run) -> None:
         raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
 
 
-def _compare_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Raises ValueError when --load would resume another model, sparsity or schedule."""
-    checkpoint = compare_with_checkpoint(args, sparsity)
-    if checkpoint is not None and checkpoint.scheduler is not None and not checkpoint.weights_only:
-        where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
-        compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
-
-
 def _check_losses(args: Namespace, flags: RunFlags) -> None:
     """Raises ValueError for a loss by position, or from a token on, that this run cannot have."""
     if flags.position_buckets is not None:
@@ -250,7 +241,7 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     """
     _check_losses(args, RunFlags.from_args(args))
     run = None if args.s2_config is None else _resolve_run(args, elsewhere=elsewhere)
-    _compare_checkpoint(args, None if run is None else run.sparsity)
+    compare_with_checkpoint(args, None if run is None else run.sparsity)
     return run
 
 

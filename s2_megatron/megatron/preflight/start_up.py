@@ -7,45 +7,29 @@ held back until the start is through, so that an error is the last line and near
 
 from __future__ import annotations
 
-import errno
 import functools
 import io
-import linecache
 import os
 import re
 import sys
-import traceback
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from s2_megatron.config.errors import nearest_name, printable
+from s2_megatron.megatron.errors import TRACEBACK, error_text, is_of_the_machine
 from s2_megatron.megatron.host.processes import tell_torchrun
 from s2_megatron.megatron.preflight.datasets import check_datasets
 from s2_megatron.megatron.preflight.files import check_files
-from s2_megatron.megatron.preflight.flags import check_flags
-from s2_megatron.megatron.records.status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
+from s2_megatron.megatron.preflight.mistakes import check_flags
+from s2_megatron.megatron.records.status import is_first_of_node, wait_for_first_of_node, write_status
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.printing import held as held_lines
 from s2_megatron.printing import open_streams, print_once
 
-PACKAGE = str(Path(__file__).resolve().parents[2])
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"  # of pretrain_gpt_s2.py, as of Megatron's pretrain_gpt.py
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
-LONGEST = 900  # characters of Megatron's messages
-# The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
-OF_THE_MACHINE = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ECONNREFUSED,
-)
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class _Held(io.StringIO):
@@ -115,38 +99,6 @@ def _flag_error(message: str, parser: ArgumentParser) -> str:
     return f"{printable(flag, 400)}{found or '; expected what pretrain_gpt_s2.py --help says'}"
 
 
-def _failing_line(error: BaseException) -> str:
-    """The line of source that raised: the message of an `assert` without one."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{linecache.getline(frame.filename, frame.lineno or 0).strip()} ({Path(frame.filename).name})"
-
-
-def error_text(error: BaseException, printed: str = "") -> str:
-    """The text of an error's line. printed: what Megatron has printed so far, which says why it exits."""
-    text = str(error)
-    if isinstance(error, SystemExit):
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "it does not say why")
-        return (
-            f"Megatron ended the start with sys.exit({error.code!r}): {printable(last.strip(), LONGEST)}; expected "
-            f"flags that it takes; correct them ({TRACEBACK} shows where)"
-        )
-    raised_by = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    if isinstance(error, ValueError) and raised_by.startswith(PACKAGE):
-        return text
-    if isinstance(error, OSError) and error.filename is not None:
-        name = printable(error.filename, 300)
-        return f"{name}: {error.strerror}; expected a file that can be used; correct the flag that names it"
-    said = printable(" ".join(text.split()) or _failing_line(error), LONGEST)
-    refused, expected = "these flags", "flags that it takes; correct them"
-    if CONNECTIONS in said:  # no flag: 1 for tensor and context parallelism, more for FSDP
-        variable = f"{CONNECTIONS}={8 if os.environ.get(CONNECTIONS) == '1' else 1}"
-        refused = "this environment"
-        expected = f"{variable} in the environment; export {variable}, or write it in front of the command"
-    elif re.search(r"\b(TE|Transformer Engine)( version)? *>=", said) and find_spec("transformer_engine") is None:
-        expected += ", or check where Transformer Engine is installed, which it is not here"
-    return f"Megatron refuses {refused}: {said} ({type(error).__name__}); expected {expected} ({TRACEBACK} shows where)"
-
-
 def check_repeats(arguments: list[str]) -> None:
     """Raises ValueError for a pattern such as `[1]*999999999` or `(t|)*999999999`, which Megatron writes out."""
     for word in arguments:
@@ -176,10 +128,9 @@ def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
     return parse_args(with_error_lines(provider), ignore_unknown)
 
 
-def check_before(args: Namespace, *, elsewhere: bool = False) -> list[str]:
-    """Flags and files of a run, before Megatron validates its arguments. elsewhere: another machine than this one
-    trains. Returns warnings. Raises ValueError."""
-    check_flags(args, elsewhere=elsewhere)
+def check_before(args: Namespace) -> list[str]:
+    """Flags and files of a run, before Megatron validates its arguments. Returns warnings. Raises ValueError."""
+    check_flags(args)
     warnings = check_files(args)
     check_datasets(args)
     return warnings
@@ -245,11 +196,6 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
     except OSError as error:  # of stdout: stderr takes everything
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
         refuse(f"standard output: {error.strerror}; expected room for the log; free some, or write it to another disk")
-
-
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether an error is none of the settings: memory, a file system or a network that fails."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)
 
 
 def record(state: str, text: str, status: int) -> None:
