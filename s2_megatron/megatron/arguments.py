@@ -26,7 +26,6 @@ from s2_megatron.megatron.patches import (
     install_model_check,
 )
 from s2_megatron.megatron.preflight.datasets import check_tokens
-from s2_megatron.megatron.preflight.mistakes import check_first_token
 from s2_megatron.megatron.records.counted_targets import count_targets
 from s2_megatron.megatron.records.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.records.position_loss import PositionLoss, measure_position_loss
@@ -217,8 +216,12 @@ def _check_losses(args: Namespace, flags: RunFlags) -> None:
                 "leave one out"
             )
         PositionLoss(flags.position_buckets, flags.seq_length)
-    if args.padded_vocab_size:
-        check_first_token(flags.first_token, args.padded_vocab_size)
+    vocabulary = args.padded_vocab_size if args.vocab_size is None else args.vocab_size + 1  # one of a tokenizer's own
+    if None not in (flags.first_token, vocabulary) and flags.first_token >= vocabulary:
+        raise ValueError(
+            f"--s2-loss-from-token={flags.first_token}: the vocabulary has no token above {vocabulary - 1}, and no "
+            "prediction would count; expected one of its tokens; name the first token that counts"
+        )
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
 

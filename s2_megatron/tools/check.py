@@ -15,6 +15,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -141,9 +142,9 @@ class _Check:
         check_flags(self.args, elsewhere=self.elsewhere, own_data=self.own)
 
     def files(self) -> None:
-        from s2_megatron.megatron.preflight.files import check_files
+        from s2_megatron.megatron.preflight.mistakes import check_written
 
-        self.notes += check_files(self.args)
+        check_written(self.args)
 
     def data(self) -> None:
         from s2_megatron.megatron.preflight.datasets import check_datasets
@@ -198,6 +199,7 @@ class _Check:
         if not (self.elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
             pretrain_cfg_container_from_args(args, model_config)
         self.notes += [NO_CONFIG] if self.run is None else plan_warnings(self.run.sparsity)
+        self.notes += _space_notes(args)
 
     def schedule(self, resumed: dict | None) -> None:
         from megatron.core import num_microbatches_calculator as batches
@@ -272,6 +274,30 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
     raise Mistakes(texts) from first
 
 
+def _space_notes(args: argparse.Namespace) -> list[str]:
+    """A warning where --save's disk has no room for one more checkpoint: weights, and Adam's moments and fp32 copy of
+    16-bit weights unless --no-save-optim; by Megatron's count of parameters. args: validated, with the vocabulary."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    from s2_megatron.megatron.host.paths import existing, is_remote
+
+    if args.save is None or is_remote(args.save) or not args.padded_vocab_size:
+        return []
+    sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "data")
+    one = dict.fromkeys((f"{kind}_parallel_size" for kind in sizes), 1) | {"world_size": 1}
+    whole = argparse.Namespace(**vars(args) | one | {"use_distributed_optimizer": False})
+    parameters = compute_weight_and_optimizer_memory(whole) / 18  # its bytes for each
+    half = args.bf16 or args.fp16
+    needed = parameters * ((2 if half else 4) + (0 if args.no_save_optim else 12 if half else 8))
+    free = shutil.disk_usage(existing(Path(args.save).absolute())).free
+    if free >= needed:
+        return []
+    return [
+        f"WARNING: --save={printable(args.save, 200)} has {free / 1e9:,.2f} GB free, and one checkpoint takes about "
+        f"{needed / 1e9:,.2f} GB; free some, or name another folder"
+    ]
+
+
 def _check_tokenizer(args: argparse.Namespace) -> list[str]:
     """Builds the tokenizer, which gives args the size of the vocabulary. Returns a note for one of the Hugging Face hub
     that this machine has not downloaded: without a network the hub's library tries for a minute."""
@@ -321,13 +347,14 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit:  # --help
         return 0
     except Mistakes as mistakes:
-        from s2_megatron.megatron.preflight.start_up import record
+        from s2_megatron.megatron.preflight.start_up import save_folder
+        from s2_megatron.megatron.records.status import write_status
 
         if args.s2_traceback:
             raise mistakes.__cause__ from None
         if args.record:
             more = f" (and {len(mistakes.texts) - 1} more)" if len(mistakes.texts) > 1 else ""
-            record("refused", mistakes.texts[0] + more, 2)
+            write_status(save_folder(sys.argv[1:]), "refused", " ".join(mistakes.texts[0].split()) + more, status=2)
         for text in mistakes.texts:
             print(f"error: {text}", file=sys.stderr)
         return 2

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.megatron.host.cuda_on_cpu import ON_GPUS_ONLY
-from s2_megatron.megatron.preflight.files import WRITTEN_FILES, WRITTEN_FOLDERS
-from s2_megatron.megatron.preflight.mistakes import MISTAKES, WRITTEN_INTERVALS
+from s2_megatron.megatron.preflight.mistakes import MISTAKES, WRITTEN_FILES, WRITTEN_FOLDERS, WRITTEN_INTERVALS
 from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, flag_of
 from tests.checkpoints import write_checkpoint
 from tests.megatron.arguments import BASE, CONFIG

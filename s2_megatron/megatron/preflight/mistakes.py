@@ -14,7 +14,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoints.folder import TRACKER, checkpoint_to_load
-from s2_megatron.megatron.host.paths import is_remote
+from s2_megatron.megatron.host.paths import check_writable, is_remote
 from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, split_shares
 from s2_megatron.megatron.preflight.values import Mistake, check_values, flag_of, refuse_first
 
@@ -22,31 +22,30 @@ from s2_megatron.megatron.preflight.values import Mistake, check_values, flag_of
 def _has_part(args: Namespace, part: int) -> bool:
     """Whether there is data to validate with (1), or to test with (2)."""
     own = (args.train_data_path, args.valid_data_path, args.test_data_path)
-    if args.per_split_data_args_path:
-        return True  # the lists are in a file
-    if any(own):
-        return bool(own[part])
-    return bool(split_shares(args.split or DEFAULT_SPLIT)[part:] and split_shares(args.split or DEFAULT_SPLIT)[part])
+    in_file = bool(args.per_split_data_args_path)
+    shares = split_shares(args.split or DEFAULT_SPLIT)
+    return in_file or bool(own[part] if any(own) else shares[part:] and shares[part])
+
+
+def _sources(args: Namespace) -> dict[str, bool]:
+    """Of each flag that names a checkpoint to load: whether one may be there. What lies in other storage, or in folders
+    of the nodes, is not known."""
+    of_nodes = args.non_persistent_ckpt_type is not None
+    given = [("--load", args.load, args.ckpt_step), ("--pretrained-checkpoint", args.pretrained_checkpoint, None)]
+    return {
+        flag: is_remote(folder) or checkpoint_to_load(Path(folder), setting=flag, step=step) is not None or of_nodes
+        for flag, folder, step in given
+        if folder
+    }
 
 
 def _loads_nothing(args: Namespace) -> bool:
     """Whether a training begins with the weights that its model was built with."""
-    if args.skip_train or args.non_persistent_ckpt_type is not None:
-        return False  # the latter may lie in the nodes' own folders
-    given = [("--load", args.load, args.ckpt_step), ("--pretrained-checkpoint", args.pretrained_checkpoint, None)]
-    return not any(
-        folder and (is_remote(folder) or checkpoint_to_load(Path(folder), setting=flag, step=step))
-        for flag, folder, step in given
-    )
+    return not (args.skip_train or any(_sources(args).values()))
 
 
 # Intervals at which Megatron writes tensors into the folder of --save.
-WRITTEN_INTERVALS = (
-    "save_params_interval",
-    "save_activations_interval",
-    "save_wgrads_interval",
-    "save_dgrads_interval",
-)
+WRITTEN_INTERVALS = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads"))
 
 MISTAKES: dict[str, Mistake] = {
     "no data to validate with": Mistake(
@@ -62,16 +61,14 @@ MISTAKES: dict[str, Mistake] = {
         "--merge-file; expected a tokenizer; add --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER",
         own_data=True,
     ),
-    "full_validation": Mistake(
-        lambda args: args.full_validation and not args.multiple_validation_sets,
-        "--full-validation without --multiple-validation-sets: Megatron fails at the first evaluation; expected both; "
-        "add --multiple-validation-sets, which takes a single set, too",
-    ),
-    "validation_set_names": Mistake(
-        lambda args: bool(args.validation_set_names) and not args.multiple_validation_sets,
-        "--validation-set-names without --multiple-validation-sets: Megatron fails at the first evaluation; expected "
-        "both; add that, and --full-validation, or leave the names out",
-    ),
+    **{
+        name: Mistake(
+            lambda args, name=name: getattr(args, name) and not args.multiple_validation_sets,
+            f"{flag_of(name)} without --multiple-validation-sets: Megatron fails at the first evaluation; expected "
+            "both; add --multiple-validation-sets, which takes a single set, too",
+        )
+        for name in ("full_validation", "validation_set_names")
+    },
     "multiple_validation_sets and a test set": Mistake(
         lambda args: args.multiple_validation_sets and args.full_validation and _has_part(args, 2),
         "--multiple-validation-sets with a test set: Megatron evaluates that as if it were several; expected none; "
@@ -84,8 +81,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "use_persistent_ckpt_worker": Mistake(
         lambda args: args.use_persistent_ckpt_worker and args.non_persistent_ckpt_type == "local",
-        "--use-persistent-ckpt-worker with --non-persistent-ckpt-type local: the model's tensors cannot be handed to "
-        "that worker, and the first local checkpoint fails; expected one of the two; leave "
+        "--use-persistent-ckpt-worker with --non-persistent-ckpt-type local: the first local checkpoint fails, for "
+        "the model's tensors cannot be handed to that worker; expected one of the two; leave "
         "--use-persistent-ckpt-worker out (--async-save may stay)",
     ),
     **{
@@ -99,14 +96,13 @@ MISTAKES: dict[str, Mistake] = {
     "perform_initialization": Mistake(
         lambda args: args.perform_initialization is False and _loads_nothing(args),
         "--no-initialization without a checkpoint to load: the weights would be what the memory holds; expected one; "
-        "leave --no-initialization out, or add --load with the folder of a checkpoint",
+        "leave --no-initialization out, or add --load FOLDER",
         own_data=True,
     ),
     "init_model_with_meta_device": Mistake(
         lambda args: args.init_model_with_meta_device and not args.use_megatron_fsdp and _loads_nothing(args),
         "--init-model-with-meta-device without a checkpoint to load and without --use-megatron-fsdp: the weights would "
-        "be what the memory holds; expected one of the two; leave --init-model-with-meta-device out, or add --load "
-        "with the folder of a checkpoint",
+        "be what the memory holds; expected one of the two; leave the flag out, or add --load FOLDER",
         own_data=True,
     ),
     "rampup_batch_size": Mistake(
@@ -117,57 +113,57 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-def check_machine(args: Namespace) -> None:
-    """Raises ValueError for a package that is missing here, for which Megatron asks after its first steps."""
-    for name in ("save_activations_interval", "save_dgrads_interval"):
-        if getattr(args, name, None) is not None and find_spec("transformer_engine") is None:
-            raise ValueError(
-                f"{flag_of(name)}={getattr(args, name)}: Transformer Engine is not installed, and Megatron looks for "
-                "its layers; expected it; pip install 'transformer-engine[pytorch]', or leave the flag out"
-            )
+# Packages that are missing here, for which Megatron asks after its first steps.
+MISSING = tuple(
+    Mistake(
+        lambda args, name=name: getattr(args, name) is not None and find_spec("transformer_engine") is None,
+        f"{flag_of(name)}={{{name}}}: Transformer Engine is not installed, and Megatron looks for its layers; expected "
+        "it; pip install 'transformer-engine[pytorch]', or leave the flag out",
+    )
+    for name in ("save_activations_interval", "save_dgrads_interval")
+)
 
 
 def check_load(args: Namespace) -> None:
     """Raises ValueError where a run is told to load, and there is nothing to load: Megatron would begin with random
     weights, and say so in the middle of its log. --load may be empty where --save is the same folder."""
-    needing = [
-        name for name in ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args") if getattr(args, name)
-    ]
-    of_nodes = args.non_persistent_ckpt_type is not None  # in folders of their own
-    if (source := args.pretrained_checkpoint) is not None:
-        if not is_remote(source) and checkpoint_to_load(Path(source), setting="--pretrained-checkpoint") is None:
-            raise ValueError(
-                f"--pretrained-checkpoint={printable(source, 200)}: no checkpoint there; expected one; name the folder "
-                f"that has {TRACKER}"
-            )
-    elif needing and args.load is None:
-        raise ValueError(
-            f"{flag_of(needing[0])} without --load: there is nothing to load; expected a checkpoint; add --load FOLDER"
-        )
-    if args.load is None or is_remote(args.load):
-        return
-    found = checkpoint_to_load(Path(args.load), step=args.ckpt_step)
-    nul = "\0" in f"{args.load}{args.save}"
-    to_come = args.save is not None and not nul and os.path.realpath(args.load) == os.path.realpath(args.save)
-    if found is None and source is None and not of_nodes and (needing or not to_come):
-        inside = re.fullmatch(r"iter_0*(\d+)", Path(args.load).absolute().name)
+    found = _sources(args)
+    names = ("finetune", "exit_on_missing_checkpoint", "use_checkpoint_args")
+    needing = next((flag_of(name) for name in names if getattr(args, name)), None)
+    if needing and not found:
+        raise ValueError(f"{needing} without --load: there is nothing to load; expected one; add --load FOLDER")
+    flag, folder, to_come = "--pretrained-checkpoint", args.pretrained_checkpoint, False
+    if flag not in found:
+        flag, folder, known = "--load", args.load, None not in (args.load, args.save)
+        known = known and not needing and "\0" not in folder + args.save
+        to_come = known and os.path.realpath(folder) == os.path.realpath(args.save)
+    if not found.get(flag, True) and not to_come:
+        inside = re.fullmatch(r"iter_0*(\d+)", Path(folder).absolute().name)
         fix = f"give its parent and --ckpt-step {inside[1]}" if inside else f"name the folder that has {TRACKER}"
-        what = f"{flag_of(needing[0])} with " if needing else ""
-        also = "" if needing else ", and it is not the folder of --save"
+        also = "" if needing or flag != "--load" else ", and it is not the folder of --save"
         raise ValueError(
-            f"{what}--load={printable(args.load, 200)}: no checkpoint there{also}; expected a checkpoint, for the run "
-            f"would begin with random weights; {fix}, or leave {flag_of(needing[0]) if needing else '--load'} out"
+            f"{f'{needing} with ' if needing else ''}{flag}={printable(folder, 200)}: no checkpoint there{also}; "
+            f"expected a checkpoint, for the run would begin with random weights; {fix}, or leave {needing or flag} out"
         )
 
 
-def check_first_token(first: int | None, vocabulary: int) -> None:
-    """Raises ValueError when the loss would count no token. first: --s2-loss-from-token. vocabulary: how many tokens
-    there may be, with one that a tokenizer adds to --vocab-size, or with the padding."""
-    if first is not None and first >= vocabulary:
-        raise ValueError(
-            f"--s2-loss-from-token={first}: the vocabulary has no token above {vocabulary - 1}, and no prediction "
-            "would count; expected one of its tokens; name the first token that counts"
-        )
+# Folders that are written, by the argument's name; of files, the folder that holds them.
+WRITTEN_FOLDERS = (
+    "save", "tensorboard_dir", "wandb_save_dir", "data_cache_path", "flight_recorder_dump_path",
+    "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir",
+)  # fmt: skip
+WRITTEN_FILES = ("s2_loss_log",)
+
+
+def check_written(args: Namespace) -> None:
+    """Raises ValueError for a folder that cannot be made or written, for a file where a folder belongs, and for a path
+    without a character, which Megatron takes for none. Nothing is written. Other storage (s3://) is not looked at."""
+    for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES, "load", "pretrained_checkpoint"):
+        value, flag = getattr(args, name, None), flag_of(name)
+        if value == "":
+            raise ValueError(f"{flag} is empty (an unset variable?); expected a path; set it, or leave the flag out")
+        if value and not is_remote(str(value)) and name in WRITTEN_FOLDERS + WRITTEN_FILES:
+            check_writable(f"{flag}={printable(value, 200)}", value, is_file=name in WRITTEN_FILES)
 
 
 def check_flags(args: Namespace, *, elsewhere: bool = False, own_data: bool = True) -> None:
@@ -175,8 +171,5 @@ def check_flags(args: Namespace, *, elsewhere: bool = False, own_data: bool = Tr
     datasets are those of pretrain_gpt_s2.py. Raises ValueError."""
     check_values(args)
     refuse_first(args, (mistake for mistake in MISTAKES.values() if own_data or not mistake.own_data))
-    if not elsewhere:
-        check_machine(args)
-    if args.vocab_size is not None:
-        check_first_token(getattr(args, "s2_loss_from_token", None), args.vocab_size + 1)
+    refuse_first(args, () if elsewhere else MISSING)
     check_load(args)

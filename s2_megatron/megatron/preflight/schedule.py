@@ -6,26 +6,17 @@ from __future__ import annotations
 from argparse import Namespace
 from types import SimpleNamespace
 
-from s2_megatron.megatron.errors import error_text
-
 POINTS = 64  # of a training that are looked at
 
 
 def check_schedule(args: Namespace, resumed: dict | None = None) -> None:
-    """Raises ValueError with Megatron's words for a schedule that it does not take, or fails on later.
+    """Raises what Megatron raises for a schedule that it does not take, or fails on later.
 
     args: Megatron's, validated; its calculator of microbatches has been made. resumed: the schedule in a checkpoint
     whose optimizer goes on.
     """
     if args.skip_train:  # without an optimizer
         return
-    try:
-        _go_through(args, resumed)
-    except (AssertionError, ValueError, TypeError, ArithmeticError, OverflowError) as error:
-        raise ValueError(error_text(error)) from error
-
-
-def _go_through(args: Namespace, resumed: dict | None) -> None:
     from megatron.core import num_microbatches_calculator as batches
     from megatron.training import training
     from megatron.training.global_vars import set_args

@@ -13,27 +13,24 @@ from typing import NamedTuple
 from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 
-LARGE = 2**31 - 1
-# Integer flags -> (least, most). Sizes beyond `most` are a slip that fills the memory, or lists without end.
-RANGES = {
-    **dict.fromkeys(("num_layers", "num_virtual_stages_per_pipeline_rank"), (1, MOST_LAYERS)),
-    **dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "moe_layer_freq"), (1, MOST_LAYERS)),
-    **dict.fromkeys(("num_attention_heads", "num_query_groups"), (1, MOST_HEADS)),
-    **dict.fromkeys(("seq_length", "max_position_embeddings", "s2_position_loss"), (1, MOST_SEQ_LENGTH)),
-    **dict.fromkeys(("hidden_size", "micro_batch_size", "make_vocab_size_divisible_by"), (1, 2**20)),
-    **dict.fromkeys(("ffn_hidden_size",), (1, 2**24)),
-    **dict.fromkeys(("kv_channels", "tensor_model_parallel_size", "pipeline_model_parallel_size"), (1, 2**16)),
-    **dict.fromkeys(("context_parallel_size",), (1, 2**16)),
-    **dict.fromkeys(("vocab_size", "global_batch_size"), (1, LARGE)),
-    **dict.fromkeys(("mtp_num_layers",), (0, MOST_LAYERS)),
-    **dict.fromkeys(("num_workers",), (0, 2**16)),
-    # Megatron takes 0 and less for never, or for at once.
-    **dict.fromkeys(("train_iters", "save_interval", "eval_interval", "exit_interval", "ckpt_step"), (1, 10**12)),
-    **dict.fromkeys(("gpu_sniff_test_interval", "rotary_base", "rotary_seq_len_interpolation_factor"), (1, 10**12)),
-    **dict.fromkeys(("exit_duration_in_mins", "distributed_timeout_minutes"), (1, LARGE)),
-    "eval_iters": (0, 10**12),
-    "seed": (1, LARGE),
+# (least, most) -> integer flags. Sizes beyond `most` are a slip that fills the memory, or lists without end. Of
+# iterations, intervals and times Megatron takes 0 and less for never, or for at once.
+LIMITS = {
+    (1, MOST_LAYERS): "num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "moe_layer_freq",
+    (0, MOST_LAYERS): "mtp_num_layers",
+    (1, MOST_HEADS): "num_attention_heads num_query_groups",
+    (1, MOST_SEQ_LENGTH): "seq_length max_position_embeddings s2_position_loss",
+    (1, 2**16): "kv_channels tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
+    (0, 2**16): "num_workers",
+    (1, 2**20): "hidden_size micro_batch_size make_vocab_size_divisible_by",
+    (1, 2**24): "ffn_hidden_size",
+    (1, 2**31 - 1): "vocab_size global_batch_size seed exit_duration_in_mins distributed_timeout_minutes",
+    (1, 10**12): "train_iters save_interval eval_interval exit_interval ckpt_step gpu_sniff_test_interval rotary_base "
+    "rotary_seq_len_interpolation_factor",
+    (0, 10**12): "eval_iters",
 }
+RANGES = {name: limits for limits, names in LIMITS.items() for name in names.split()}
 
 
 def flag_of(name: str) -> str:
@@ -45,10 +42,9 @@ def check_ranges(args: Namespace) -> None:
     for name, (least, most) in RANGES.items():
         value = getattr(args, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
-            near = min(max(value, least), most)
-            shown = value if abs(value) < 10**18 else printable(str(value)[:30] + "...")
+            near, flag = min(max(value, least), most), flag_of(name)
             raise ValueError(
-                f"{flag_of(name)}={shown}: expected {least} to {most}; use {flag_of(name)} {near}, or leave it out"
+                f"{flag}={printable(value, 30)}: expected {least} to {most}; use {flag} {near}, or leave it out"
             )
 
 
@@ -83,34 +79,30 @@ class Mistake(NamedTuple):
     own_data: bool = False
 
 
-class _Arguments:
+class _Arguments(Namespace):
     """Megatron's, with None for those that another release does not have, or inspect does not read."""
 
-    def __init__(self, args: Namespace):
-        self._args = args
-
-    def __getattr__(self, name: str):
-        return getattr(self._args, name, None)
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def refuse_first(args: Namespace, mistakes: Iterable[Mistake]) -> None:
     """Raises ValueError for the first of the mistakes that these arguments make."""
-    given = _Arguments(args)
+    given = _Arguments(**vars(args))
     for mistake in mistakes:
         if mistake.made(given):
-            raise ValueError(mistake.text.format(**{name: _shown(value) for name, value in vars(args).items()}))
-
-
-def _shown(value: object) -> str:
-    return printable(" ".join(map(str, value)) if isinstance(value, list | tuple) else value, 200)
+            values = {
+                name: " ".join(map(str, value)) if isinstance(value, list) else value
+                for name, value in vars(args).items()
+            }
+            raise ValueError(mistake.text.format(**{name: printable(value, 200) for name, value in values.items()}))
 
 
 ENDLESS = Mistake(
     lambda args: (
-        args.recompute_granularity == "full"
+        (args.recompute_granularity, args.recompute_method) == ("full", "uniform")
         and not (args.recompute_activations or args.skip_train)  # the older flag wins
-        and args.recompute_method == "uniform"
-        and isinstance(args.recompute_num_layers, int)
+        and args.recompute_num_layers is not None
         and args.recompute_num_layers < 1
     ),
     "--recompute-num-layers={recompute_num_layers} with --recompute-method uniform: Megatron never comes to the last "

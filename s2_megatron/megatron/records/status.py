@@ -194,7 +194,7 @@ def recorded_run(args: Namespace) -> Iterator[None]:
                 write_status(args.save, "stopped", line, iteration=iteration, status=status)
             raise
         line = f"Megatron ended with sys.exit({error.code!r}) after {done} iterations; its last lines say why"
-        _ended(args, "failed", line, began, iteration, status or 1)
+        _ended(args.save, "failed", line, began, iteration, status or 1)
         if status:
             raise
         tell_torchrun(f"error: {line}")
@@ -206,13 +206,11 @@ def recorded_run(args: Namespace) -> Iterator[None]:
         if refused or explained or _is_starting(args):
             wait_for_first_of_node()
         if refused:
-            text = str(error) if isinstance(error, CheckpointError) else error_text(error)
-            _ended(args, "refused", text, began, None, 2)
-            _exit_with_line(args, text, began, 2)
-        _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
+            refuse(args.save, str(error) if isinstance(error, CheckpointError) else error_text(error), began)
         if explained:
-            _exit_with_line(args, str(error), began, 1)
-        tell_torchrun(_one_line(error))
+            _ended(args.save, "failed", str(error), began, _steps_done(args)[1], 1)
+            _exit_with_line(args.save, str(error), began, 1)
+        fail(args.save, error, began, _steps_done(args)[1])
         raise
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
@@ -257,32 +255,44 @@ def _is_refusal(args: Namespace, error: BaseException) -> bool:
     return usual and _is_starting(args) and not is_of_the_machine(error)
 
 
-def _recorded(args: Namespace, began: float) -> dict | None:
+def _recorded(save: str | None, began: float) -> dict | None:
     """The error that a rank of this start has written; None without one."""
-    if args.save is None:
+    if save is None:
         return None
     with suppress(ValueError, OSError):
-        found = read_status(args.save)
+        found = read_status(save)
         if found is not None and found["state"] in ("refused", "failed"):
-            return found if (Path(args.save) / FILE).stat().st_mtime >= began else None
+            return found if (Path(save) / FILE).stat().st_mtime >= began else None
     return None
 
 
-def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
+def _ended(save: str | None, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
     """Writes an error, unless another rank has written the one that came first."""
-    if _recorded(args, began) is None:
-        write_status(args.save, state, _in_one_line(line), iteration=iteration, status=status)
+    if _recorded(save, began) is None:
+        write_status(save, state, _in_one_line(line), iteration=iteration, status=status)
 
 
-def _exit_with_line(args: Namespace, line: str, began: float, status: int) -> NoReturn:
+def _exit_with_line(save: str | None, line: str, began: float, status: int) -> NoReturn:
     """Ends with one `error:` line. The first rank of a node prints it; another one only where none has written the same
     into the status file: torchrun, which ends that rank meanwhile, is late on a busy machine."""
     tell_torchrun(f"error: {line}")
-    said = None if is_first_of_node() else _recorded(args, began)
+    said = None if is_first_of_node() else _recorded(save, began)
     rank = int(os.environ.get("RANK", "0"))
     if said is None or said["rank"] == rank or said["line"] != printable(_in_one_line(line), LONGEST_LINE):
         print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def refuse(save: str | None, text: str, began: float) -> NoReturn:
+    """Ends a start with its one `error:` line and status 2. save: of --save. began: time.time() at its start."""
+    _ended(save, "refused", text, began, None, 2)
+    _exit_with_line(save, text, began, 2)
+
+
+def fail(save: str | None, error: BaseException, began: float, iteration: int | None = None) -> None:
+    """Records an error that is raised on. iteration: the last one that was done."""
+    _ended(save, "failed", _one_line(error), began, iteration, 1)
+    tell_torchrun(_one_line(error))
 
 
 def _in_one_line(text: str) -> str:

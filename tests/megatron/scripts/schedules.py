@@ -11,6 +11,7 @@ from megatron.core import num_microbatches_calculator as batches  # noqa: E402
 from megatron.training import training  # noqa: E402
 from megatron.training.global_vars import set_args  # noqa: E402
 
+from s2_megatron.megatron.errors import error_text  # noqa: E402
 from s2_megatron.megatron.preflight.schedule import check_schedule  # noqa: E402
 
 GOOD = dict(
@@ -67,8 +68,8 @@ def checked(changes: dict, resumed: dict | None) -> str | None:
     try:
         check_schedule(args, state)
         return None
-    except ValueError as error:
-        return str(error)
+    except (AssertionError, ValueError, TypeError, ArithmeticError) as error:
+        return error_text(error)
     finally:
         assert vars(args) == before and training.get_args() is args and batches.get_num_microbatches() == first
         batches.unset_num_microbatches_calculator()
