@@ -39,11 +39,6 @@ def _sources(args: Namespace) -> dict[str, bool]:
     }
 
 
-def _loads_nothing(args: Namespace) -> bool:
-    """Whether a training begins with the weights that its model was built with."""
-    return not (args.skip_train or any(_sources(args).values()))
-
-
 # Intervals at which Megatron writes tensors into the folder of --save.
 WRITTEN_INTERVALS = tuple(f"save_{what}_interval" for what in ("params", "activations", "wgrads", "dgrads"))
 
@@ -94,13 +89,16 @@ MISTAKES: dict[str, Mistake] = {
         for name in WRITTEN_INTERVALS
     },
     "perform_initialization": Mistake(
-        lambda args: args.perform_initialization is False and _loads_nothing(args),
+        lambda args: args.perform_initialization is False and not (args.skip_train or any(_sources(args).values())),
         "--no-initialization without a checkpoint to load: the weights would be what the memory holds; expected one; "
         "leave --no-initialization out, or add --load FOLDER",
         own_data=True,
     ),
     "init_model_with_meta_device": Mistake(
-        lambda args: args.init_model_with_meta_device and not args.use_megatron_fsdp and _loads_nothing(args),
+        lambda args: (
+            args.init_model_with_meta_device
+            and not (args.use_megatron_fsdp or args.skip_train or any(_sources(args).values()))
+        ),
         "--init-model-with-meta-device without a checkpoint to load and without --use-megatron-fsdp: the weights would "
         "be what the memory holds; expected one of the two; leave the flag out, or add --load FOLDER",
         own_data=True,

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import NoReturn
@@ -34,17 +34,27 @@ MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
 
 def with_error_lines(provider: Provider) -> Provider:
     """An extra_args_provider whose parser raises ValueError instead of printing its usage and ending the process.
-    Megatron 0.19.2 has help texts with a single %, at which argparse fails."""
+    Megatron 0.19.2 has help texts with a single %, at which argparse fails, and looks some words up in an enum, whose
+    KeyError argparse lets through."""
 
     def extra_args_provider(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser)
         for action in parser._actions:
             action.help = re.sub(r"%%|%(?!\()", "%%", action.help or "")
+        parse_value = parser._get_value
+
+        def get_value(action: Action, text: str):
+            try:
+                return parse_value(action, text)
+            except KeyError as error:
+                names = ", ".join(repr(getattr(choice, "name", choice)) for choice in action.choices or ())
+                among = f" (choose from {names})" if names else ""
+                raise ArgumentError(action, f"invalid choice: {printable(text)!r}{among}") from error
 
         def error(message: str) -> NoReturn:
             raise ValueError(_flag_error(message, parser))
 
-        parser.error = error
+        parser._get_value, parser.error = get_value, error
         return parser
 
     return extra_args_provider

@@ -37,17 +37,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_ranges(args: Namespace) -> None:
-    """Raises ValueError for an integer outside of RANGES."""
-    for name, (least, most) in RANGES.items():
-        value = getattr(args, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and not least <= value <= most:
-            near, flag = min(max(value, least), most), flag_of(name)
-            raise ValueError(
-                f"{flag}={printable(value, 30)}: expected {least} to {most}; use {flag} {near}, or leave it out"
-            )
-
-
 # Of the optimizers, which do not all look at them: (what is taken, in words, one that is)
 NUMBERS = {
     "adam_beta1": (lambda value: 0 <= value < 1, "0 or more and less than 1", 0.9),
@@ -55,19 +44,6 @@ NUMBERS = {
     "adam_eps": (lambda value: value > 0, "above 0", 1e-8),  # 0 / 0 for every row of weights without a gradient
     "lr": (math.isfinite, "a finite number", 3e-4),
 }
-
-
-def check_numbers(args: Namespace) -> None:
-    """Raises ValueError for a floating-point flag that is no number, or outside of NUMBERS."""
-    for name, value in vars(args).items():
-        if isinstance(value, float) and math.isnan(value):
-            raise ValueError(f"{flag_of(name)}=nan: expected a number; correct it, or leave it out")
-    for name, (taken, words, example) in NUMBERS.items():
-        value = getattr(args, name, None)
-        if value is not None and not taken(value):
-            raise ValueError(
-                f"{flag_of(name)}={value:g}: out of its range; expected {words}; use {flag_of(name)} {example:g}"
-            )
 
 
 class Mistake(NamedTuple):
@@ -112,6 +88,18 @@ ENDLESS = Mistake(
 
 def check_values(args: Namespace) -> None:
     """Everything of this module. args: as Megatron's parser left them, or some of them. Raises ValueError."""
-    check_ranges(args)
-    check_numbers(args)
+    for name, value in vars(args).items():
+        flag = flag_of(name)
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{flag}=nan: expected a number; correct it, or leave it out")
+        if name in RANGES and isinstance(value, int) and not isinstance(value, bool):
+            least, most = RANGES[name]
+            if not least <= value <= most:
+                near = min(max(value, least), most)
+                raise ValueError(
+                    f"{flag}={printable(value, 30)}: expected {least} to {most}; use {flag} {near}, or leave it out"
+                )
+        taken, words, example = NUMBERS.get(name, (lambda value: True, "", 0))
+        if value is not None and not taken(value):
+            raise ValueError(f"{flag}={value:g}: out of its range; expected {words}; use {flag} {example:g}")
     refuse_first(args, (ENDLESS,))
