@@ -34,12 +34,8 @@ from s2_megatron.megatron.records.report import (
     report_ignored_flags,
     report_tensor_parallel,
 )
-from s2_megatron.megatron.refusals import (
-    refuse_layers,
-    refuse_softmax_scale,
-    refuse_unsupported,
-    refuse_yaml_command_line,
-)
+from s2_megatron.megatron.refusals.sparsity import refuse_layers, refuse_softmax_scale
+from s2_megatron.megatron.refusals.table import refuse_unsupported, refuse_yaml_command_line
 from s2_megatron.megatron.settings import DENSE_CORES, RunFlags, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of

@@ -28,6 +28,10 @@ SETTING = re.compile(r"\b(args|config|self)\.([A-Za-z_]\w*)")
 NO_FLAGS = ("world_size", "rank", "data_parallel_size")
 
 
+class RunError(ValueError):
+    """Ends a run that trains already; its message says everything, so that no traceback is printed."""
+
+
 def is_of_the_machine(error: BaseException) -> bool:
     """Whether an error is none of the settings: memory, a file system, a GPU or a network that fails."""
     if isinstance(error, OSError):

@@ -9,7 +9,8 @@ from argparse import Namespace
 import pytest
 
 from s2_megatron.megatron import refusals
-from s2_megatron.megatron.refusals import REFUSALS, unproven
+from s2_megatron.megatron.refusals import unproven
+from s2_megatron.megatron.refusals.table import REFUSALS
 from tests.megatron.lifted import lift_unproven_refusals
 
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records import status as run_status
 from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
-from s2_megatron.megatron.refusal import RunError
 from tests.megatron.conftest import ENTRY, ROOT
 from tests.ports import free_port
 

@@ -25,7 +25,7 @@ WRONG_PAIRS: dict[str, Flags] = {
     "virtual stages without a pipeline": {"--num-virtual-stages-per-pipeline-rank": "2"},
 }  # fmt: skip
 
-# Of every entry of megatron/flag_refusals.py: (flags that it refuses beside --s2-config, words of the line).
+# Of every entry of megatron/refusals/flags.py: (flags that it refuses beside --s2-config, words of the line).
 REFUSED_FLAGS: dict[str, tuple[Flags, str]] = {
     "attention_dropout": (
         {"--attention-dropout": "0.1"}, "attention_dropout=0.1, but S2 attention has no dropout; add"),

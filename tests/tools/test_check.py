@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.megatron import flag_refusals
 from s2_megatron.megatron.arguments import add_s2_arguments
 from s2_megatron.megatron.preflight.mistakes import MISTAKES
 from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, flag_of
+from s2_megatron.megatron.refusals import flags as flag_refusals
 from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint

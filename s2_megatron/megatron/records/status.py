@@ -42,9 +42,8 @@ from typing import NoReturn
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoints.folder import CheckpointError
-from s2_megatron.megatron.errors import TRACEBACK, error_text, is_of_the_machine
+from s2_megatron.megatron.errors import TRACEBACK, RunError, error_text, is_of_the_machine
 from s2_megatron.megatron.host.processes import tell_torchrun
-from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 
-from s2_megatron.megatron.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
 from s2_megatron.megatron.settings import is_packed
 
 

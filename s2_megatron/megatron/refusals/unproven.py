@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from s2_megatron.megatron.refusal import Refusal, is_set
 from s2_megatron.megatron.refusals.execution import (
     graphs_hold_experts,
     graphs_with_attention,
     module_names,
     whole_iterations,
 )
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 
 
 def _graphs_of_engine(args: Namespace) -> bool:
