@@ -286,7 +286,10 @@ def _space_notes(args: argparse.Namespace) -> list[str]:
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "data")
     one = dict.fromkeys((f"{kind}_parallel_size" for kind in sizes), 1) | {"world_size": 1}
     whole = argparse.Namespace(**vars(args) | one | {"use_distributed_optimizer": False})
-    parameters = compute_weight_and_optimizer_memory(whole) / 18  # its bytes for each
+    try:
+        parameters = compute_weight_and_optimizer_memory(whole) / 18  # its bytes for each
+    except (AssertionError, ArithmeticError, TypeError):  # a model that it cannot count
+        return []
     half = args.bf16 or args.fp16
     needed = parameters * ((2 if half else 4) + (0 if args.no_save_optim else 12 if half else 8))
     free = shutil.disk_usage(existing(Path(args.save).absolute())).free
