@@ -51,6 +51,7 @@ def make_files(tmp: Path) -> None:
     for name, text in SEQUENCES.items():
         (tmp / name).write_text(text.replace("{tmp}", str(tmp)))
     (tmp / "data_args").write_text(f"1 {tmp}/good")
+    (tmp / "missing_data_args").write_text(f"1 {tmp}/good 1 {tmp}/none")
     (tmp / "no_weights").write_text(f"0 {tmp}/good 0 {tmp}/good")
     for name in ("empty", "cache", "logits"):
         (tmp / name).mkdir()
@@ -229,6 +230,10 @@ BAD = {
     "one of two": Bad(DATA | {"--data-path": ["0.5", "{tmp}/good", "0.5", "{tmp}/none"]},
         ("--data-path={tmp}/none: ",), MOCK),
     "all of two": Bad(DATA | {"--data-path": ["{tmp}/no_index", "{tmp}/none"]}, ("(and 1 more of its 2)",), MOCK),
+    "no list of data": Bad({"--data-args-path": "{tmp}/none"}, ("{tmp}/none: No such file or directory",), MOCK),
+    "lists in no JSON": Bad({"--per-split-data-args-path": "{tmp}/data_args"}, ("JSONDecodeError in ",), MOCK),
+    "a list of missing data": Bad({"--data-args-path": "{tmp}/missing_data_args"},
+        ("--data-args-path={tmp}/missing_data_args={tmp}/none: .idx is missing",), MOCK),
     "a split": Bad(DATA | {"--split": "99:1"}, ("--split=99:1: expected up to three numbers",), MOCK),
     "a split that Megatron reads otherwise": Bad(DATA | {"--split": "1e-9,1,1"},
         ("--split=1e-9,1,1: expected up to three numbers in plain digits",), MOCK),
