@@ -212,10 +212,12 @@ def _check_losses(args: Namespace, flags: RunFlags) -> None:
                 "leave one out"
             )
         PositionLoss(flags.position_buckets, flags.seq_length)
-    vocabulary = args.padded_vocab_size if args.vocab_size is None else args.vocab_size + 1  # one of a tokenizer's own
-    if None not in (flags.first_token, vocabulary) and flags.first_token >= vocabulary:
+    first, vocabulary = flags.first_token, args.padded_vocab_size
+    if first is not None and args.vocab_size is not None:
+        vocabulary = args.vocab_size + 1  # with one that a tokenizer adds
+    if None not in (first, vocabulary) and first >= vocabulary:
         raise ValueError(
-            f"--s2-loss-from-token={flags.first_token}: the vocabulary has no token above {vocabulary - 1}, and no "
+            f"--s2-loss-from-token={first}: the vocabulary has no token above {vocabulary - 1}, and no "
             "prediction would count; expected one of its tokens; name the first token that counts"
         )
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
