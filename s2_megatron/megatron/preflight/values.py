@@ -13,24 +13,24 @@ from typing import NamedTuple
 from s2_megatron.config.errors import printable
 from s2_megatron.config.resolve import MOST_HEADS, MOST_LAYERS, MOST_SEQ_LENGTH
 
-# (least, most) -> integer flags. Sizes beyond `most` are a slip that fills the memory, or lists without end. Of
+# (least, most, integer flags). Sizes beyond `most` are a slip that fills the memory, or lists without end. Of
 # iterations, intervals and times Megatron takes 0 and less for never, or for at once.
-LIMITS = {
-    (1, MOST_LAYERS): "num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
-    "moe_layer_freq",
-    (0, MOST_LAYERS): "mtp_num_layers",
-    (1, MOST_HEADS): "num_attention_heads num_query_groups",
-    (1, MOST_SEQ_LENGTH): "seq_length max_position_embeddings s2_position_loss",
-    (1, 2**16): "kv_channels tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
-    (0, 2**16): "num_workers",
-    (1, 2**20): "hidden_size micro_batch_size make_vocab_size_divisible_by",
-    (1, 2**24): "ffn_hidden_size",
-    (1, 2**31 - 1): "vocab_size global_batch_size seed exit_duration_in_mins distributed_timeout_minutes",
-    (1, 10**12): "train_iters save_interval eval_interval exit_interval ckpt_step gpu_sniff_test_interval rotary_base "
-    "rotary_seq_len_interpolation_factor",
-    (0, 10**12): "eval_iters",
-}
-RANGES = {name: limits for limits, names in LIMITS.items() for name in names.split()}
+LIMITS = (
+    (1, MOST_LAYERS, "num_layers num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank"),
+    (1, MOST_LAYERS, "moe_layer_freq"),
+    (0, MOST_LAYERS, "mtp_num_layers"),
+    (1, MOST_HEADS, "num_attention_heads num_query_groups"),
+    (1, MOST_SEQ_LENGTH, "seq_length max_position_embeddings s2_position_loss"),
+    (1, 2**16, "kv_channels tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
+    (0, 2**16, "num_workers"),
+    (1, 2**20, "hidden_size micro_batch_size make_vocab_size_divisible_by"),
+    (1, 2**24, "ffn_hidden_size"),
+    (1, 2**31 - 1, "vocab_size global_batch_size seed exit_duration_in_mins distributed_timeout_minutes"),
+    (1, 10**12, "train_iters save_interval eval_interval exit_interval ckpt_step gpu_sniff_test_interval"),
+    (1, 10**12, "rotary_base rotary_seq_len_interpolation_factor"),
+    (0, 10**12, "eval_iters"),
+)
+RANGES = {name: (least, most) for least, most, names in LIMITS for name in names.split()}
 
 
 def flag_of(name: str) -> str:
