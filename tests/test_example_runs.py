@@ -69,7 +69,7 @@ def test_a_refused_setting_is_one_line(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     line = done.stderr.splitlines()[-1]
     assert (
-        line.startswith("error: --max-position-embeddings=32768 with --seq-length=40960: ")
+        line.startswith("error: Megatron refuses these flags: max_position_embeddings (32768) must be greater than")
         and done.stderr.count("error:") == 1
     )
 

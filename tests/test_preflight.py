@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import arguments
@@ -41,12 +43,12 @@ def test_an_error_of_the_machine_is_no_refusal(tmp_path, monkeypatch, error):
 @pytest.mark.parametrize(("installed", "said"), [(False, True), (True, False)])
 def test_a_missing_transformer_engine_is_said(monkeypatch, installed, said):
     """A login node need not have it, and Megatron asks for its version."""
-    monkeypatch.setattr(start_up, "find_spec", lambda name: object() if installed else None)
-    text = start_up.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
+    monkeypatch.setattr(errors, "find_spec", lambda name: object() if installed else None)
+    text = errors.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
     assert text.startswith("Megatron refuses these flags: --qk-clip is only supported with TE >= 2.9.0. (Assert")
     assert ("or check where Transformer Engine is installed, which it is not here" in text) == said
     for other in ("--tensor-model-parallel-size", "Transformer Engine cross entropy loss fusion is disabled"):
-        assert "is not here" not in start_up.error_text(AssertionError(other))
+        assert "is not here" not in errors.error_text(AssertionError(other))
 
 
 @pytest.mark.parametrize(("found", "expected"), [("1", "8"), ("8", "1"), (None, "1")])
@@ -55,9 +57,60 @@ def test_connections_are_no_flag(monkeypatch, found, expected):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if found is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", found)
-    text = start_up.error_text(AssertionError("FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one"))
+    text = errors.error_text(AssertionError("FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one"))
     assert text.startswith("Megatron refuses this environment: FSDP always")
     assert f"; expected CUDA_DEVICE_MAX_CONNECTIONS={expected} in the environment; export " in text
+
+
+def raised(function, *arguments) -> str:
+    try:
+        function(*arguments)
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        return errors.error_text(error)
+    raise AssertionError("it raised nothing")
+
+
+def megatrons(tmp_path, lines: str):
+    """A function `check` of Megatron's that has these lines."""
+    file = tmp_path / "megatron" / "arguments.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("def check(args):\n" + "".join(f"    {line}\n" for line in lines.splitlines()))
+    names: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return names["check"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("assert args.lr > 0", "assert args.lr > 0, with --lr=-1.0 (AssertionError in arguments.py); expected"),
+        ("assert (\n    args.lr > 0\n)", "assert ( args.lr > 0 ), with --lr=-1.0 (AssertionError"),
+        ("assert args.lr > 0, 'a rate'", "a rate, with --lr=-1.0 (AssertionError in arguments.py)"),
+        ("assert args.lr > 0, '--lr is a rate'", "--lr is a rate (AssertionError)"),
+        ("args.world_size % args.tp_size", "integer modulo by zero: args.world_size % args.tp_size, with world_size=2, "
+            "--tp-size=0 (ZeroDivisionError in arguments.py)"),
+        ("raise RuntimeError('no data') from KeyError('a')", "no data; KeyError: 'a' (RuntimeError in arguments.py)"),
+        ("int('x')", "invalid literal for int() with base 10: 'x' (ValueError in arguments.py)"),
+    ],
+)  # fmt: skip
+def test_an_assertion_without_words_shows_its_flags(tmp_path, lines, said):
+    args = SimpleNamespace(lr=-1.0, world_size=2, tp_size=0)
+    text = raised(megatrons(tmp_path, lines), args)
+    assert text.startswith(f"Megatron refuses these flags: {said}") and text.endswith("(--s2-traceback shows where)")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True), (OSError(errno.ESTALE, "stale"), True), (ConnectionResetError(), True),
+        (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
+        (RuntimeError("CUDA error: an illegal memory access"), True),
+        (FileNotFoundError(errno.ENOENT, "none"), False), (RuntimeError("a shape"), False), (ValueError("NCCL"), False),
+    ],
+)  # fmt: skip
+def test_what_the_next_start_may_do_without_is_the_machines(error, expected):
+    assert errors.is_of_the_machine(error) is expected
 
 
 def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:

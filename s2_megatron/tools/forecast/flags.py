@@ -10,8 +10,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.preflight.mistake import Mistake, refuse_first
-from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, check_values, flag_of, is_selective
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, Mistake, check_values, flag_of, refuse_first
 
 UNEVEN = "uneven pipeline stages"
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
@@ -108,6 +107,7 @@ FLAGS: dict[str, tuple[object, dict]] = {
 CHECKED: dict[str, dict] = {
     **{flag_of(name): _whole for name in RANGES if name != "moe_layer_freq"},  # which may be a list of Python's
     **{flag_of(name): dict(type=float) for name in NUMBERS},
+    "--attention-dropout": dict(type=float),
     "--normalization": dict(choices=("LayerNorm", "RMSNorm")),
     "--softmax-type": dict(choices=("vanilla", "off-by-one", "learnable")),
     "--attention-backend": dict(choices=("flash", "fused", "unfused", "local", "auto")),
@@ -129,12 +129,19 @@ CHECKED: dict[str, dict] = {
 }
 CHECKED = {flag: settings for flag, settings in CHECKED.items() if flag not in FLAGS}
 
+
 # Of --recompute-modules.
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
-# What else Megatron 0.19.2 refuses in its own words. A training leaves it to Megatron: a later release may take it.
+
+
+def _is_selective(args: argparse.Namespace) -> bool:
+    return bool(args.recompute_activations) or args.recompute_granularity == "selective"
+
+
+# What a forecast cannot count, because no training does it: Megatron refuses it in its own words.
 MEGATRONS: dict[str, Mistake] = {
     "recompute_modules": Mistake(
-        lambda args: is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
+        lambda args: _is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
         f"--recompute-modules={{recompute_modules}}: no such part of a layer; expected some of {', '.join(MODULES)}; "
         "use --recompute-modules core_attn",
     ),

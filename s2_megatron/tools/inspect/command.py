@@ -32,8 +32,8 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.resolve import MOST_LAYERS
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.flag_refusals import refuse_flags
-from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.megatron.host.paths import check_writable
+from s2_megatron.megatron.refusals.flags import refuse_flags
 from s2_megatron.tools.forecast.flags import add_flags, check_flags, integer, read_flags
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
 from s2_megatron.tools.inspect.context_picture import draw_context
