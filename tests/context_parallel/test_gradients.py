@@ -105,10 +105,11 @@ def test_packed_documents(found, ranks):
             assert max(result.values()) <= EXACT, (name, result)
 
 
-@pytest.mark.parametrize("ranks", mostly_slow([2, 4], 2))  # with 4 several ranks return gradients of one block
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])  # with 4 several ranks return gradients of one block
 def test_triton_kernels(found, ranks):
     """The kernels (through the interpreter here) in fp32."""
-    for results in found(ranks):
+    for results in found(ranks, "triton"):
         assert len(results["triton"]) == (5 if ranks == 2 else 2)
         for name, result in results["triton"].items():
             assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
