@@ -149,6 +149,7 @@ def commands_with_mock_data() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands_with_mock_data())
 def test_a_command_that_is_shown_passes_the_check(command, tmp_path):
     settings = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "TRANSFORMER_IMPL": "transformer_engine"}
@@ -204,6 +205,7 @@ def test_the_last_of_several_nodes(tmp_path):
     assert done.returncode == 2 and "NODE_RANK=4; expected a number below NNODES=4; number" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_job_checks_once(cluster):
     done = submit(cluster, "examples/pretrain_1p3b.sh", "--lr", "x", DRY_RUN="1", PREFLIGHT="1")
     assert done.returncode == 2 and not done.stdout
@@ -212,6 +214,7 @@ def test_a_dry_run_of_a_job_checks_once(cluster):
     assert before in ([], ["checking the launch line ..."])  # said where it takes long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traceback", [False, True])
 def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     """In front of torchrun's own report, and at its end, without Megatron's list of arguments; other ranks say
@@ -235,7 +238,9 @@ def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     assert read_status(tmp_path)["state"] == "refused"
 
 
-@pytest.mark.parametrize(("flags", "status"), [(("--help",), 0), (("--train-iters", "abc"), 2)])
+@pytest.mark.parametrize(("flags", "status"), [
+    pytest.param(("--help",), 0, marks=pytest.mark.slow), (("--train-iters", "abc"), 2),
+])  # fmt: skip
 def test_the_script_shows_its_help_and_not_its_usage(tmp_path, flags, status):
     """Megatron's own parser fails at its help and prints 700 lines of usage with an error; ours has to come first."""
     done = subprocess.run(

@@ -28,6 +28,7 @@ def words(save) -> tuple[str, str, int, int]:
     return found["state"], found["line"], found["iteration"], found["exit_status"]
 
 
+@pytest.mark.slow
 def test_stopped_finished_and_nothing_left(lab, tmp_path):
     """Three starts of one command that is to do four iterations, two at a time."""
     flags = f"--train-iters 4 --exit-interval 2 --save {tmp_path} --load {tmp_path} --save-interval 100"
@@ -62,6 +63,7 @@ def test_a_full_disk_still_takes_the_end(tmp_path, monkeypatch, capsys):
     assert "it would say: failed: no room" in capsys.readouterr().err and (tmp_path / FILE).read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
     flags = lab.flags(f"--train-iters 100000 --save {tmp_path} --save-interval 100000 --exit-signal-handler")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}

@@ -139,6 +139,7 @@ OTHER_WORDS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_launch_is_one_line(checked, name):
     tmp, found = checked
@@ -156,6 +157,7 @@ def test_a_bad_launch_is_one_line(checked, name):
         assert at >= 0, f"{words!r} is not in {text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FINE)
 def test_a_good_launch_passes(checked, name):
     tmp, found = checked
@@ -172,6 +174,7 @@ READ = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
     tmp, found = checked
@@ -181,6 +184,7 @@ def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
     assert printed.err.splitlines() == said[:1] and not printed.out and not (tmp / "drawn.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN)
 def test_inspect_takes_what_training_takes(checked, name, capsys):
     tmp, _ = checked
@@ -207,6 +211,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_every_mistake_has_its_line(checked, name):
     tmp, found = checked
@@ -253,12 +258,14 @@ def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
     assert not taken(perform_initialization=False, use_megatron_fsdp=True)
 
 
+@pytest.mark.slow
 def test_nothing_else_than_success_or_one_error_line(tmp_path):
     """Flags of Megatron's own parser with any values, and any sparsity YAML."""
     seen = outcomes(run_script(tmp_path, "fuzz", 60))
     assert sum(seen.values()) >= 60
 
 
+@pytest.mark.slow
 def test_inspect_ends_as_well_as_check(tmp_path):
     """Any sparsity YAML and model, as flags and as a launch line."""
     seen = outcomes(run_script(tmp_path, "fuzz-inspect", 100))
@@ -275,6 +282,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     (tmp_path / "config.yaml").write_text("layers: X\n")
     bad = Bad({"--save": str(tmp_path / "save"), "--save-interval": "3"}, ())
@@ -287,6 +295,7 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, said)
 
 
+@pytest.mark.slow
 def test_what_cannot_start_on_this_machine_is_refused_where_it_is_to_start_here(tmp_path, monkeypatch):
     """A launcher asks that before torchrun; on a login node the line is for other machines."""
     make_files(tmp_path)
@@ -304,6 +313,7 @@ def test_without_a_line():
     assert done.returncode == 2 and done.stderr.startswith("error: there is no launch line; expected one behind --")
 
 
+@pytest.mark.slow
 def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path):
     """What the data's tokens are compared with is its vocabulary."""
     from examples.quickstart.dataset import Document, train_tokenizer
