@@ -132,6 +132,7 @@ CHECKED = {flag: settings for flag, settings in CHECKED.items() if flag not in F
 
 # Of --recompute-modules.
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+EXCHANGES = ("p2p", "a2a", "all_gather", "a2a+p2p")  # of --cp-comm-type
 
 
 def _is_selective(args: argparse.Namespace) -> bool:
@@ -149,6 +150,22 @@ MEGATRONS: dict[str, Mistake] = {
         lambda args: args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         "--cross-entropy-fusion-impl=te with --cross-entropy-loss-fusion: Megatron 0.19.2 refuses it as unstable; "
         "expected its own; use --cross-entropy-fusion-impl native",
+    ),
+    "fp16 and bf16": Mistake(
+        lambda args: args.fp16 and args.bf16,
+        "--fp16 with --bf16: two precisions; expected one; leave --fp16 out",
+    ),
+    "full recomputation without a method": Mistake(
+        lambda args: (
+            args.recompute_granularity == "full" and not args.recompute_activations and args.recompute_method is None
+        ),
+        "--recompute-granularity=full without --recompute-method: which layers are recomputed; expected both; add "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "cp_comm_type": Mistake(
+        lambda args: (args.context_parallel_size or 1) > 1 and not set(args.cp_comm_type or ()) <= set(EXCHANGES),
+        "--cp-comm-type={cp_comm_type}: Transformer Engine knows no such exchange for dense layers (S2's take "
+        f"--s2-cp-comm-type); expected {', '.join(EXCHANGES)}; use --cp-comm-type p2p",
     ),
 }
 
