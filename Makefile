@@ -1,7 +1,7 @@
 # make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make generate     the trained quickstart GPT continues PROMPT, word by word
-# make test         a test of everything that needs no GPU, 12 minutes on two cores
+# make test         the quick tests, of most kinds of faults, without a GPU: 12 minutes on two cores
 # make test-all     make test, then the rest of what needs no GPU, 35 minutes more
 # make test-long    kills and resumes by the dozen, many drawn launches, a real SLURM on this machine
 # make test-studies the harness of the studies of quality, a quarter of an hour; CI runs it where they have changed

@@ -4,8 +4,9 @@
 
 The flags go through Megatron's own parser and validation; the sparsity is resolved for the model; the checkpoint that
 would be loaded, the data, the tokenizer and the folders are looked at. Nothing is written or downloaded. Status 0 with
-the table of layers, or status 2 with one `error:` line. It needs no GPU: on a machine without one, what depends on the
-GPU and on the packages of the training machine is left out, and said so. The launchers run it before torchrun.
+the table of layers, or status 2 with an `error:` line for each mistake. It needs no GPU: on a machine without one, what
+depends on the GPU and on the packages of the training machine is left out, and said so. The launchers run it before
+torchrun.
 """
 
 from __future__ import annotations
@@ -259,7 +260,8 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
         flags = line.flags
         for stage, text, error in errors:
             first = first or error
-            # What comes of an earlier repair is no mistake of the line; where values meet, no message says whether.
+            # An error that an earlier repair caused is no mistake of the line. Where a stage combines several values we
+            # cannot tell which it is, so there no error counts after a repair other than a renaming.
             follows = named(text) & touched or (MISSING in text and DROPPED in done.get(stage, ()))
             unclear = stage in ("megatron", "tokenizer", "model") and any(each - {RENAMED} for each in done.values())
             if text not in texts and not follows and not unclear:

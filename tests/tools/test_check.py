@@ -16,7 +16,7 @@ import pytest
 from s2_megatron.megatron.arguments import add_s2_arguments
 from s2_megatron.megatron.preflight.mistakes import MISTAKES
 from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, flag_of
-from s2_megatron.megatron.refusals import flags as flag_refusals
+from s2_megatron.megatron.refusals.flags import REFUSALS
 from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
@@ -223,7 +223,7 @@ def test_every_mistake_has_its_line(checked, name):
 
 
 def test_every_refusal_of_flags_has_a_launch():
-    assert {name.partition(",")[0] for name in REFUSED_FLAGS} == {refusal.name for refusal in flag_refusals.REFUSALS}
+    assert {name.partition(",")[0] for name in REFUSED_FLAGS} == {refusal.name for refusal in REFUSALS}
 
 
 def test_every_flag_has_a_bad_value():

@@ -1,5 +1,5 @@
-"""The preflight: what would fail without a word, hang, or cost data is refused before the model is built; whatever
-Megatron itself raises before the second iteration becomes one line.
+"""The preflight refuses, before the model is built, settings with which a run would go wrong without a word, hang, or
+lose data. An error that Megatron raises before the second iteration becomes one line.
 
 | module | what it does |
 |---|---|

@@ -1,5 +1,6 @@
 """Flags that Megatron takes, and with which a training computes something else without a word, or fails after its first
-steps, at the first evaluation or checkpoint. What Megatron says before the first step is not said here.
+steps, at the first evaluation or checkpoint; folders that cannot be written. What Megatron says before the second
+iteration is not said here.
 
 A new one is an entry of MISTAKES; tests/tools/bad_launches.py needs a launch that makes it.
 """
@@ -45,8 +46,8 @@ WRITTEN_INTERVALS = tuple(f"save_{what}_interval" for what in ("params", "activa
 MISTAKES: dict[str, Mistake] = {
     "no data to validate with": Mistake(
         lambda args: bool(args.eval_iters or args.full_validation) and not _has_part(args, 1),
-        "no validation data, and --eval-iters={eval_iters} (Megatron's default is 100) or --full-validation asks for "
-        "it, at the end of the training at the latest; expected both or none; use --eval-iters 0 without "
+        "no validation data, but --eval-iters={eval_iters} (Megatron's default is 100) or --full-validation evaluates, "
+        "at the latest when the training ends; expected data, or no evaluation; use --eval-iters 0 without "
         "--full-validation, or give the second part of --split (or --valid-data-path) some data",
         own_data=True,
     ),
@@ -78,7 +79,7 @@ MISTAKES: dict[str, Mistake] = {
         lambda args: args.use_persistent_ckpt_worker and args.non_persistent_ckpt_type == "local",
         "--use-persistent-ckpt-worker with --non-persistent-ckpt-type local: the first local checkpoint fails, for "
         "the model's tensors cannot be handed to that worker; expected one of the two; leave "
-        "--use-persistent-ckpt-worker out (--async-save may stay)",
+        "--use-persistent-ckpt-worker and --async-save out",
     ),
     **{
         f"{name} without a folder": Mistake(
@@ -165,8 +166,8 @@ def check_written(args: Namespace) -> None:
 
 
 def check_flags(args: Namespace, *, elsewhere: bool = False, own_data: bool = True) -> None:
-    """Everything of this module and of values.py. elsewhere: another machine than this one trains. own_data: the
-    datasets are those of pretrain_gpt_s2.py. Raises ValueError."""
+    """Everything of values.py and of this module, but for folders that are written. elsewhere: another machine than
+    this one trains. own_data: the datasets are those of pretrain_gpt_s2.py. Raises ValueError."""
     check_values(args)
     refuse_first(args, (mistake for mistake in MISTAKES.values() if own_data or not mistake.own_data))
     refuse_first(args, () if elsewhere else MISSING)

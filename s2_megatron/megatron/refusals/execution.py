@@ -236,6 +236,7 @@ REFUSALS = (
         _async_strategy_is_missing,
         "--async-save with --async-strategy nvrx, Megatron's default: nvidia-resiliency-ext is not installed",
         "use --async-strategy mcore, or pip install 'nvidia-resiliency-ext>=0.6'",
+        of_machine=True,
     ),
     Refusal(
         "use_distributed_optimizer",

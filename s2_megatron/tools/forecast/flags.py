@@ -159,7 +159,7 @@ MEGATRONS: dict[str, Mistake] = {
         lambda args: (
             args.recompute_granularity == "full" and not args.recompute_activations and args.recompute_method is None
         ),
-        "--recompute-granularity=full without --recompute-method: which layers are recomputed; expected both; add "
+        "--recompute-granularity=full without --recompute-method, which says which layers; expected both; add "
         "--recompute-method uniform --recompute-num-layers 1",
     ),
     "cp_comm_type": Mistake(
@@ -207,7 +207,7 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
     """What a launch line's flags say, with Megatron's defaults where they say nothing; `given`, where it has an
     attribute, wins. Flags of CHECKED have an attribute if the line has them; all others are passed over.
 
-    Raises ValueError for words that are not numbers or choices. check_flags tells whether a training takes the values.
+    Raises ValueError for words that are not numbers or choices. check_line tells whether a training takes the values.
     """
     parser = _LineParser(prog="launch line", add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -245,7 +245,7 @@ def _fit_layer_lists(line: argparse.Namespace, layers: int) -> None:
 
 
 def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
-    """What of a launch line goes with what flags before it replace: a training takes both together no longer."""
+    """Names of the launch line's flags to drop, because they contradict flags that were given before the `--`."""
     names, gone = set(vars(given)), set()
     if names & {"bf16", "fp16"}:
         gone |= {"bf16", "fp16"}
@@ -263,7 +263,7 @@ def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
     return gone
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_line(args: argparse.Namespace) -> None:
     """Raises ValueError for values that a training refuses, as it does. args: of read_flags."""
     check_values(args)
     refuse_first(args, MEGATRONS.values())
