@@ -86,3 +86,10 @@ def test_gpu_tests_reach_what_is_unproven(monkeypatch):
         table.refuse_unsupported(asked)
     lift_unproven_refusals()
     table.refuse_unsupported(asked)
+
+
+def test_what_asks_for_an_installed_package_is_left_out_elsewhere():
+    """A login node need not have what the training machine has."""
+    installed = {"find_spec", "HAVE_APEX_OR_TE"}
+    asking = {refusal.name for refusal in REFUSALS if installed & set(refusal.refused.__code__.co_names)}
+    assert asking == {refusal.name for refusal in REFUSALS if refusal.of_machine} != set()
