@@ -15,13 +15,7 @@ import pytest
 
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
-from benchmarks.end_to_end_rows import (
-    GROUPS,
-    memory_flags,
-    model_flags,
-    parse_row,
-    row_environment,
-)
+from benchmarks.end_to_end_rows import GROUPS, memory_flags, model_flags, parse_row, row_environment
 from tests.megatron.arguments import parse_cases
 
 ROOT = Path(__file__).resolve().parents[2]
