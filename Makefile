@@ -1,10 +1,10 @@
 # make pretrain     train the quickstart GPT with S2-Attention in Megatron (CPU: about 3 minutes; GPU: Triton kernels, bf16)
 # make compare      train it and its dense twin, and lay them side by side: a table, a verdict, and RUNS/compare.html
 # make generate     the trained quickstart GPT continues PROMPT, word by word
-# make test         a test of everything that needs no GPU
-# make test-all     make test, then the rest of what needs no GPU
+# make test         the quick tests, of most kinds of faults, without a GPU: 12 minutes on two cores
+# make test-all     make test, then the rest of what needs no GPU, 35 minutes more
 # make test-long    kills and resumes by the dozen, many drawn launches, a real SLURM on this machine
-# make test-studies the harness of the studies of quality, a quarter of an hour
+# make test-studies the harness of the studies of quality, a quarter of an hour; CI runs it where they have changed
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
 # make dist         the release: dist/*.tar.gz from the commit, and from it dist/*.whl
@@ -88,6 +88,7 @@ test-long: $(INSTALLED)
 test-studies: $(INSTALLED)
 	@$(RUN) studies/check.py
 	@$(PYTEST) -m "not gpu" $(SIDE_BY_SIDE) studies/tests
+	@$(RUN) -m studies.tests.passed --write
 
 test-gpu: $(INSTALLED)
 	@$(PYTEST) -m "gpu or op" $(TESTS)

@@ -50,8 +50,8 @@ def main() -> None:
     from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
     from s2_megatron.megatron.layer_specs import apply_s2
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
-    from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
-    from s2_megatron.megatron.preflight.start_up import start_up
+    from s2_megatron.megatron.preflight.schedule import check_schedule
+    from s2_megatron.megatron.preflight.start_up import DEFAULT_TOKENIZER, start_up
     from s2_megatron.megatron.records.status import recorded_run
 
     set_startup_timestamps(program_start=PROGRAM_START, main_entry=time.time())
@@ -68,6 +68,7 @@ def main() -> None:
         model_config = gpt_config_from_args(args)
         apply_s2(model_config, run)
         settings = pretrain_cfg_container_from_args(args, model_config)
+        check_schedule(args)
     # After the start: it parses the flags by Megatron's own parser, whose errors are 700 lines of usage, and whose help
     # fails.
     pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)

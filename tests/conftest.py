@@ -23,38 +23,41 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-# Those that take half a minute or more, the longest first: a worker of pytest-xdist that began with one of them at the
-# end would leave the others idle.
+# Those that take half a minute or more in a tier, the longest first: a worker of pytest-xdist that began with one of
+# them at the end would leave the others idle.
 LONGEST_FILES = (
-    "kernels/test_compile.py",
-    "megatron/test_context_parallel.py",
-    "gluon_emulator/test_hopper.py",
+    "kernels/test_compile.py",  # a quarter of an hour, where its list is of other code
     "test_example_runs.py",
-    "megatron/test_parallel.py",
+    "gluon_emulator/test_hopper.py",
+    "megatron/test_context_parallel.py",
     "ops/test_attention.py",
-    "megatron/test_survival.py",
-    "context_parallel/test_gradients.py",
     "test_quickstart.py",
-    "test_preflight.py",
+    "megatron/test_parallel.py",
+    "tools/test_check.py",
+    "context_parallel/test_gradients.py",
+    "megatron/test_survival.py",
     "megatron/test_features.py",
+    "test_preflight.py",
+    "megatron/test_run_logs.py",
+    "tools/test_tries.py",
+    "ops/test_learns.py",
+    "benchmarks/test_end_to_end.py",
+    "megatron/test_run_status.py",
+    "megatron/test_position_loss.py",
+    "kernels/test_launches_in_c.py",
+    "megatron/test_packed.py",
+    "huggingface/test_cache.py",
+    "megatron/test_export_hf.py",
+    "benchmarks/test_loss_measurements.py",
+    "kernels/test_hopper_schedule.py",
+    "test_slurm_ends.py",
+    "megatron/test_launches.py",
     "ops/test_placements.py",
     "huggingface/test_conversion.py",
-    "ops/test_learns.py",
-    "tools/test_check.py",
-    "tools/test_tries.py",
-    "megatron/test_run_logs.py",
-    "megatron/test_run_status.py",
-    "benchmarks/test_end_to_end.py",
-    "megatron/test_export_hf.py",
-    "kernels/test_hopper_schedule.py",
-    "megatron/test_position_loss.py",
-    "megatron/test_packed.py",
-    "kernels/test_launches_in_c.py",
+    "megatron/test_checkpoint_sparsity.py",
     "megatron/test_entry.py",
-    "benchmarks/test_host_time.py",
     "megatron/test_refusals.py",
-    "test_slurm_ends.py",
-    "huggingface/test_cache.py",
+    "ops/test_custom_op.py",
 )
 
 

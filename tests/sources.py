@@ -1,4 +1,4 @@
-"""A digest of Python sources: what takes a quarter of an hour to test is tested again when the digest changes."""
+"""A digest of sources: what takes a quarter of an hour to test is tested again when the digest changes."""
 
 import ast
 import hashlib
@@ -17,8 +17,10 @@ def code_of(text: str) -> str:
 
 
 def digest(files) -> str:
-    """SHA-256 of the code in these files and of their paths in the repository."""
+    """SHA-256 of the code in these files, of all bytes of those that are no Python, and of their paths in the
+    repository."""
     found = hashlib.sha256()
     for file in sorted(files):
-        found.update(f"{file.relative_to(ROOT)}\n{code_of(file.read_text())}\n".encode())
+        content = code_of(file.read_text()).encode() if file.suffix == ".py" else file.read_bytes()
+        found.update(f"{file.relative_to(ROOT)}\n".encode() + content + b"\n")
     return found.hexdigest()

@@ -31,6 +31,7 @@ def test_a_pattern_and_a_config_need_no_torch():
     assert not {"torch", "triton", "megatron"} & imported_by("from s2_megatron import load_config, make_range_pattern")
 
 
+@pytest.mark.slow
 def test_the_op_needs_no_megatron():
     assert "megatron" not in imported_by("from s2_megatron import build_layout, s2_attention")
 
@@ -47,6 +48,7 @@ def test_other_names_are_no_attributes():
         s2_megatron.s2_attentions  # noqa: B018
 
 
+@pytest.mark.slow
 def test_context_parallelism_is_imported_from_its_package():
     from s2_megatron import context_parallel
 
@@ -59,6 +61,7 @@ def test_context_parallelism_is_imported_from_its_package():
     assert "torch" not in imported_by("from s2_megatron.context_parallel import plan")
 
 
+@pytest.mark.slow
 def test_megatron_is_not_imported_before_a_machine_without_a_gpu_is_prepared():
     """A script may import them before it calls install_if_no_gpu."""
     assert "megatron" not in imported_by("from s2_megatron import add_s2_arguments, prepare_s2")

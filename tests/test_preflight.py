@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import arguments
@@ -41,12 +43,12 @@ def test_an_error_of_the_machine_is_no_refusal(tmp_path, monkeypatch, error):
 @pytest.mark.parametrize(("installed", "said"), [(False, True), (True, False)])
 def test_a_missing_transformer_engine_is_said(monkeypatch, installed, said):
     """A login node need not have it, and Megatron asks for its version."""
-    monkeypatch.setattr(start_up, "find_spec", lambda name: object() if installed else None)
-    text = start_up.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
+    monkeypatch.setattr(errors, "find_spec", lambda name: object() if installed else None)
+    text = errors.error_text(AssertionError("--qk-clip is only supported with TE >= 2.9.0."))
     assert text.startswith("Megatron refuses these flags: --qk-clip is only supported with TE >= 2.9.0. (Assert")
     assert ("or check where Transformer Engine is installed, which it is not here" in text) == said
     for other in ("--tensor-model-parallel-size", "Transformer Engine cross entropy loss fusion is disabled"):
-        assert "is not here" not in start_up.error_text(AssertionError(other))
+        assert "is not here" not in errors.error_text(AssertionError(other))
 
 
 @pytest.mark.parametrize(("found", "expected"), [("1", "8"), ("8", "1"), (None, "1")])
@@ -55,9 +57,60 @@ def test_connections_are_no_flag(monkeypatch, found, expected):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     if found is not None:
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", found)
-    text = start_up.error_text(AssertionError("FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one"))
+    text = errors.error_text(AssertionError("FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS value large than one"))
     assert text.startswith("Megatron refuses this environment: FSDP always")
     assert f"; expected CUDA_DEVICE_MAX_CONNECTIONS={expected} in the environment; export " in text
+
+
+def raised(function, *arguments) -> str:
+    try:
+        function(*arguments)
+    except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        return errors.error_text(error)
+    raise AssertionError("it raised nothing")
+
+
+def megatrons(tmp_path, lines: str):
+    """A function `check` of Megatron's that has these lines."""
+    file = tmp_path / "megatron" / "arguments.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("def check(args):\n" + "".join(f"    {line}\n" for line in lines.splitlines()))
+    names: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    return names["check"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("assert args.lr > 0", "assert args.lr > 0, with --lr=-1.0 (AssertionError in arguments.py); expected"),
+        ("assert (\n    args.lr > 0\n)", "assert ( args.lr > 0 ), with --lr=-1.0 (AssertionError"),
+        ("assert args.lr > 0, 'a rate'", "a rate, with --lr=-1.0 (AssertionError in arguments.py)"),
+        ("assert args.lr > 0, '--lr is a rate'", "--lr is a rate (AssertionError)"),
+        ("args.world_size % args.tp_size", "integer modulo by zero: args.world_size % args.tp_size, with world_size=2, "
+            "--tp-size=0 (ZeroDivisionError in arguments.py)"),
+        ("raise RuntimeError('no data') from KeyError('a')", "no data; KeyError: 'a' (RuntimeError in arguments.py)"),
+        ("int('x')", "invalid literal for int() with base 10: 'x' (ValueError in arguments.py)"),
+    ],
+)  # fmt: skip
+def test_an_assertion_without_words_shows_its_flags(tmp_path, lines, said):
+    args = SimpleNamespace(lr=-1.0, world_size=2, tp_size=0)
+    text = raised(megatrons(tmp_path, lines), args)
+    assert text.startswith(f"Megatron refuses these flags: {said}") and text.endswith("(--s2-traceback shows where)")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True), (OSError(errno.ESTALE, "stale"), True), (ConnectionResetError(), True),
+        (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
+        (RuntimeError("CUDA error: an illegal memory access"), True),
+        (FileNotFoundError(errno.ENOENT, "none"), False), (RuntimeError("a shape"), False), (ValueError("NCCL"), False),
+    ],
+)  # fmt: skip
+def test_what_the_next_start_may_do_without_is_the_machines(error, expected):
+    assert errors.is_of_the_machine(error) is expected
 
 
 def launcher(tmp_path, *flags, **settings) -> subprocess.CompletedProcess:
@@ -96,6 +149,7 @@ def commands_with_mock_data() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", commands_with_mock_data())
 def test_a_command_that_is_shown_passes_the_check(command, tmp_path):
     settings = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "TRANSFORMER_IMPL": "transformer_engine"}
@@ -151,6 +205,7 @@ def test_the_last_of_several_nodes(tmp_path):
     assert done.returncode == 2 and "NODE_RANK=4; expected a number below NNODES=4; number" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_job_checks_once(cluster):
     done = submit(cluster, "examples/pretrain_1p3b.sh", "--lr", "x", DRY_RUN="1", PREFLIGHT="1")
     assert done.returncode == 2 and not done.stdout
@@ -159,6 +214,7 @@ def test_a_dry_run_of_a_job_checks_once(cluster):
     assert before in ([], ["checking the launch line ..."])  # said where it takes long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traceback", [False, True])
 def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     """In front of torchrun's own report, and at its end, without Megatron's list of arguments; other ranks say
@@ -182,7 +238,9 @@ def test_under_a_bare_torchrun_the_first_rank_says_it(tmp_path, traceback):
     assert read_status(tmp_path)["state"] == "refused"
 
 
-@pytest.mark.parametrize(("flags", "status"), [(("--help",), 0), (("--train-iters", "abc"), 2)])
+@pytest.mark.parametrize(("flags", "status"), [
+    pytest.param(("--help",), 0, marks=pytest.mark.slow), (("--train-iters", "abc"), 2),
+])  # fmt: skip
 def test_the_script_shows_its_help_and_not_its_usage(tmp_path, flags, status):
     """Megatron's own parser fails at its help and prints 700 lines of usage with an error; ours has to come first."""
     done = subprocess.run(

@@ -270,6 +270,27 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
     return runs, result.stdout
 
 
+# The command with a tenth of the corpus, whose preparation takes half a minute.
+SHORT = """
+from examples.quickstart import dataset, run
+documents = dataset.collect_documents()[::10]
+dataset.collect_documents = lambda: documents
+run.main()
+"""
+
+
+def test_a_short_run(tmp_path):
+    flags = command(tmp_path, "--iterations=2", "--save-interval=2")[3:]
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.index("Attention of 4 layers") < done.stdout.index("iteration 2/2")
+    content = json.loads((tmp_path / "quickstart" / "summary.json").read_text())
+    assert content["iterations"] == 2 and content["layers"]["s2"] == 2 and Path(content["checkpoint"]).is_dir()
+    assert sorted(read_loss_log(tmp_path / "quickstart" / "losses.jsonl")[0]) == [1, 2]
+
+
 @pytest.mark.slow
 def test_a_run_says_what_it_does_and_sums_up(uninterrupted):
     runs, printed = uninterrupted

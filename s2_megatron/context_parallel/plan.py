@@ -269,7 +269,7 @@ def layer_costs(
     and v.
 
     Forward: K and V, for a2a q and out too. Backward: K and V once more unless keep_received, and their gradients (of
-    an all-gather in fp32).
+    an all-gather in fp32). Raises ValueError for a comm_type that is none of COMM_TYPES.
     """
     if comm_type == "a2a":
         # A rank holds seq_length / size rows and sends the heads of all other ranks.
@@ -285,6 +285,8 @@ def layer_costs(
         forward = (slot * plan.all_gather_slots,) * size
         gradients = 2 * pattern.block_size * head_dim * max(itemsize, 4) * plan.all_gather_slots
         return LayerCosts(forward, tuple(gradients + (0 if keep_received else sent) for sent in forward), pairs)
+    if comm_type != "sparse":
+        raise ValueError(f"comm_type={comm_type!r}; expected one of {', '.join(COMM_TYPES)}")
     forward = tuple(slot * count for count in plan.sent_slots)
     returned = (slot * count for count in plan.needed_slots)
     return LayerCosts(

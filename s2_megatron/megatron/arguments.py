@@ -12,7 +12,7 @@ import os
 import sys
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
-from s2_megatron.config.errors import printable, shown
+from s2_megatron.config.errors import shown
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
@@ -26,8 +26,6 @@ from s2_megatron.megatron.patches import (
     install_model_check,
 )
 from s2_megatron.megatron.preflight.datasets import check_tokens
-from s2_megatron.megatron.preflight.flags import check_first_token
-from s2_megatron.megatron.preflight.schedule import compare_schedules
 from s2_megatron.megatron.records.counted_targets import count_targets
 from s2_megatron.megatron.records.metrics import report_missing_flags, report_run, report_s2_settings
 from s2_megatron.megatron.records.position_loss import PositionLoss, measure_position_loss
@@ -36,12 +34,8 @@ from s2_megatron.megatron.records.report import (
     report_ignored_flags,
     report_tensor_parallel,
 )
-from s2_megatron.megatron.refusals import (
-    refuse_layers,
-    refuse_softmax_scale,
-    refuse_unsupported,
-    refuse_yaml_command_line,
-)
+from s2_megatron.megatron.refusals.sparsity import refuse_layers, refuse_softmax_scale
+from s2_megatron.megatron.refusals.table import refuse_unsupported, refuse_yaml_command_line
 from s2_megatron.megatron.settings import DENSE_CORES, RunFlags, S2Run, S2Settings
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of
@@ -209,14 +203,6 @@ def _check_backend(args: Namespace, run: S2Run) -> None:
         raise ValueError(f"--s2-backend {run.settings.backend}: {error}") from error
 
 
-def _compare_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> None:
-    """Raises ValueError when --load would resume another model, sparsity or schedule."""
-    checkpoint = compare_with_checkpoint(args, sparsity)
-    if checkpoint is not None and checkpoint.scheduler is not None and not checkpoint.weights_only:
-        where = f"--load={printable(checkpoint.folder, 200)}: iteration {checkpoint.iteration}"
-        compare_schedules(args, checkpoint.scheduler, checkpoint.args, where)
-
-
 def _check_losses(args: Namespace, flags: RunFlags) -> None:
     """Raises ValueError for a loss by position, or from a token on, that this run cannot have."""
     if flags.position_buckets is not None:
@@ -226,8 +212,14 @@ def _check_losses(args: Namespace, flags: RunFlags) -> None:
                 "leave one out"
             )
         PositionLoss(flags.position_buckets, flags.seq_length)
-    if args.padded_vocab_size:
-        check_first_token(flags.first_token, args.padded_vocab_size)
+    first, vocabulary = flags.first_token, args.padded_vocab_size
+    if first is not None and args.vocab_size is not None:
+        vocabulary = args.vocab_size + 1  # with one that a tokenizer adds
+    if None not in (first, vocabulary) and first >= vocabulary:
+        raise ValueError(
+            f"--s2-loss-from-token={first}: the vocabulary has no token above {vocabulary - 1}, and no "
+            "prediction would count; expected one of its tokens; name the first token that counts"
+        )
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         check_tokens(args)
 
@@ -250,7 +242,7 @@ def check_run(args: Namespace, *, elsewhere: bool = False) -> S2Run | None:
     """
     _check_losses(args, RunFlags.from_args(args))
     run = None if args.s2_config is None else _resolve_run(args, elsewhere=elsewhere)
-    _compare_checkpoint(args, None if run is None else run.sparsity)
+    compare_with_checkpoint(args, None if run is None else run.sparsity)
     return run
 
 

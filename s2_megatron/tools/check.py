@@ -4,8 +4,9 @@
 
 The flags go through Megatron's own parser and validation; the sparsity is resolved for the model; the checkpoint that
 would be loaded, the data, the tokenizer and the folders are looked at. Nothing is written or downloaded. Status 0 with
-the table of layers, or status 2 with one `error:` line. It needs no GPU: on a machine without one, what depends on the
-GPU and on the packages of the training machine is left out, and said so. The launchers run it before torchrun.
+the table of layers, or status 2 with an `error:` line for each mistake. It needs no GPU: on a machine without one, what
+depends on the GPU and on the packages of the training machine is left out, and said so. The launchers run it before
+torchrun.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
@@ -87,9 +90,11 @@ class _Check:
     def all_stages(self, line: LaunchLine) -> list[tuple[str, str, BaseException]]:
         """(name, text of the error line, error) of each stage that fails; stages that need one of those are left out.
         Raises SystemExit where the line asks for --help."""
-        from s2_megatron.megatron.preflight.start_up import asks_help, error_text
+        from s2_megatron.megatron.errors import error_text
+        from s2_megatron.megatron.preflight.start_up import asks_help
 
         self.line = line
+        self.own = os.path.basename(line.script or SCRIPT) == SCRIPT
         errors: list[tuple[str, str, BaseException]] = []
         failed: set[str] = set()
         for name, stage in STAGES.items():
@@ -128,25 +133,24 @@ class _Check:
         from s2_megatron.megatron.arguments import add_s2_arguments
         from s2_megatron.megatron.preflight.start_up import parse
 
-        other = os.path.basename(sys.argv[0]) != SCRIPT
-        self.args = parse(add_s2_arguments, ignore_unknown=other)
-        if other:
-            self.notes.append(f"{sys.argv[0]} is not {SCRIPT}: flags of its own are not checked")
+        self.args = parse(add_s2_arguments, ignore_unknown=not self.own)
+        if not self.own:
+            self.notes.append(f"{self.line.script} is not {SCRIPT}: flags of its own are not checked")
 
     def flags(self) -> None:
-        from s2_megatron.megatron.preflight.flags import check_flags
+        from s2_megatron.megatron.preflight.mistakes import check_flags
 
-        check_flags(self.args, elsewhere=self.elsewhere)
+        check_flags(self.args, elsewhere=self.elsewhere, own_data=self.own)
 
     def files(self) -> None:
-        from s2_megatron.megatron.preflight.files import check_files
+        from s2_megatron.megatron.preflight.mistakes import check_written
 
-        self.notes += check_files(self.args)
+        check_written(self.args)
 
     def data(self) -> None:
         from s2_megatron.megatron.preflight.datasets import check_datasets
 
-        check_datasets(self.args)
+        check_datasets(self.args, own_data=self.own)
 
     def yaml(self) -> None:
         if self.args.s2_config is not None:
@@ -156,7 +160,7 @@ class _Check:
         from megatron.training.arguments import validate_args
 
         from s2_megatron.megatron.host.cuda_on_cpu import is_installed, require_cpu_settings
-        from s2_megatron.megatron.preflight.files import DEFAULT_TOKENIZER
+        from s2_megatron.megatron.preflight.start_up import DEFAULT_TOKENIZER
 
         args = self.args
         if args.use_checkpoint_args:
@@ -188,6 +192,7 @@ class _Check:
         checkpoint = find_checkpoint(args)
         if checkpoint is not None and (note := dropout_note(args, checkpoint)) is not None:
             self.notes.append(note)
+        self.schedule(None if checkpoint is None or checkpoint.weights_only else checkpoint.scheduler)
         model = argparse.Namespace(**vars(args))
         model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
         model.apply_rope_fusion = args.apply_rope_fusion and not self.elsewhere
@@ -195,6 +200,28 @@ class _Check:
         if not (self.elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
             pretrain_cfg_container_from_args(args, model_config)
         self.notes += [NO_CONFIG] if self.run is None else plan_warnings(self.run.sparsity)
+        self.notes += _space_notes(args)
+
+    def schedule(self, resumed: dict | None) -> None:
+        from megatron.core import num_microbatches_calculator as batches
+        from megatron.training.global_vars import set_args, unset_global_variables
+
+        from s2_megatron.megatron.preflight.schedule import check_schedule
+
+        args = self.args
+        sizes = dict(global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size)
+        sizes |= dict(decrease_batch_size_if_needed=args.decrease_batch_size_if_needed, seq_length=args.seq_length)
+        ranks = args.data_parallel_size * args.gtp_weight_remat_size
+        steps = args.step_batch_size_schedule
+        set_args(args)
+        try:
+            batches.init_num_microbatches_calculator(
+                args.rank, data_parallel_size=ranks, step_batch_size_schedule=steps, **sizes
+            )
+            check_schedule(args, resumed)
+        finally:
+            batches.unset_num_microbatches_calculator()
+            unset_global_variables()
 
 
 STAGES = {
@@ -233,9 +260,10 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
         flags = line.flags
         for stage, text, error in errors:
             first = first or error
-            # What comes of an earlier repair is no mistake of the line; where values meet, no message says whether.
+            # An error that an earlier repair caused is no mistake of the line. Where a stage combines several values we
+            # cannot tell which it is, so there no error counts after a repair other than a renaming.
             follows = named(text) & touched or (MISSING in text and DROPPED in done.get(stage, ()))
-            unclear = stage in ("megatron", "model") and any(each - {RENAMED} for each in done.values())
+            unclear = stage in ("megatron", "tokenizer", "model") and any(each - {RENAMED} for each in done.values())
             if text not in texts and not follows and not unclear:
                 texts.append(text)
             repair = repaired(flags, text)
@@ -248,14 +276,47 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
     raise Mistakes(texts) from first
 
 
+def _space_notes(args: argparse.Namespace) -> list[str]:
+    """A warning where --save's disk has no room for one more checkpoint: weights, and Adam's moments and fp32 copy of
+    16-bit weights unless --no-save-optim; by Megatron's count of parameters. args: validated, with the vocabulary."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    from s2_megatron.megatron.host.paths import existing, is_remote
+
+    if args.save is None or is_remote(args.save) or not args.padded_vocab_size:
+        return []
+    sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "data")
+    one = dict.fromkeys((f"{kind}_parallel_size" for kind in sizes), 1) | {"world_size": 1}
+    whole = argparse.Namespace(**vars(args) | one | {"use_distributed_optimizer": False})
+    try:
+        parameters = compute_weight_and_optimizer_memory(whole) / 18  # its bytes for each
+    except (AssertionError, ArithmeticError, TypeError):  # a model that it cannot count
+        return []
+    half = args.bf16 or args.fp16
+    needed = parameters * ((2 if half else 4) + (0 if args.no_save_optim else 12 if half else 8))
+    free = shutil.disk_usage(existing(Path(args.save).absolute())).free
+    if free >= needed:
+        return []
+    return [
+        f"WARNING: --save={printable(args.save, 200)} has {free / 1e9:,.2f} GB free, and one checkpoint takes about "
+        f"{needed / 1e9:,.2f} GB; free some, or name another folder"
+    ]
+
+
 def _check_tokenizer(args: argparse.Namespace) -> list[str]:
     """Builds the tokenizer, which gives args the size of the vocabulary. Returns a note for one of the Hugging Face hub
     that this machine has not downloaded: without a network the hub's library tries for a minute."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-    from s2_megatron.megatron.preflight.files import names_hub
-
-    if names_hub(args) and not _is_downloaded(args.tokenizer_model):
+    model = args.tokenizer_model
+    names_hub = (
+        model is not None
+        and args.tokenizer_type in ("HuggingFaceTokenizer", "SFTTokenizer")
+        and not Path(model).exists()
+        and model.count("/") <= 1
+        and not model.startswith(("/", ".", "~"))
+    )
+    if names_hub and not _is_downloaded(args.tokenizer_model):
         return [
             f"--tokenizer-model={printable(args.tokenizer_model, 200)} is not a folder here, so it is a name of the "
             "Hugging Face hub, and it is not in this machine's cache: neither the name nor the vocabulary is checked; "
@@ -291,13 +352,14 @@ def run(args: argparse.Namespace) -> int:
     except SystemExit:  # --help
         return 0
     except Mistakes as mistakes:
-        from s2_megatron.megatron.preflight.start_up import record
+        from s2_megatron.megatron.preflight.start_up import save_folder
+        from s2_megatron.megatron.records.status import write_status
 
         if args.s2_traceback:
             raise mistakes.__cause__ from None
         if args.record:
             more = f" (and {len(mistakes.texts) - 1} more)" if len(mistakes.texts) > 1 else ""
-            record("refused", mistakes.texts[0] + more, 2)
+            write_status(save_folder(sys.argv[1:]), "refused", " ".join(mistakes.texts[0].split()) + more, status=2)
         for text in mistakes.texts:
             print(f"error: {text}", file=sys.stderr)
         return 2

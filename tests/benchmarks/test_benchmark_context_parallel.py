@@ -162,6 +162,7 @@ def test_the_line_of_a_row():
     assert "predicted" not in line and "predicted for 2 ranks" in line_of(row | dict(predicted=True))
 
 
+@pytest.mark.slow
 def test_each_rank_without_a_gpu(tmp_path):
     path = tmp_path / "x.json"
     command = [sys.executable, "benchmarks/each_rank.py", *SHAPE.split(), "--ranks", "1,3", "--seq-lengths", "192,288"]
@@ -196,6 +197,7 @@ def test_each_rank_counts_on_one_host(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_run_over_gloo(tmp_path):
     path = tmp_path / "x.json"
     script = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "benchmarks/context_parallel.py"]

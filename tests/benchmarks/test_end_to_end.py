@@ -15,13 +15,7 @@ import pytest
 
 from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
-from benchmarks.end_to_end_rows import (
-    GROUPS,
-    memory_flags,
-    model_flags,
-    parse_row,
-    row_environment,
-)
+from benchmarks.end_to_end_rows import GROUPS, memory_flags, model_flags, parse_row, row_environment
 from tests.megatron.arguments import parse_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,6 +220,7 @@ def test_models_are_those_of_the_launchers(size):
     assert f" {model} " in launched and vocabulary in launched
 
 
+@pytest.mark.slow
 def test_megatron_and_s2_accept_every_row_of_the_groups():
     rows = chosen_rows(
         ",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-hybrid"
@@ -311,6 +306,7 @@ def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
     assert not alive
 
 
+@pytest.mark.slow
 def test_tiny_rows(tmp_path, capsys, monkeypatch):
     """Two real runs, and in front of them one that fails: the others go on."""
     # A real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it.

@@ -24,6 +24,7 @@ def run(*arguments, interpret=False) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels, chosen, launch", [
     ("hopper", "gluon (Hopper)", "hopper/repeats.py"), ("portable", "triton (portable)", "triton/launch.py"),
 ])  # fmt: skip
@@ -44,6 +45,7 @@ def test_host_time_of_kernels_that_do_nothing(tmp_path, kernels, chosen, launch)
     assert profile.splitlines()[-1].endswith("us under the profiler")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_timed_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, words in (([], "no GPU; --stub hopper"), (["--seq-lengths", "1K"], "--seq-lengths 1K: expected")):

@@ -19,6 +19,7 @@ def models():
     return build_models(TINY, 2, torch.device("cpu"), torch.float32)
 
 
+@pytest.mark.slow
 def test_a_tiny_run_writes_every_row(tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert inference.main(["--tiny", "--output", str(file), "--kv-heads", "2"]) == 0

@@ -58,6 +58,7 @@ def test_wrong_measurements(flags, message, capsys):
     assert line.startswith("error: ") and message in line
 
 
+@pytest.mark.slow
 def test_the_loss_by_position_in_a_small_run(tmp_path):
     file = tmp_path / "cost.json"
     done = run("position_loss.py", "--row", "tiny-512-none-hybrid", "--rounds", "2", "--steps", "1", "--json", file)

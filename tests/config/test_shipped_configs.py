@@ -274,6 +274,7 @@ def command_in_the_docs() -> list[str]:
     return words[4:]
 
 
+@pytest.mark.slow
 def test_megatron_accepts_the_launchers(tmp_path):
     """Every flag is Megatron's, and Megatron's and our own validation have nothing against the whole. The command in
     docs/launch.md, too."""

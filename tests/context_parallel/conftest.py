@@ -1,4 +1,4 @@
-"""One launch per number of ranks; the tests read what it found."""
+"""One launch per number of ranks, and one for the kernels; the tests read what it found."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory):
-    """found(ranks) -> what every rank found, {part: {case: ...}}."""
+    """found(ranks) -> what every rank found, {part: {case: ...}}; found(ranks, "triton"): with the kernels."""
     done = {}
 
-    def run(ranks: int) -> list[dict]:
-        if ranks not in done:
+    def run(ranks: int, *parts: str) -> list[dict]:
+        if (ranks, parts) not in done:
             file = tmp_path_factory.mktemp("context_parallel") / f"{ranks}.json"
-            parts = [
-                *(["contexts"] if ranks < 8 else []),
-                "gradients",
-                "wrong",
-                "packed",
-                *{2: ["triton"], 4: ["triton"], 8: ["volume"]}.get(ranks, []),
-            ]
+            asked = parts or ("gradients", "wrong", "packed", "contexts" if ranks < 8 else "volume")
             environment = {
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
@@ -35,10 +29,10 @@ def found(tmp_path_factory):
                 "TRITON_INTERPRET": "1",
                 "CUDA_VISIBLE_DEVICES": "",
             }
-            command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(ranks), str(file), *parts]
+            command = [sys.executable, str(Path(__file__).with_name("worker.py")), str(ranks), str(file), *asked]
             process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
             assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
-            done[ranks] = json.loads(file.read_text())
-        return done[ranks]
+            done[ranks, parts] = json.loads(file.read_text())
+        return done[ranks, parts]
 
     return run

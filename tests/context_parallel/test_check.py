@@ -31,6 +31,7 @@ def checked():
     return run
 
 
+@pytest.mark.slow
 def test_two_processes(checked):
     code, output = checked("")
     assert code == 0, output

@@ -7,12 +7,14 @@ import pytest
 
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.testing.context_parallel_cases import CASES, NAMES
+from tests.tiers import mostly_slow
 
 RANKS = (2, 4, 8)
+TWO_QUICK = mostly_slow(RANKS, 2)
 # Of the largest value of the tensor, in fp64.
 EXACT = 1e-12
 FORMS = [
-    (name, comm_type, ranks)
+    pytest.param(name, comm_type, ranks, marks=[] if ranks == 2 else pytest.mark.slow)
     for name, case in CASES.items()
     for comm_type in COMM_TYPES
     for ranks in RANKS
@@ -28,7 +30,7 @@ def test_equals_one_process(found, name, comm_type, ranks):
         assert result["repeats"], f"rank {rank}: a second run, whose blocks arrive late, differs"
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", TWO_QUICK)
 def test_bytes_are_those_of_the_plan(found, ranks):
     """Counted at the collective: one call in the forward, two in the backward (the exchange again, and the
     gradients)."""
@@ -45,7 +47,7 @@ def test_bytes_are_those_of_the_plan(found, ranks):
     assert 0 < needed[0] < needed[1], "a sparse pattern moves less than a dense one"
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", TWO_QUICK)
 def test_the_tensors_that_torch_is_given_are_as_large(found, ranks):
     """What is counted and planned, against the tensors that torch's collectives get: nothing is padded, and no rank
     sends to itself."""
@@ -63,6 +65,7 @@ def test_the_tensors_that_torch_is_given_are_as_large(found, ranks):
             assert (ranks - 1) * whole[0] == gathered["forward bytes"]
 
 
+@pytest.mark.slow
 def test_volume_of_the_exchange_at_128k(found):
     """Eight ranks really exchange the blocks of 128K tokens: the plan's bytes, at most 8 % of an all-gather's, each
     block in its slot."""
@@ -77,7 +80,7 @@ def test_volume_of_the_exchange_at_128k(found):
     assert sum(result["plan"][0] for result in results) == sum(result["plan"][1] for result in results)
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", TWO_QUICK)
 def test_a_mistake_would_show(found, ranks):
     """Keys in other places, other tokens, or another head's or layer's offset move the results by far more than
     rounding does."""
@@ -90,7 +93,7 @@ def test_a_mistake_would_show(found, ranks):
         assert worst > 0.01, f"{name}: {worst}"
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", TWO_QUICK)
 def test_packed_documents(found, ranks):
     """Both cuts of packed batches: the whole row as one sequence, and every document by itself."""
     for results in found(ranks):
@@ -102,17 +105,18 @@ def test_packed_documents(found, ranks):
             assert max(result.values()) <= EXACT, (name, result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])  # with 4 several ranks return gradients of one block
 def test_triton_kernels(found, ranks):
     """The kernels (through the interpreter here) in fp32."""
-    for results in found(ranks):
+    for results in found(ranks, "triton"):
         assert len(results["triton"]) == (6 if ranks == 2 else 2)
         for name, result in results["triton"].items():
             assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
             assert result["repeats"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", mostly_slow([2, 4], 2))
 def test_a_context_before_and_lazy_negation_change_nothing(found, ranks):
     for results in found(ranks):
         wrong = [name for name, right in results["contexts"].items() if not right]

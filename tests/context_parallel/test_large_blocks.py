@@ -11,10 +11,11 @@ from s2_megatron.ops.layout import build_layout
 from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta, attention_forward
 from tests.kernels.placed_blocks import check_returned
 from tests.ops.test_attention import pattern_of
+from tests.tiers import mostly_slow
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("block", [32, 128, 256])
+@pytest.mark.parametrize("block", mostly_slow([32, 128, 256], 32, 128))
 def test_returned_gradients_of_large_blocks(block, backend, device):
     pattern = pattern_of(((2, 1), (None, 2)), block, 4, 2)
     plan, layout = make_plan(pattern, 1, 2, 4), build_layout(pattern, device)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from studies.tests import passed
+
 ROOT = Path(__file__).resolve().parents[2]
 # What stands before the import of anything but NumPy and the standard library.
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(('torch', 'scipy', 'matplotlib', 's2_megatron', 'yaml')))\n"
@@ -27,3 +29,20 @@ def test_the_tree_is_small():
     files = [path for path in paths if path.is_file() and not path.is_symlink()]
     assert len(paths) <= 750 and sum(path.stat().st_size for path in files) <= 8e6
     assert len([path for path in files if path.suffix == ".png" and path.is_relative_to(ROOT / "docs")]) <= 12
+
+
+def test_a_change_asks_for_the_tests_of_the_studies(tmp_path, monkeypatch):
+    """Of their code, of their data, or of a module that they import; .ci/run runs them then."""
+    names = {path.relative_to(ROOT).as_posix() for path in passed.sources()}
+    assert {"studies/run.py", "studies/tests/test_study.py", "studies/results/lm8k.npz"} <= names
+    assert {"s2_megatron/tools/dataset/write.py", "examples/quickstart/launch.py"} <= names
+    monkeypatch.setattr(passed, "COMMITTED", tmp_path / "passed.txt")
+    monkeypatch.setattr("tests.sources.ROOT", tmp_path)
+    for name, change in (("studies/run.py", b"\nx = 1\n"), ("studies/results/lm8k.npz", b"x")):
+        copy = tmp_path / Path(name).name
+        copy.write_bytes((ROOT / name).read_bytes())
+        monkeypatch.setattr(passed, "sources", lambda copy=copy: {copy})
+        assert passed.main([]) == 1
+        assert passed.main(["--write"]) == 0 and passed.main([]) == 0
+        copy.write_bytes(copy.read_bytes() + change)
+        assert passed.main([]) == 1

@@ -30,6 +30,7 @@ from tests.kernels.test_hopper import (
     tiles,  # noqa: F401 (a fixture)
 )
 from tests.ops.test_attention import packed_case, pattern_of, random_mask
+from tests.tiers import mostly_slow
 
 F16 = torch.float16
 pytestmark = [
@@ -82,6 +83,7 @@ def test_two_query_blocks_in_a_tile(length, dim, monkeypatch):
     check(pattern_of(SEVERAL, 64, 2, 2), dim, length, batch=2 if length == 65 else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_python", [1, 2], indirect=True)
 def test_long_columns_in_pairs():
     """With query heads that share their keys, dQ in the same pass, and an odd number of blocks."""
@@ -98,15 +100,15 @@ def few_columns(in_python, in_parts, monkeypatch):  # noqa: F811
     monkeypatch.setattr(hopper, "PART_STEPS", 2)
 
 
-@pytest.mark.parametrize("in_python", [1, 2], indirect=True)
+@pytest.mark.parametrize("in_python", mostly_slow([1, 2], 1), indirect=True)
 @pytest.mark.usefixtures("few_columns")
 @pytest.mark.parametrize(
     "heads, dim, length, batch, deterministic",
     [
-        ((4, 1), 64, 833, 1, False),
-        ((4, 1), 64, 833, 1, True),
+        pytest.param((4, 1), 64, 833, 1, False, marks=pytest.mark.slow),
+        pytest.param((4, 1), 64, 833, 1, True, marks=pytest.mark.slow),
         ((8, 1), 128, 449, 1, True),
-        ((4, 2), 128, 500, 2, True),
+        pytest.param((4, 2), 128, 500, 2, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -114,6 +116,7 @@ def test_columns_in_parts(heads, dim, length, batch, deterministic):
     check(pattern_of(((2, 1), (None, 2)), 64, *heads), dim, length, deterministic, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_columns")
 def test_columns_in_parts_of_heads_that_differ():
     check(pattern_of(PAPER, 64, 4, 1, "query"), 64, 833)
@@ -121,11 +124,12 @@ def test_columns_in_parts_of_heads_that_differ():
 
 
 @pytest.mark.usefixtures("few_columns")
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", mostly_slow([False, True], True))
 def test_columns_in_parts_of_masks(deterministic):
     check(random_mask(64, 4, 1, 1, 8), 64, 500, deterministic)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_columns")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_columns_in_parts_of_placed_blocks(ranks):
@@ -168,7 +172,7 @@ def test_heads_that_differ(pattern):
     check(pattern, 192, 450)
 
 
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", mostly_slow([128, 256], 128))
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("heads", [(4, 2, 2), (2, 1, 2)], ids=str)
 def test_block_masks(heads, diagonal, dim):
@@ -185,7 +189,7 @@ def test_larger_blocks(pattern):
     check(pattern, 64 if pattern.block_size == 256 else 128, 430)
 
 
-@pytest.mark.parametrize("dim", [128, 192])
+@pytest.mark.parametrize("dim", mostly_slow([128, 192], 128))
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_packed(ratio, dim):
     pattern = pattern_of(((2, 1), (None, 2)), 64, 2, 2 // ratio)
@@ -195,21 +199,24 @@ def test_packed(ratio, dim):
     check_against_eager(inputs, grad_lse, pattern, "thd", mask, 0.2, backend="gluon", packed=packed, deterministic=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [128, 192])
 def test_documents_do_not_see_nan(tiles, dim):  # noqa: F811
     check_documents(True, dim, "paper", "cpu", F16)
 
 
-@pytest.mark.parametrize("dim", [128, 192])
-@pytest.mark.parametrize("kind", ["paper", "mask"])
+@pytest.mark.parametrize("dim", mostly_slow([128, 192], 128))
+@pytest.mark.parametrize("kind", mostly_slow(["paper", "mask"], "mask"))
 def test_placed_blocks_and_continued(kind, dim):
     check_placed_blocks(dim, kind, 2, 8, "cpu", F16)
 
 
+@pytest.mark.slow
 def test_placed_blocks_of_128():
     check_placed_blocks(64, "paper of 128", 2, 4, "cpu", F16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 192])
 def test_several_ranks_return_gradients_of_a_block(dim):
     check_placed_blocks(dim, "paper", 4, 8, "cpu", F16)

@@ -19,6 +19,7 @@ from tests.huggingface.tiny import (
     sparsity_named,
     tokens,
 )
+from tests.tiers import mostly_slow
 
 WINDOW, STRIDE = 2 * BLOCK, 4 * BLOCK  # of the pattern s2
 GENERATED = 3 * WINDOW + 5 * STRIDE
@@ -148,7 +149,7 @@ def test_beams_move_with_their_rows(name):
         assert (out[row : row + 1] - expected[:, :, 102 - start :]).abs().max() < FP64
 
 
-@pytest.mark.parametrize("name", ["phi3_small", "s2_7b_hybrid", "s2_70b_s2"])
+@pytest.mark.parametrize("name", mostly_slow(["phi3_small", "s2_7b_hybrid", "s2_70b_s2"], "s2_7b_hybrid"))
 def test_shipped_configs_decode(name):
     """The real heads and blocks, past window and stride."""
     sparsity = load_config(SHIPPED[name]).resolve(num_layers=4, num_heads=32, num_kv_heads=8, seq_length=4096)
@@ -160,7 +161,7 @@ def test_shipped_configs_decode(name):
     assert (out - attend(*parts, sparsity.layers[layer].pattern, 0.3)).abs().max() < FP64
 
 
-@pytest.mark.parametrize("name", ["s2", "dense_heads", "mask_kv"])
+@pytest.mark.parametrize("name", mostly_slow(["s2", "dense_heads", "mask_kv"], "s2"))
 def test_greedy_generation_equals_the_full_cache(name):
     model = model_of(sparsity_named(name))
     prompt = tokens(2, 70)

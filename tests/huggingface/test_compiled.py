@@ -13,6 +13,7 @@ from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
 from tests.huggingface.tiny import BLOCK, model_of, tokens
 from tests.huggingface.truth import NEAR, difference, stock_model, three_layers, truth_of
+from tests.tiers import mostly_slow
 
 TEXT = tokens(2, 3 * BLOCK + 7)
 WHOLE = torch.zeros_like(TEXT)
@@ -22,7 +23,7 @@ SECOND = (torch.arange(TEXT.shape[1]) >= 20).long()  # 1 for the tokens of a sec
 POSITIONS = torch.cat([torch.arange(20), torch.arange(TEXT.shape[1] - 20)])[None]
 
 
-@pytest.fixture(params=["own", "stock"])
+@pytest.fixture(params=mostly_slow(["own", "stock"], "own"))
 def model(request):
     torch._dynamo.reset()
     own = model_of(three_layers())

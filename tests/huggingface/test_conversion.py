@@ -166,6 +166,7 @@ def test_as_dense_warns_of_what_is_lost(tools, made, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_cuts_the_rows_that_are_no_words(tools, made, tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -298,6 +299,7 @@ print((peak() - before) / largest)
 """
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     for step in ("make", "import", "export"):
         done = subprocess.run(

@@ -2,11 +2,14 @@
 
 import json
 import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from s2_megatron.tools.hf import launch_text
 
 CHECK = "s2_megatron.tools.hf.logit_check"
 SIZES = dict(
@@ -106,3 +109,18 @@ def test_weights_that_are_no_numbers(tools, llama, tmp_path):
     line = tools.refused("import-hf", "--input", tmp_path / "in", "--output", tmp_path / "out")
     assert "model.layers.3.mlp.up_proj.weight holds NaN or infinity" in line
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("there, expected", [
+    ((), ["--transformer-impl=local", "--no-gradient-accumulation-fusion"]),
+    (("transformer_engine",), ["--no-gradient-accumulation-fusion"]),
+    (("transformer_engine", "fused_weight_gradient_mlp_cuda"), []),
+])  # fmt: skip
+def test_the_launch_line_asks_for_no_package_that_is_missing(monkeypatch, there, expected):
+    """Megatron's output layer adds gradients with a kernel of NVIDIA's Apex, whoever makes the other layers."""
+    monkeypatch.setattr(launch_text, "find_spec", lambda name: name in there or None)
+    stored = Namespace(max_position_embeddings=4096, tokenizer_type=None)
+    words = launch_text.launch_words(Path("out"), [], stored, 100, processes=1)
+    assert [
+        word for word in words if word in ("--transformer-impl=local", "--no-gradient-accumulation-fusion")
+    ] == expected

@@ -192,6 +192,7 @@ def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
     assert seen == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_key_tiles_of_ranges(mixed, key_walk, monkeypatch):
     """Also: tiles of the blocks that the last range has, which take long, come first."""

@@ -27,6 +27,7 @@ def fake_cuda(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", ["installed", OLDEST])
 def test_launches_without_triton_give_the_driver_the_same(release, fake_cuda):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_LIBCUDA_PATH": str(fake_cuda)}

@@ -130,6 +130,7 @@ def check(tmp_path, monkeypatch):
     return lambda *arguments: check_kernels.main([*fixed, *arguments])
 
 
+@pytest.mark.slow
 def test_a_part_has_its_line(check, capsys):
     assert check("--parts", "memcheck", "--only", "^block16$") == 0
     (line,) = capsys.readouterr().out.splitlines()
@@ -163,6 +164,7 @@ def test_a_choice_of_no_case_is_refused(check, capsys):
     assert "--only no such case: it is in no case's name" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_found_and_what_is_late_fail(check, capsys, monkeypatch):
     monkeypatch.setenv("FAKE_REPORT", "========= Invalid __global__ write of size 4 bytes\n=========\n")
     assert check("--parts", "memcheck", "--only", "^block16$") == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import HAS_GPU
+from tests.tiers import mostly_slow
 
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
 FIRST = {  # variants that a first packed batch takes
@@ -39,7 +40,7 @@ FIRST = {  # variants that a first packed batch takes
 }
 
 
-@pytest.fixture(scope="module", params=FIRST)
+@pytest.fixture(scope="module", params=mostly_slow(FIRST, "triton"))
 def counted(request):
     """(backend, what kernel_variants.py counted)"""
     if request.param != "triton" and HAS_GPU and torch.cuda.get_device_capability()[0] != 9:

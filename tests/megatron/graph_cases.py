@@ -38,8 +38,8 @@ GRAPH_CASES = {
     ),
     "cuda_graph_stages": (
         dict(flags={**GRAPHS, **PP2}, world_size=2),
-        "--pipeline-model-parallel-size 2: Megatron frees what a stage has sent (core/pipeline_parallel/schedules.py:"
-        "195), and what comes from such graphs is a view, which it cannot free; use --cuda-graph-impl "
+        "--pipeline-model-parallel-size 2: Megatron frees what a stage has sent (core/pipeline_parallel/schedules.py), "
+        "and what comes from such graphs is a view, which it cannot free; use --cuda-graph-impl "
         "transformer_engine or none, or full_iteration with virtual stages",
     ),
     "cuda_graph_fsdp": (
@@ -48,7 +48,7 @@ GRAPH_CASES = {
     ),
     "cuda_graph_overlapped_experts": (
         dict(flags={**ENGINE_GRAPHS, **OVERLAPPED, **PADDED}, world_size=2, connections="8"),
-        "where one graph holds the whole layer (core/transformer/transformer_layer.py:1263); use --cuda-graph-modules "
+        "where one graph holds the whole layer (core/transformer/transformer_layer.py); use --cuda-graph-modules "
         "attn moe_router, or",
     ),
     "cuda_graph_spiky_loss": (
@@ -156,35 +156,35 @@ ALSO_REFUSED_GRAPHS = {
         "cuda_graph_fsdp",
         dict(flags={**GRAPHS, **FSDP2}, connections="8"),
         "--cuda-graph-impl local with --use-torch-fsdp2: while the backward of a layer is captured (core/transformer/"
-        "cuda_graphs.py:1432), FSDP2 gathers the weights on a stream of its own and allocates memory for them, which "
+        "cuda_graphs.py), FSDP2 gathers the weights on a stream of its own and allocates memory for them, which "
         "CUDA does not permit then; use --cuda-graph-impl none, or --use-distributed-optimizer instead of --use-torch-",
     ),
     "graphs_torch_fsdp2_engine": (
         "cuda_graph_fsdp",
         dict(flags={**ENGINE_GRAPHS, **FSDP2}, connections="8"),
         "--cuda-graph-impl transformer_engine with --use-torch-fsdp2: it puts hooks on every module, and Transformer "
-        "Engine captures none that has hooks (its graph.py:394 in 2.20.2), unless it is told of them, which Megatron "
+        "Engine captures none that has hooks (its graph.py in 2.20.2), unless it is told of them, which Megatron "
         "does not; use --cuda-graph-impl none, or --use-distributed-optimizer instead of --use-torch-fsdp2",
     ),
     "graphs_torch_fsdp2_whole_iterations": (
         "cuda_graph_fsdp",
         dict(flags={**WHOLE_ITERATIONS, **FSDP2}, connections="8"),
-        "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py:"
-        "1105), and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use",
+        "norms were 0 from the second replay on: Megatron clears .grad after a step (core/optimizer/optimizer.py), "
+        "and FSDP2 sets it in Python, which a replayed graph does not run; use --cuda-graph-impl none, or --use",
     ),
     "graphs_megatron_fsdp_local": (
         "cuda_graph_fsdp",
         dict(flags={**GRAPHS, **MEGATRON_FSDP}, connections="8"),
         "--cuda-graph-impl local with --use-megatron-fsdp: Megatron captures the graphs when finish_grad_sync "
-        "(core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:1370) has put the sharded weights into the modules, "
-        "which the hook that gathers a layer's weights does not know (KeyError in param_and_grad_buffer.py:4409); use "
+        "(core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py) has put the sharded weights into the modules, "
+        "which the hook that gathers a layer's weights does not know (KeyError in param_and_grad_buffer.py); use "
         "--cuda-graph-impl none, or full_iteration with --no-check-for-nan-in-loss-and-grad",
     ),
     "graphs_megatron_fsdp_engine": (
         "cuda_graph_fsdp",
         dict(flags={**ENGINE_GRAPHS, **MEGATRON_FSDP}, connections="8"),
         "--cuda-graph-impl transformer_engine with --use-megatron-fsdp: it puts hooks on every module, and Transformer "
-        "Engine captures none that has hooks (its graph.py:394 in 2.20.2), unless it is told of them, which Megatron "
+        "Engine captures none that has hooks (its graph.py in 2.20.2), unless it is told of them, which Megatron "
         "does not; use --cuda-graph-impl none, or full_iteration with --no-check-for-nan-in-loss-and-grad",
     ),
     "graphs_megatron_fsdp_of_mlps": (

@@ -8,7 +8,6 @@ LIFT_UNPROVEN = "LIFT_UNPROVEN_REFUSALS"
 
 def lift_unproven_refusals() -> None:
     """Take what refusals/unproven.py refuses out of the table of this process."""
-    from s2_megatron.megatron import refusals
-    from s2_megatron.megatron.refusals import unproven
+    from s2_megatron.megatron.refusals import table, unproven
 
-    refusals.REFUSALS = tuple(refusal for refusal in refusals.REFUSALS if refusal not in unproven.REFUSALS)
+    table.REFUSALS = tuple(refusal for refusal in table.REFUSALS if refusal not in unproven.REFUSALS)

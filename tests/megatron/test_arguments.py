@@ -112,7 +112,7 @@ def test_to_check_a_run_installs_nothing(monkeypatch):
     others = dict(sft=False, eod_mask_loss=True, seq_length=1024, logits_load_dir=None, padded_vocab_size=None)
     args = parser.parse_args(["--s2-position-loss", "8"], Namespace(**others, log_throughput=False))
     before = dict(vars(args))
-    for name in ("check_tokens", "_compare_checkpoint"):
+    for name in ("check_tokens", "compare_with_checkpoint"):
         monkeypatch.setattr(module, name, lambda *given: None)
     assert module.check_run(args) is None
     assert vars(args) == before and position_loss() is None and counted_targets() is None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 
+from tests.megatron import forks
 from tests.megatron.arguments import CONFIG, ROOT, arguments, parse_cases
 from tests.ports import free_port
 
@@ -46,13 +45,9 @@ for name, (changes, iteration) in json.loads(sys.argv[2]).items():
 """
 
 
-def run(command, **environment):
+def run(script, *arguments, **environment):
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    forks.run(script, [*map(str, arguments)], variables, ROOT)
 
 
 @cache
@@ -72,7 +67,8 @@ def results(folder) -> dict[str, dict]:
     empty.mkdir()
     flags = {**SMALL, "--s2-config": yaml["config"], "--save": str(trained), "--save-interval": "2"}
     run(
-        ["pretrain_gpt_s2.py", *arguments(flags)],
+        ROOT / "pretrain_gpt_s2.py",
+        *arguments(flags),
         RANK="0",
         WORLD_SIZE="1",
         LOCAL_RANK="0",
@@ -86,7 +82,8 @@ def results(folder) -> dict[str, dict]:
         "future_format": ({"s2_sparsity": '{"format": 99}'}, "iter_0000002"),
         "release": ({}, "release"),
     }
-    run(["-c", LEGACY, folder, json.dumps(legacy)])
+    (folder / "legacy.py").write_text(LEGACY)
+    run(folder / "legacy.py", folder, json.dumps(legacy))
 
     def case(config, load=trained, world_size=1, **changes):
         given = {"--load": None if load is None else str(load), "--s2-config": None if config is None else yaml[config]}

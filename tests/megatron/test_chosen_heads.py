@@ -45,6 +45,7 @@ def choose(lab, dense, plan: str, name: str, *options) -> tuple[dict, str]:
     return json.loads((lab.folder / f"{name}.json").read_text()), printed
 
 
+@pytest.mark.slow
 def test_the_losses_are_megatrons(lab, dense):
     found, printed = choose(lab, dense, PLAN, "two", "--heads", 2)
     assert found["chosen"] == 2 and [each["size"] for each in found["sets"]] == [0, 1, 2]

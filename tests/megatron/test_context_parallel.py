@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.tiers import mostly_slow
+
 CP2 = "--context-parallel-size 2"
 LAYOUTS = {
     "types": (2, f"{CP2} --s2-cp-comm-type all_gather sparse a2a sparse --s2-cp-keep-received"),
@@ -34,15 +36,16 @@ def resumed(lab, start, baseline):
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "types"))
 def test_layout_equals_one_process(resumed, baseline, same_training, name):
-    run = resumed(name, *LAYOUTS[name], torchrun=name == "types")
+    run = resumed(name, *LAYOUTS[name], torchrun=name == "recompute")
     same_training(run, baseline)
     if name == "types":
         for text in ("S2, all_gather", "S2, sparse", "S2, a2a", "S2: attention work of 2 context-parallel ranks"):
             assert text in run.output
 
 
+@pytest.mark.slow
 def test_experts_and_data_parallel(lab, same_training):
     """CP 2 x DP 2 with the experts spread over two ranks."""
     folder = lab.folder / "context_moe"
@@ -61,6 +64,7 @@ def test_a_mistake_would_show(resumed, baseline, same_training, scripts):
         same_training(run, baseline, steps=2)
 
 
+@pytest.mark.slow
 def test_deterministic_mode_repeats_every_bit(resumed):
     """Two runs over all three exchanges with Megatron's flag, under which torch refuses what it knows to be
     unrepeatable."""
@@ -86,12 +90,14 @@ def run_with_a_bad_rank(lab, scripts, name, flags, environment):
     return output
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_is_named(lab, scripts):
     output = run_with_a_bad_rank(lab, scripts, "dying", "", {"AT_EXCHANGE": "30"})
     assert re.search(r"rank +: 1 ", output)
     assert re.search(r"exitcode +: 13 ", output)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_and_is_named(lab, scripts):
     """After the time that the user allows, which Megatron applies from the second iteration on (an iteration has 48
     exchanges)."""
@@ -106,6 +112,7 @@ def packed_in_one_process(resumed):
     return resumed("packed", 1, "--dataloader-inter-document-masking")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["all_gather", "a2a --micro-batch-size 2"])
 def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same_training, flags):
     """Inter-document masking: documents of any length lie across the ranks; RoPE, loss and attention are those of one
@@ -115,6 +122,7 @@ def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same
     assert abs(packed_in_one_process.losses[11] - baseline.losses[11]) > 1e-3, "packing must change the attention"
 
 
+@pytest.mark.slow
 def test_documents_cut_by_themselves(lab, scripts, conversations, same_training):
     """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process
     gets the same pads)."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from megatron.core import mpu
 
+from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records import counted_targets
 from s2_megatron.megatron.records.counted_targets import STEPS_IN_A_ROW, CountedTargets, count_targets
 from s2_megatron.megatron.records.status import read_status
-from s2_megatron.megatron.refusal import RunError
 from s2_megatron.megatron.settings import RunFlags
 
 LOSSES = {"lm loss": torch.tensor(2.0)}

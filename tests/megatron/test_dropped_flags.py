@@ -20,8 +20,8 @@ EXPLAINED = {
 
 # What no module of Megatron reads as `args.X` outside of those that define and check flags.
 DROPPED = {
-    "--fim-prefix-token": "Megatron's validation reads it, for --fim-data; refused by the preflight",
     "--inference-dynamic-batching": "of the inference config, which training does not build; refused with S2",
+    "--num-virtual-stages-per-pipeline-rank": "Megatron's validation makes virtual_pipeline_model_parallel_size of it",
     "--use-legacy-static-engine": "Megatron keeps it so that old launch lines start",
 }
 

@@ -41,7 +41,7 @@ def test_four_lines_in_a_script_of_ones_own(lab, baseline):
     before, after = ((EXAMPLE / name).read_text().splitlines() for name in ("stock.py", "with_s2.py"))
     changed = [line for line in difflib.ndiff(before, after) if line.startswith(("- ", "+ "))]
     assert [line[0] for line in changed] == ["+", "-", "+", "+", "+"]
-    run = lab.run("user", "--train-iters 10", script=EXAMPLE / "with_s2.py", torchrun=True)
+    run = lab.run("user", "--train-iters 10", script=EXAMPLE / "with_s2.py")
     assert run.losses == {step: loss for step, loss in baseline.losses.items() if step <= 10}
     assert run.grad_norms == {step: norm for step, norm in baseline.grad_norms.items() if step <= 10}
 
@@ -67,6 +67,7 @@ def test_a_loss_of_ones_own_does_not_know_answers(lab):
     assert "ValueError: --s2-loss-from-token: the loss of this script" in run.output and not run.losses
 
 
+@pytest.mark.slow
 def test_start_up_says_what_runs_where(lab):
     output = lab.run("start_up", "--train-iters 1", torchrun=True).output
     before = output[: output.index("iteration        1/")]

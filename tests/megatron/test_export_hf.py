@@ -15,6 +15,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_exported_model_equals_the_checkpoint(lab, name):
     processes, sparsity, flags = LAYOUTS[name]

@@ -19,6 +19,7 @@ from tests.megatron.features import (
     with_and_without,
 )
 
+pytestmark = pytest.mark.slow
 ITERATIONS, MICROBATCHES, S2_LAYERS = 6, 4, 3
 TRAIN = f"--train-iters {ITERATIONS}"
 CP2 = "--context-parallel-size 2"

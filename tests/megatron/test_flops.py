@@ -229,7 +229,10 @@ def test_megatrons_formula_is_what_is_assumed(on_one_rank, config):
     assert result["counted"] == pytest.approx(expected_flops(config, [LENGTH] * 3), rel=1e-12)
 
 
-@pytest.mark.parametrize("name, ranks", [("packed", 1), ("virtual", 1), ("data_parallel", 2), ("tensor_parallel", 1)])
+@pytest.mark.parametrize("name, ranks", [
+    ("packed", 1), ("virtual", 1), pytest.param("data_parallel", 2, marks=pytest.mark.slow),
+    pytest.param("tensor_parallel", 1, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_packed_training_loop(request, config, name, ranks):
     """ranks: of data parallelism."""
     if name in ("packed", "virtual"):

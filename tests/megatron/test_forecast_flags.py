@@ -63,6 +63,7 @@ def megatron():
     return json.loads(done.stdout.split("the result:")[1])
 
 
+@pytest.mark.slow
 def test_flags_are_megatrons(megatron):
     known = megatron["flags"]
     for flag, (default, settings) in FLAGS.items():

@@ -223,6 +223,7 @@ def test_cuda_stands_for_the_cpu(count_gpus):
     assert done.stderr.count("No GPU found") == 1
 
 
+@pytest.mark.slow
 def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     """Megatron takes Transformer Engine's optimizer wherever the package can be imported, and that one needs a GPU."""
     (tmp_path / "transformer_engine").mkdir()

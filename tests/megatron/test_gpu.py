@@ -12,8 +12,6 @@ import time
 
 import pytest
 
-from tests.megatron.test_local_checkpoints import check_saved_in_the_background, needs_extension
-
 pytestmark = pytest.mark.gpu
 
 # Head dim 64, 16 blocks of 64 tokens.
@@ -165,12 +163,6 @@ def test_a_run_with_the_flight_recorder_ends(gpu_lab, tmp_path):
     """With the dump that Megatron asks for at exit no process ends."""
     flags = f"--train-iters 2 --s2-backend reference --flight-recorder-dump-path {tmp_path}"
     gpu_lab.run("gpu_recorder", flags, model=MODEL, spec=SPECS["local"])
-
-
-@needs_extension
-@pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
-def test_local_checkpoints_are_saved_in_the_background(gpu_lab, strategy):
-    check_saved_in_the_background(gpu_lab, strategy, "gpu", model=MODEL, spec=SPECS["local"])
 
 
 @pytest.fixture

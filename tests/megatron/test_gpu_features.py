@@ -4,8 +4,8 @@ optimizer's state on the host. Each trains as the same run without it does.
     python -m pytest -m gpu tests/megatron/test_gpu_features.py -n 8
 
 (-n of pytest-xdist; a test takes two runs at once, 20 to 50 s.) With one GPU the tests of two are skipped. What
-s2_megatron/megatron/refusals/unproven.py refuses is tried here all the same: a feature whose test passes leaves that
-table, and goes into README.md and docs/validation.md.
+s2_megatron/megatron/refusals/unproven.py refuses is tried here all the same: what fails in Megatron's own code is
+expected to, strictly; a feature whose test passes leaves that table, and goes into docs/validation.md.
 """
 
 from __future__ import annotations
@@ -120,6 +120,11 @@ def compare(request, gpu_lab, has_engine, count_gpus):
     return run
 
 
+def refused_for(reason: str) -> pytest.MarkDecorator:
+    """A feature of unproven.py: its run ends in CUDA's refusal of the capture."""
+    return pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)
+
+
 def calls(iterations: int = ITERATIONS, layers: int = LAYERS, microbatches: int = MICROBATCHES) -> int:
     return iterations * layers * microbatches
 
@@ -154,13 +159,22 @@ def test_graphs_of_whole_iterations_with_more(compare, common):
     assert_graphs_change_nothing(found, "full_iteration", **(NEAR if common == PADDED else {}))
 
 
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 @pytest.mark.parametrize(
-    "common, modules",
-    [(ATTENTION_RECOMPUTE, ""), (EXPERTS, PARTS), (MTP, "")],
-    ids=["recomputed", "experts", "mtp"],
+    "common, modules, implementation",
+    [
+        pytest.param(ATTENTION_RECOMPUTE, "", "local", id="recomputed-local"),
+        pytest.param(ATTENTION_RECOMPUTE, "", "transformer_engine", id="recomputed-transformer_engine"),
+        pytest.param(
+            *(EXPERTS, PARTS, "local"),
+            id="experts-local",
+            marks=refused_for("Megatron's token dispatcher waits for an event inside of the capture"),
+        ),
+        pytest.param(EXPERTS, PARTS, "transformer_engine", id="experts-transformer_engine"),
+        pytest.param(MTP, "", "local", id="mtp-local"),
+        pytest.param(MTP, "", "transformer_engine", id="mtp-transformer_engine"),
+    ],
 )
-def test_graphs_of_layers(compare, implementation, common, modules):
+def test_graphs_of_layers(compare, common, modules, implementation):
     found = compare(common, f"--cuda-graph-impl {implementation} {modules}")
     assert_graphs_change_nothing(found, implementation, **(NEAR if common == EXPERTS else {}))
 
@@ -181,7 +195,13 @@ def test_graphs_of_whole_iterations_with_offloaded_layers(compare):
     assert_graphs_change_nothing(found, "full_iteration")
 
 
-@pytest.mark.parametrize("implementation", ["transformer_engine", "full_iteration"])
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param("transformer_engine", marks=refused_for("the copies' stream is not joined to the capture")),
+        "full_iteration",
+    ],
+)
 def test_graphs_with_offloaded_activations(compare, implementation, monkeypatch):
     """Megatron itself refuses graphs of the kind "local" with the attention's activations offloaded."""
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # Megatron asks for it with Transformer Engine >= 2.10

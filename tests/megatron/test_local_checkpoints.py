@@ -71,23 +71,6 @@ def test_a_killed_rank_costs_the_iterations_since_the_last_local_checkpoint(lab)
     assert not list(trial.local.rglob("iter_0000018*"))
 
 
-def check_saved_in_the_background(lab, strategy, where="cpu", **options):
-    name = f"local_async_{strategy}_{where}"
-    folder = lab.folder / name
-    flags = f"{LOCAL} {ALGORITHM} --non-persistent-local-ckpt-dir {folder} --save {folder / 'all'} --load {folder}"
-    flags += f" --save-interval 100 --async-save --async-strategy {strategy}"
-    lab.run(name, f"{flags} --train-iters 20 --exit-interval 10", **options)
-    run = lab.run(name, f"{flags} --train-iters 20", **options)
-    assert "of the local checkpoint" in run.output and sorted(run.losses) == list(range(1, 21))
-
-
-@needs_extension
-@pytest.mark.long
-@pytest.mark.parametrize("strategy", ["mcore", "nvrx"])
-def test_local_checkpoints_are_saved_in_the_background(lab, strategy):
-    check_saved_in_the_background(lab, strategy)
-
-
 def test_what_a_killed_rank_had_not_written_goes(tmp_path):
     """The next save of that iteration would find the file there, and end the run."""
     names = ["iter_0000003_0_local.pt", "iter_0000006_0_local.dirty.pt", "iter_0000006_1_local.dirty.pt", "mine.pt"]

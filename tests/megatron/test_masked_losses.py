@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
+from tests.tiers import mostly_slow
 
 CP2 = "--context-parallel-size 2"
 FEW = "--train-iters 3 --eval-iters 1 --eval-interval 3 --eval-micro-batch-size 2 --eval-global-batch-size 4"
@@ -22,7 +23,7 @@ def numbers(lab, name):
     }
 
 
-@pytest.mark.parametrize("name", ["mean", "per_token"])
+@pytest.mark.parametrize("name", mostly_slow(["mean", "per_token"], "mean"))
 def test_context_parallel_ranks_train_as_one_process(lab, name):
     """Conversations (--sft) are in test_context_parallel.py."""
     flags = MASKED + (" --calculate-per-token-loss" if name == "per_token" else "")

@@ -11,6 +11,7 @@ import pytest
 
 from s2_megatron.config.load import load_config
 from tests.megatron.arguments import CONFIG, ROOT, arguments
+from tests.tiers import mostly_slow
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("wandb")
@@ -36,7 +37,7 @@ print("result:", json.dumps({"wandb": config and {key: value for key, value in c
 """
 
 
-@pytest.fixture(scope="module", params=["last_rank", "other_rank"])
+@pytest.fixture(scope="module", params=mostly_slow(["last_rank", "other_rank"], "last_rank"))
 def run(request, tmp_path_factory):
     """(what the script printed, its folder), on the last of two ranks, where Megatron logs, and on the first."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers import mostly_slow
+
 PACKED = "--dataloader-inter-document-masking"
 LAYOUTS = {
     "micro_batch_2": (1, "--micro-batch-size 2"),
@@ -19,7 +21,7 @@ def packed_baseline(lab, start, baseline):
     return lab.run("packed", f"--train-iters 20 --load {start} --ckpt-step 10 {PACKED}")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "pp2_vpp2"))
 def test_layout_equals_one_process(lab, start, packed_baseline, same_training, name):
     processes, flags = LAYOUTS[name]
     run = lab.run(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.tiers import mostly_slow
+
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
     "--moe-aux-loss-coeff 1e-2"
@@ -50,7 +52,7 @@ def layout_run(lab, start, baseline):
     return run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp2", "tp2_sp", "pp2_vpp2"))
 def test_layout_equals_one_process(layout_run, baseline, same_training, name):
     same_training(layout_run(name), baseline)
 
@@ -59,9 +61,10 @@ def test_data_parallel_with_distributed_optimizer(lab, start, baseline, same_tra
     # Without Transformer Engine or Apex Megatron cannot load an optimizer into its distributed one.
     flags = f"--train-iters 20 --load {start} --ckpt-step 10 {WEIGHTS_ONLY}"
     one_process = lab.run("weights_only", flags)
-    same_training(lab.run("dp2", f"{flags} --use-distributed-optimizer", processes=2, torchrun=True), one_process)
+    same_training(lab.run("dp2", f"{flags} --use-distributed-optimizer", processes=2), one_process)
 
 
+@pytest.mark.slow
 def test_expert_parallel(lab, same_training):
     # Megatron cannot load one process's plain optimizer into that of another number of local experts.
     folder = lab.folder / "moe"
@@ -71,6 +74,7 @@ def test_expert_parallel(lab, same_training):
     same_training(lab.run("moe_ep2", f"{flags} --expert-model-parallel-size 2", processes=2), one_process)
 
 
+@pytest.mark.slow
 def test_multi_token_prediction(lab, same_training):
     folder = lab.folder / "mtp"
     sparsity = lab.folder / "mtp.yaml"
@@ -85,7 +89,7 @@ def test_multi_token_prediction(lab, same_training):
 MUTATIONS = {"head_offset": "tp2", "layer_number": "pp2", "norm_gradient": "tp2_sp"}
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", mostly_slow(MUTATIONS, "head_offset"))
 def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, mutation):
     """The comparisons above fail when a rank takes another rank's heads, counts its layers from 0, or keeps a norm's
     gradient to itself."""
@@ -114,6 +118,7 @@ def test_resume_is_bit_equal(lab, layout_run):
         assert resumed.grad_norms[step] == uninterrupted.grad_norms[step]
 
 
+@pytest.mark.slow
 def test_resharding_keeps_every_bit(lab, layout_run):
     """TP2 to PP2: weights and Adam's moments are equal bit for bit, and the next losses within 1e-5."""
     uninterrupted = layout_run("tp2")

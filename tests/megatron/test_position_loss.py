@@ -7,6 +7,7 @@ import torch
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN, PositionLoss, packed_positions
+from tests.tiers import mostly_slow
 
 BUCKETS = 4
 KEY = "lm loss by position/"
@@ -119,7 +120,7 @@ def test_the_buckets_of_one_process(references, baseline):
     assert sum(packed_counts) == 4 * 128
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "cp2"))
 def test_every_layout_has_the_same_buckets(logged, references, name):
     processes, flags = LAYOUTS[name]
     records, evaluations = logged(name, processes, flags)
@@ -134,6 +135,7 @@ def test_every_layout_has_the_same_buckets(logged, references, name):
         assert by_position(record) == pytest.approx(by_position(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_conversations_that_are_cut_one_by_one(lab, conversations, scripts):
     """--sft: every conversation is padded and cut over the ranks by itself."""
     path, tokenizer, stand_in = conversations

@@ -14,6 +14,7 @@ import pytest
 
 from s2_megatron.megatron.host import processes
 from tests.megatron.arguments import ROOT
+from tests.tiers import mostly_slow
 
 # A trainer with every kind of process that Megatron's checkpoints start; it prints their ids and is killed.
 CHILDREN = """
@@ -97,7 +98,7 @@ AS_A_CHILD = "child = multiprocessing.Process(target=main); child.start(); child
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a process is ended with its parent on Linux only")
-@pytest.mark.parametrize("start", ["main()", AS_A_CHILD], ids=["program", "child"])
+@pytest.mark.parametrize("start", mostly_slow(["main()", AS_A_CHILD], "main()"), ids=["program", "child"])
 def test_a_trainer_that_fails_ends(tmp_path, start):
     """multiprocessing waits for the writer, which does not listen to its SIGTERM."""
     done = subprocess.run(**command(tmp_path, FAILING.replace("START", start)), capture_output=True, timeout=300)

@@ -8,8 +8,8 @@ from argparse import Namespace
 
 import pytest
 
-from s2_megatron.megatron import refusals
-from s2_megatron.megatron.refusals import REFUSALS, unproven
+from s2_megatron.megatron.refusals import table, unproven
+from s2_megatron.megatron.refusals.table import REFUSALS
 from tests.megatron.lifted import lift_unproven_refusals
 
 
@@ -74,17 +74,22 @@ def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
 
 def test_gpu_tests_reach_what_is_unproven(monkeypatch):
     """Only what unproven.py refuses is lifted, and where refuse_unsupported looks."""
-    monkeypatch.setattr(refusals, "REFUSALS", REFUSALS)
+    monkeypatch.setattr(table, "REFUSALS", REFUSALS)
     proven = [refusal.name for refusal in REFUSALS if refusal not in unproven.REFUSALS]
     lift_unproven_refusals()
-    assert [refusal.name for refusal in refusals.REFUSALS] == proven
+    assert [refusal.name for refusal in table.REFUSALS] == proven
     assert len(proven) == len(REFUSALS) - len(unproven.REFUSALS)
-    monkeypatch.setattr(
-        refusals.model, "VERSION", dataclasses.replace(refusals.model.VERSION, refused=lambda args: False)
-    )
-    monkeypatch.setattr(refusals, "REFUSALS", (named("overlap_dispatch_backward_with_experts_wgrad"),))
+    monkeypatch.setattr(table.model, "VERSION", dataclasses.replace(table.model.VERSION, refused=lambda args: False))
+    monkeypatch.setattr(table, "REFUSALS", (named("overlap_dispatch_backward_with_experts_wgrad"),))
     asked = Namespace(overlap_dispatch_backward_with_experts_wgrad=True)
     with pytest.raises(ValueError, match="remove --overlap-dispatch-backward-with-experts-wgrad"):
-        refusals.refuse_unsupported(asked)
+        table.refuse_unsupported(asked)
     lift_unproven_refusals()
-    refusals.refuse_unsupported(asked)
+    table.refuse_unsupported(asked)
+
+
+def test_what_asks_for_an_installed_package_is_left_out_elsewhere():
+    """A login node need not have what the training machine has."""
+    installed = {"find_spec", "HAVE_APEX_OR_TE"}
+    asking = {refusal.name for refusal in REFUSALS if installed & set(refusal.refused.__code__.co_names)}
+    assert asking == {refusal.name for refusal in REFUSALS if refusal.of_machine} != set()

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from s2_megatron.megatron.model.core_attention import HONOURED_CONFIG
-from s2_megatron.megatron.refusals import REFUSALS, refuse_yaml_command_line
+from s2_megatron.megatron.refusals.table import REFUSALS, refuse_yaml_command_line
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
 from tests.megatron.graph_cases import ACCEPTED_GRAPHS, ALSO_REFUSED_GRAPHS, GRAPH_CASES

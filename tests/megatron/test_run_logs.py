@@ -13,6 +13,7 @@ from s2_megatron.tools.commands import main
 from s2_megatron.tools.compare.readers import read_place, read_run
 
 pytest.importorskip("wandb")
+pytestmark = pytest.mark.slow
 STEPS = 30
 ARMS = ("dense", "s2")
 

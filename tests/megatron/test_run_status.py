@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import signal
@@ -15,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.errors import RunError
+from s2_megatron.megatron.records import status as run_status
 from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
-from s2_megatron.megatron.refusal import RunError
 from tests.megatron.conftest import ENTRY, ROOT
 from tests.ports import free_port
 
@@ -26,6 +28,7 @@ def words(save) -> tuple[str, str, int, int]:
     return found["state"], found["line"], found["iteration"], found["exit_status"]
 
 
+@pytest.mark.slow
 def test_stopped_finished_and_nothing_left(lab, tmp_path):
     """Three starts of one command that is to do four iterations, two at a time."""
     flags = f"--train-iters 4 --exit-interval 2 --save {tmp_path} --load {tmp_path} --save-interval 100"
@@ -60,6 +63,7 @@ def test_a_full_disk_still_takes_the_end(tmp_path, monkeypatch, capsys):
     assert "it would say: failed: no room" in capsys.readouterr().err and (tmp_path / FILE).read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
     flags = lab.flags(f"--train-iters 100000 --save {tmp_path} --save-interval 100000 --exit-signal-handler")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -114,9 +118,9 @@ def test_megatrons_bare_exit_is_a_failure(tmp_path, code, capsys):
 
 
 def test_a_run_without_a_step_is_a_failure(tmp_path):
-    with pytest.raises(RuntimeError, match="without a step"), recorded_run(arguments(tmp_path)):
+    with pytest.raises(SystemExit) as caught, recorded_run(arguments(tmp_path)):
         pass
-    assert words(tmp_path)[0] == "failed"
+    assert caught.value.code == 2 and words(tmp_path)[0] == "refused" and "without a step" in words(tmp_path)[1]
     with recorded_run(arguments(tmp_path, skip_train=True)):
         pass
     assert words(tmp_path)[:2] == ("finished", "evaluated at iteration 0; --skip-train trains nothing")
@@ -175,10 +179,43 @@ def test_a_checkpoint_that_the_machine_could_not_read_is_a_failure(tmp_path, cau
     assert words(tmp_path)[0] == "failed"
 
 
+@pytest.mark.parametrize("begun", [None, 4, 5])
+def test_an_error_before_the_second_iteration_is_a_refusal(tmp_path, begun, capsys, monkeypatch):
+    """begun: the last iteration that began, of a run that goes on from iteration 4; None: it had none."""
+
+    def run(error):
+        args = (
+            arguments(tmp_path, iteration=4)
+            if begun is None
+            else arguments(tmp_path, iteration=4, curr_iteration=begun)
+        )
+        with pytest.raises(BaseException) as caught, recorded_run(args):
+            raise error
+        return caught.value, words(tmp_path)[0], capsys.readouterr().err
+
+    error, state, printed = run(TypeError("no number"))
+    if begun == 5:
+        assert isinstance(error, TypeError) and state == "failed" and not printed
+    else:
+        assert error.code == 2 and state == "refused" and printed.count("error: ") == printed.count("\n") == 1
+        assert "no number" in printed and "TypeError in test_run_status.py" in printed
+    error, state, _ = run(RuntimeError("NCCL error: a network"))
+    assert isinstance(error, RuntimeError)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_s2.py", "--s2-traceback"])
+    assert isinstance(run(TypeError("no number"))[0], TypeError)
+
+
+def test_the_stragglers_log_has_no_traceback():
+    """Megatron's detector logs the error that it raises on."""
+    record = logging.makeLogRecord({"msg": "no\n['Traceback (most recent call last):\\n']"})
+    other = logging.makeLogRecord({"msg": "straggler"})
+    assert not run_status._without_traceback(record) and run_status._without_traceback(other)
+
+
 def test_an_earlier_attempts_error_is_replaced(tmp_path):
     write_status(tmp_path, "failed", "before")
     os.utime(tmp_path / FILE, (1, 1))
-    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path)):
+    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path, curr_iteration=4)):
         raise ValueError("now")
     assert words(tmp_path)[1] == "ValueError: now"
 
@@ -206,6 +243,6 @@ def test_a_damaged_file_is_named(tmp_path, content):
     with pytest.raises(ValueError, match="expected a run's status; remove it"):
         read_status(tmp_path)
     assert read_status(tmp_path / "none") is None
-    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path)):
+    with pytest.raises(ValueError, match="now"), recorded_run(arguments(tmp_path, curr_iteration=4)):
         raise ValueError("now")
     assert read_status(tmp_path)["state"] == "failed"

@@ -57,6 +57,7 @@ def flip(path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_noticed_and_the_remedy_helps(lab, copied):
     """One line with a command, of two ranks, with which torchrun's report ends, too; after it the run goes on from the
     checkpoint before, and the damaged one stays."""
@@ -78,6 +79,7 @@ def test_a_flipped_byte_is_noticed_and_the_remedy_helps(lab, copied):
     assert (folder / "iter_0000020" / "metadata.json").exists()
 
 
+@pytest.mark.slow
 def test_checksums_can_be_left_out(lab, copied):
     folder, flags = copied
     for path in folder.glob("*/rank_0.sha256"):
@@ -103,6 +105,7 @@ def small_disk(folder, megabytes: int) -> None:
         pytest.skip("needs the right to mount a small disk")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", ["", pytest.param(ASYNC, marks=pytest.mark.long)], ids=["sync", "async"])
 def test_a_disk_that_fills_up_in_a_checkpoint(lab, extra, request, baseline):
     """One line; the checkpoint before stays, and when there is room the same command goes on from it."""

@@ -107,6 +107,7 @@ def all_pairs(settings):
 PAIRWISE = all_pairs(SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", PAIRWISE, ids=lambda row: "-".join(str(value) for value in row.values()))
 def test_gradients_pairwise(row, device):
     block, (heads, groups) = row["block"], row["heads"]

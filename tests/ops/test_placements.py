@@ -27,9 +27,9 @@ def chunks_of(rank, size, n_blocks):
     [
         ("ranges", 16, 12, False),
         ("ranges", 16, 16, True),
-        ("uneven", 16, 16, True),
-        ("ranges", 64, 8, True),
-        ("mask", 16, 12, True),
+        pytest.param("uneven", 16, 16, True, marks=pytest.mark.slow),
+        pytest.param("ranges", 64, 8, True, marks=pytest.mark.slow),
+        pytest.param("mask", 16, 12, True, marks=pytest.mark.slow),
     ],
 )
 def test_placed_blocks_and_continued_softmax(kind, block, n_blocks, runs, backend, device):

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.megatron.host.cuda_on_cpu import ON_GPUS_ONLY
-from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES, WRITTEN_INTERVALS
-from s2_megatron.megatron.preflight.files import READ_FILES, WRITTEN_FILES, WRITTEN_FOLDERS
-from s2_megatron.megatron.preflight.flags import REQUIRED, flag_of
-from s2_megatron.megatron.preflight.values import NUMBERS, PAIRS, RANGES
+from s2_megatron.megatron.preflight.mistakes import MISTAKES, WRITTEN_FILES, WRITTEN_FOLDERS, WRITTEN_INTERVALS
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, flag_of
 from tests.checkpoints import write_checkpoint
 from tests.megatron.arguments import BASE, CONFIG
 from tests.tools.bad_values import REFUSED_FLAGS, WRONG_PAIRS
@@ -24,10 +22,11 @@ GOOD = {**BASE, "--eval-interval": "10", "--num-workers": "0", "--s2-config": "{
 
 
 class Bad(NamedTuple):
-    """words: of the error line, in this order, `{tmp}` standing for the folder. runner: in front of the flags."""
+    """words: of the error line, in this order, `{tmp}` standing for the folder; none for Megatron's, which name one of
+    the flags that are changed or left out. runner: in front of the flags."""
 
     changes: dict[str, str | list[str] | None]
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     runner: str = "torchrun pretrain_gpt_s2.py"
 
@@ -52,6 +51,7 @@ def make_files(tmp: Path) -> None:
     for name, text in SEQUENCES.items():
         (tmp / name).write_text(text.replace("{tmp}", str(tmp)))
     (tmp / "data_args").write_text(f"1 {tmp}/good")
+    (tmp / "missing_data_args").write_text(f"1 {tmp}/good 1 {tmp}/none")
     (tmp / "no_weights").write_text(f"0 {tmp}/good 0 {tmp}/good")
     for name in ("empty", "cache", "logits"):
         (tmp / name).mkdir()
@@ -111,119 +111,73 @@ S2_FLAGS = {
     "--s2-position-loss": Bad({"--s2-position-loss": "2000"}, ("--s2-position-loss 2000 with --seq-length",)),
 }
 
-# Of every entry of MISTAKES in preflight/combinations.py and of PAIRS in preflight/values.py: a launch that makes the
-# mistake (flags added, flags left out).
+# Of every entry of MISTAKES in preflight/mistakes.py: a launch that makes the mistake (flags added).
 MADE = {
     "validation_set_names": {"--validation-set-names": ["a", "b"]},
-    "multiple_validation_sets": {"--multiple-validation-sets": None},
     "multiple_validation_sets and a test set": {"--multiple-validation-sets": None, "--full-validation": None},
     "no data to validate with": {"--split": "100,0,0"},
-    "rerun_mode": {"--rerun-mode": "report_stats"},
-    "enable_ft_package": {"--enable-ft-package": None},
-    "use_persistent_ckpt_worker": {
-        "--use-persistent-ckpt-worker": None,
-        "--async-save": None,
-        "--non-persistent-ckpt-type": "local",
+    "no tokenizer": {},
+    "non_persistent_save_interval": {
+        "--save": "{tmp}/save", "--save-interval": "10", "--non-persistent-save-interval": "2",
     },
-    "adlr_autoresume": {"--adlr-autoresume": None},
-    "mock_data with data": {"--data-args-path": "{tmp}/data_args", "--split": "99,1,0"},
-    "dataloader_fast_cache_load": {"--dataloader-fast-cache-load": None, **DATA, "--data-cache-path": "{tmp}/empty"},
-    **{f"{name} without a folder": {flag: None} for name, flag in CACHE_FLAGS.items()},
-    **{
-        f"{name} without indices": {flag: None, "--data-cache-path": "{tmp}/empty"}
-        for name, flag in CACHE_FLAGS.items()
+    "use_persistent_ckpt_worker": {
+        "--use-persistent-ckpt-worker": None, "--async-save": None, "--non-persistent-ckpt-type": "local",
     },
     "perform_initialization": {"--no-initialization": None},
     "init_model_with_meta_device": {"--init-model-with-meta-device": None},
-    "init_model_with_meta_device and FSDP2": {"--init-model-with-meta-device": None, "--use-torch-fsdp2": None},
-    "pad_vocab_size": {"--no-pad-vocab-size": None},
-    "tokenizer_type": {"--tokenizer-type": "NullMultimodalTokenizer"},
-    "data_args_path without a split": {"--data-args-path": "{tmp}/data_args"},
-    "use_sharp": {"--use-sharp": None},
-    "sft": {"--sft": None},
-    "config_logger_dir": {"--config-logger-dir": "{tmp}/empty"},
     "full_validation": {"--full-validation": None},
-    "no_persist_layer_norm": {"--transformer-impl": "local"},
-    "fp32_residual_connection": {"--fp32-residual-connection": None, "--bf16": None},
-    "dataloader_type": {"--dataloader-type": "external"},
-    "optimizer": {"--optimizer": "muon"},
-    "lazy_mpu_init": {"--lazy-mpu-init": None},
-    "rl_profile": {"--rl-profile": None},
-    "moe_layer_freq": {"--moe-layer-freq": "[1]", "--num-experts": "2"},
-    "moe_use_upcycling": {"--moe-use-upcycling": None, "--num-experts": "2"},
+    "rampup_batch_size": {"--rampup-batch-size": ["2", "2", "6"]},
     **{f"{name} without a folder": {flag_of(name): "2"} for name in WRITTEN_INTERVALS},
-    **{
-        name: {flag_of(name): "2", "--save": "{tmp}/save", "--save-interval": "10"}
-        for name in ("save_activations_interval", "save_dgrads_interval")
-    },
-    "pipeline_model_parallel_comm_backend": {"--pipeline-model-parallel-comm-backend": "ucc"},
-    "fault_injector": {"--fault-injector-ranks": "0"},
-    "apply_layernorm_1p": {"--apply-layernorm-1p": None},
-    "use_te_activation_func": {"--use-te-activation-func": None, "--swiglu": None},
-    "logits_load_dir without logits": {"--logits-load-dir": "{tmp}/empty"},
-    "logits_load_dir": {"--logits-load-dir": "{tmp}/logits"},
-    "fim_data": {"--fim-data": None},
-    "rotary_interleaved": {"--position-embedding-type": "yarn", "--rotary-interleaved": None},
-    **WRONG_PAIRS,
 }  # fmt: skip
-
-
-# The flags of GOOD that such a launch does not have.
-LEFT_OUT = {
-    "no_persist_layer_norm": ("--no-persist-layer-norm",),
-    "data_args_path without a split": MOCK,
-    "dataloader_fast_cache_load": MOCK,
-}
+LEFT_OUT = {"no tokenizer": ("--tokenizer-type",)}  # flags of GOOD that such a launch does not have
 
 
 def mistake(name: str) -> Bad:
     """The error line has what stands around the values in the entry's text."""
-    said = (MISTAKES | PAIRS)[name].text
+    said = MISTAKES[name].text
     words = (said.partition("{")[0], said.rpartition("; ")[2].partition("{")[0])
     return Bad(MADE[name], words, LEFT_OUT.get(name, ()))
 
 
+# What Megatron refuses itself, when it validates its arguments or makes its configs.
+MEGATRONS = {
+    "moe_use_upcycling": Bad({"--moe-use-upcycling": None, "--num-experts": "2"}, ("--save option",)),
+    "use_te_activation_func": Bad({"--use-te-activation-func": None, "--swiglu": None}),
+    "fim_data": Bad({"--fim-data": None}, ("FIM dataset",)),
+    **{name: Bad(flags) for name, flags in WRONG_PAIRS.items()},
+}
+
+
+# Flags without which Megatron's validation fails.
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
+    "micro_batch_size", "lr")  # fmt: skip
 SWITCHES = ("--use-nccl-ub", "--record-memory-history", "--optimizer-cuda-graph")
 TWO_RANKS = "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"
 SAMPLES = ("--train-iters",)
-# The batches, the learning rate and the weight decay of preflight/schedule.py; GOOD trains 10 iterations.
+# The batches, the learning rate and the weight decay, which preflight/schedule.py has Megatron go through; GOOD trains
+# 10 iterations.
 SCHEDULES = {
-    "a batch": Bad({"--global-batch-size": "3"}, ("--global-batch-size=3 with --micro-batch-size=1 and data "
-        "parallelism over 2 ranks: expected a multiple of 2; use --global-batch-size 4",), runner=TWO_RANKS),
-    "a small batch": Bad({"--global-batch-size": "1", "--decrease-batch-size-if-needed": None},
-        ("--global-batch-size=1 ", "expected 2 or more", "use --global-batch-size 2"), runner=TWO_RANKS),
-    "a batch that grows": Bad({"--rampup-batch-size": ["2", "2", "6"]},
-        ("--rampup-batch-size=2 2 6: this Megatron ignores it", "use --step-batch-size-schedule")),
-    "no steps of a batch": Bad({"--step-batch-size-schedule": "x"},
-        ("--step-batch-size-schedule=x: ", "expected TOKENS:BATCH words", "'0:1 1B:2'")),
-    "late steps of a batch": Bad({"--step-batch-size-schedule": "1M:4"}, ("--step-batch-size-schedule=1M:4: ",)),
-    "a step of a batch": Bad({"--step-batch-size-schedule": "0:2 1M:3"},
-        ("--step-batch-size-schedule=0:2 1M:3: a batch of 3 samples", "expected multiples of 2"), runner=TWO_RANKS),
-    "no iteration of samples": Bad({"--train-samples": "3", "--global-batch-size": "4"},
-        ("--train-samples=3 with a global batch of 4 samples: not one iteration", "use --train-samples 4"), SAMPLES),
-    "a rate": Bad({"--lr": "-1"}, ("--lr=-1: expected a number, 0 or more",)),
-    "an endless rate": Bad({"--lr": "inf"}, ("--lr=inf: expected a number",)),
+    "a batch": Bad({"--global-batch-size": "3"}, runner=TWO_RANKS),
+    "a small batch": Bad({"--global-batch-size": "1", "--decrease-batch-size-if-needed": None}, runner=TWO_RANKS),
+    "no steps of a batch": Bad({"--step-batch-size-schedule": "x"}),
+    "late steps of a batch": Bad({"--step-batch-size-schedule": "1M:4"}),
+    "a rate": Bad({"--lr": "-1"}),
+    "an endless rate": Bad({"--lr": "inf"}, ("--lr=inf: out of its range; expected a finite number",)),
     "a NaN": Bad({"--clip-grad": "nan"}, ("--clip-grad=nan: expected a number",)),
-    "the lowest rate": Bad({"--min-lr": "1"}, ("--min-lr=1 with --lr=0.0001: expected 0 to --lr; use --min-lr 1e-05",)),
-    "the first rate": Bad({"--lr-warmup-init": "1"}, ("--lr-warmup-init=1 with --lr=0.0001", "leave --lr-warmup-init")),
-    "a warm-up": Bad({"--lr-warmup-iters": "2000"}, ("--lr-warmup-iters=2000 with --train-iters=10: ",
-        "expected 0 to 9; use --lr-warmup-iters 1, or a larger --train-iters")),
-    "a warm-up as long": Bad({"--lr-warmup-iters": "10"}, ("--lr-warmup-iters=10 with --train-iters=10",)),
-    "a short decay": Bad({"--lr-warmup-iters": "5", "--lr-decay-iters": "5"}, ("--lr-warmup-iters=5 with "
-        "--lr-decay-iters=5: ", "expected 0 to 4")),
-    "a warm-up of samples": Bad({"--lr-warmup-samples": "40", "--train-samples": "40"},
-        ("--lr-warmup-samples=40 with --train-samples=40: ", "use --lr-warmup-samples 4"), SAMPLES),
-    "a share of warm-up": Bad({"--lr-warmup-fraction": "1"}, ("--lr-warmup-fraction=1: the share", "less than 1")),
-    "no share": Bad({"--lr-warmup-fraction": "-0.1"}, ("--lr-warmup-fraction=-0.1: the share",)),
-    "WSD": Bad({"--lr-decay-style": "WSD"}, ("--lr-decay-style=WSD without --lr-wsd-decay-iters", "add "
-        "--lr-wsd-decay-iters 1")),
+    "the lowest rate": Bad({"--min-lr": "1"}),
+    "the first rate": Bad({"--lr-warmup-init": "1"}),
+    "a warm-up": Bad({"--lr-warmup-iters": "2000"}),
+    "a warm-up as long": Bad({"--lr-warmup-iters": "10"}),
+    "a short decay": Bad({"--lr-warmup-iters": "5", "--lr-decay-iters": "5"}),
+    "a warm-up of samples": Bad({"--lr-warmup-samples": "40", "--train-samples": "40"}, without=SAMPLES),
+    "a share of warm-up": Bad({"--lr-warmup-fraction": "1"}),
+    "WSD": Bad({"--lr-decay-style": "WSD"}),
     "WSD of samples": Bad({"--lr-decay-style": "WSD", "--train-samples": "40", "--lr-wsd-decay-iters": "1"},
-        ("--lr-decay-style=WSD without --lr-wsd-decay-samples",), SAMPLES),
-    "a decay of weights": Bad({"--weight-decay": "-0.1"}, ("--weight-decay=-0.1: expected 0 or more",)),
+        without=SAMPLES),
+    "a decay of weights": Bad({"--weight-decay": "-0.1"}),
     "falling weight decay": Bad({"--weight-decay-incr-style": "linear", "--start-weight-decay": "0.2",
-        "--end-weight-decay": "0.1"}, ("--start-weight-decay=0.2 and --end-weight-decay=0.1: ", "swap them")),
-    "two schedules": Bad({"--override-opt-param-scheduler": None, "--use-checkpoint-opt-param-scheduler": None},
-        ("--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler: ", "remove the other")),
+        "--end-weight-decay": "0.1"}),
+    "two schedules": Bad({"--override-opt-param-scheduler": None, "--use-checkpoint-opt-param-scheduler": None}),
     "an optimizer's numbers": Bad({"--exp-avg-dtype": "bf16"}, ("exp_avg_dtype can only be fp32",)),
     "graphs without a GPU": Bad({"--cuda-graph-impl": "local", "--s2-backend": "reference"},
         ("--cuda-graph-impl local on a machine without a GPU; expected none",), ("--s2-config",)),
@@ -244,8 +198,7 @@ BAD = {
     "a config twice": Bad({"--s2-config": ["{tmp}/config.yaml", "--s2-config", "x"]}, ("given twice",)),
     "a wrong config": Bad({"--s2-config": "{tmp}/wrong.yaml"}, ("specs.S.stride", "got 0; expected")),
     "a function": Bad({"--s2-config": "{tmp}/function.yaml"}, ("no Python pattern without permission",)),
-    "local attention": Bad({"--attention-backend": "local"},
-        ("--attention-backend=local: ", "--transformer-impl local")),
+    "local attention": Bad({"--attention-backend": "local"}),
     "no attention backend": Bad({"--attention-backend": "foo"},
         ("--attention-backend: invalid choice: 'foo' (choose from 'flash', 'fused', 'unfused', 'local', 'auto')",)),
     "no module for graphs": Bad({"--cuda-graph-modules": "foo"}, ("--cuda-graph-modules: invalid choice: 'foo'; ",)),
@@ -255,44 +208,20 @@ BAD = {
     "dropout": Bad({"--attention-dropout": "0.1"}, ("attention_dropout=0.1", "add --attention-dropout 0")),
     "a worker without a GPU": Bad({"--num-workers": "2"}, ("--num-workers 2 on a machine without a GPU; expected 0",)),
     "too many ranks": Bad({"--tensor-model-parallel-size": "4"},
-        ("--tensor-model-parallel-size=4: a model on 4 processes, and the job has 2", "start 4"),
-        runner=TWO_RANKS),
-    "experts on too many ranks": Bad({"--num-experts": "8", "--expert-model-parallel-size": "4"},
-        ("--expert-model-parallel-size=4: experts on 4 processes, and the job has 2", "start 4"),
-        runner=TWO_RANKS),
-    "experts that are cut": Bad({"--tensor-model-parallel-size": "2", "--num-experts": "8",
-        "--expert-model-parallel-size": "2"},
-        ("--tensor-model-parallel-size=2 x --expert-model-parallel-size=2: experts on 4 processes, and the job has 2",
-        "or add --expert-tensor-parallel-size 1"), runner=TWO_RANKS),
-    "experts with a size of their own": Bad({"--tensor-model-parallel-size": "2", "--num-experts": "8",
-        "--expert-tensor-parallel-size": "4"},
-        ("--expert-tensor-parallel-size=4: experts on 4 processes, and the job has 2", "lower one of these"),
-        runner=TWO_RANKS),
-    "a size of no experts": Bad({"--expert-tensor-parallel-size": "3"},
-        ("--expert-tensor-parallel-size=3: experts on 3 processes, and the job has 2", "start 3"),
-        runner=TWO_RANKS),
-    "experts on ranks that the model leaves": Bad({"--tensor-model-parallel-size": "2", "--context-parallel-size": "4",
-        "--num-experts": "3", "--expert-model-parallel-size": "3"}, ("start 24, or lower one of these",),
-        runner="torchrun --nproc-per-node 8 pretrain_gpt_s2.py"),
+        ("world size (2) is not divisible by total_model_size (total_model_size=4)",), runner=TWO_RANKS),
     "no connections": Bad({"--tensor-model-parallel-size": "2"},
         ("Megatron refuses this environment: ", "expected CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment"),
         runner="CUDA_DEVICE_MAX_CONNECTIONS=8 torchrun --nproc-per-node 2 pretrain_gpt_s2.py"),
-    "no iterations": Bad({}, ("--train-iters is not given",), ("--train-iters",)),
-    "no interval": Bad({"--save": "{tmp}/save"}, ("--save without --save-interval; expected both",)),
-    "no kind of checkpoint": Bad(
-        {"--save": "{tmp}/save", "--save-interval": "10", "--non-persistent-save-interval": "2"},
-        ("--non-persistent-save-interval without --non-persistent-ckpt-type",)),
-    "phases of iterations": Bad({"--phase-transition-iterations": "5,8"},
-        ("--phase-transition-iterations=5,8 without --train-samples",)),
-    "wandb without a name": Bad({"--wandb-project": "p"}, ("--wandb-project=p without a name", "add --wandb-exp-name")),
+    "no iterations": Bad({}, without=("--train-iters",)),
+    "no interval": Bad({"--save": "{tmp}/save"}),
     # Data
     "no data": Bad({}, ("no data: --data-path is not given",), MOCK),
     "a data file": data("none", ".idx is missing"),
     "no index": data("no_index", ".idx is missing"),
     "no binary": data("no_data", ".bin is missing"),
     "a suffix": data("good.bin", ".idx is missing; the prefix has no suffix"),
-    "another index": data("other_index", ".idx is no index of a Megatron dataset"),
-    "a cut index": data("cut_index", ".idx was cut: it has 40 of 82 bytes"),
+    "another index": data("other_index", ".idx cannot be read: bad header, cannot read: "),
+    "a cut index": data("cut_index", ".idx cannot be read: buffer is smaller"),
     "empty documents": data("empty_documents", "has 100 documents, and no token in any"),
     "an empty part": Bad(DATA | {"--data-path": "{tmp}/half_empty"}, ("of the 100 documents that have tokens",), MOCK),
     "cut data": data("cut_data", ".bin was cut: it has 19 of 20 bytes"),
@@ -301,9 +230,10 @@ BAD = {
     "one of two": Bad(DATA | {"--data-path": ["0.5", "{tmp}/good", "0.5", "{tmp}/none"]},
         ("--data-path={tmp}/none: ",), MOCK),
     "all of two": Bad(DATA | {"--data-path": ["{tmp}/no_index", "{tmp}/none"]}, ("(and 1 more of its 2)",), MOCK),
-    "a list of data": Bad({"--data-args-path": "{tmp}/none", "--split": "99,1,0"},
-        ("--data-args-path={tmp}/none: No such file",), MOCK),
-    "parts of data": Bad({"--per-split-data-args-path": "{tmp}/file"}, ("not in Megatron's form; expected",), MOCK),
+    "no list of data": Bad({"--data-args-path": "{tmp}/none"}, ("{tmp}/none: No such file or directory",), MOCK),
+    "lists in no JSON": Bad({"--per-split-data-args-path": "{tmp}/data_args"}, ("JSONDecodeError in ",), MOCK),
+    "a list of missing data": Bad({"--data-args-path": "{tmp}/missing_data_args"},
+        ("--data-args-path={tmp}/missing_data_args={tmp}/none: .idx is missing",), MOCK),
     "a split": Bad(DATA | {"--split": "99:1"}, ("--split=99:1: expected up to three numbers",), MOCK),
     "a split that Megatron reads otherwise": Bad(DATA | {"--split": "1e-9,1,1"},
         ("--split=1e-9,1,1: expected up to three numbers in plain digits",), MOCK),
@@ -312,40 +242,15 @@ BAD = {
     "too few documents for the default": Bad({"--data-path": "{tmp}/good"}, ("--split=969, 30, 1 (Megatron's default) "
         "with --data-path={tmp}/good: its part for test gets none of the 100 documents", "use --split 99,1,0"), MOCK),
     "no training part": Bad(DATA | {"--split": "0,1,0"}, ("--split=0,1,0: expected", "the first above 0"), MOCK),
-    **{f"weights: {weights}": Bad(DATA | {"--data-path": words.split()},
-        (f"--data-path: the weights {weights}; expected numbers above 0",), MOCK)
-        for weights, words in (
-            ("0", "0 {tmp}/good"), ("nan", "nan {tmp}/good"), ("2 -1", "2 {tmp}/good -1 {tmp}/good"),
-            ("0 1", "0 {tmp}/good 1 {tmp}/good"), ("inf 1", "inf {tmp}/good 1 {tmp}/good"),
-        )},
-    "weights of a part": Bad({"--train-data-path": ["0", "{tmp}/good", "0", "{tmp}/good"], "--eval-iters": "0"},
-        ("--train-data-path: the weights 0 0; expected",), MOCK),
-    "weights in a file": Bad({"--data-args-path": "{tmp}/no_weights", "--split": "99,1,0"},
-        ("--data-args-path={tmp}/no_weights: the weights 0 0; expected",), MOCK),
-    "a split of parts": Bad({"--train-data-path": "{tmp}/good", "--valid-data-path": "{tmp}/good", "--split": "99,1,0"},
-        ("--split=99,1,0 with --train-data-path: there is one list of data for each part",), MOCK),
-    **{f"sequences: {name}": Bad(DATA | {"--per-dataset-sequences-path": f"{{tmp}}/{name}"},
-        (f"--per-dataset-sequences-path={{tmp}}/{name}: {words}",), MOCK)
-        for name, words in (
-            ("file", "no JSON; expected {prefix: [sequences, documents]}"),
-            ("a_list", "no object of JSON"),
-            ("other_datasets", "has no entry for {tmp}/good of --data-path; expected"),
-            ("one_count", "has 100 for {tmp}/good; expected [100, 101]"),
-            ("other_counts", "has [99, 100] for {tmp}/good; expected [100, 101]"),
-        )},
-    "sequences without data": Bad({"--per-dataset-sequences-path": "{tmp}/file"},
-        ("--per-dataset-sequences-path={tmp}/file: no JSON",)),
     "sequences of wide tokens": Bad(
         DATA | {"--data-path": "{tmp}/wide", "--per-dataset-sequences-path": "{tmp}/right_counts"},
         ("--per-dataset-sequences-path with --data-path={tmp}/wide: its tokens have 4 bytes",), MOCK),
     # Tokenizer
-    "no vocabulary": Bad({}, ("--tokenizer-type=NullTokenizer without --vocab-size",), ("--vocab-size",)),
-    "no tokenizer": Bad({}, ("--vocab-file is not given, and --tokenizer-type GPT2BPETokenizer needs it",),
-        ("--tokenizer-type",)),
+    "no vocabulary": Bad({}, without=("--vocab-size",)),
     "a tokenizer's folder": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/none"},
-        ("--tokenizer-model={tmp}/none: no such file or folder",)),
+        ("Unable to instantiate HuggingFace AutoTokenizer for {tmp}/none",)),
     "a folder without one": Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "{tmp}/empty"},
-        ("--tokenizer-model={tmp}/empty: no tokenizer in this folder; expected tokenizer.json",)),
+        ("Unable to instantiate HuggingFace AutoTokenizer for {tmp}/empty",)),
     "a tokenizer's name": Bad({"--tokenizer-type": "WordTokenizer"}, ("WordTokenizer",)),
     # Checkpoints
     "an empty tracker": Bad({"--load": "{tmp}/bad_tracker"}, ("is empty; the newest complete checkpoint is of "
@@ -380,20 +285,22 @@ BAD = {
     **S2_FLAGS,
     **SCHEDULES,
     **{f"a mistake: {name}": mistake(name) for name in MADE},
+    **{f"Megatron's: {name}": bad for name, bad in MEGATRONS.items()},
+    **{f"{name} on a machine without its package": Bad(
+        {flag_of(name): "2", "--save": "{tmp}/save", "--save-interval": "10"},
+        (f"{flag_of(name)}=2: Transformer Engine is not installed",))
+        for name in ("save_activations_interval", "save_dgrads_interval")},
     **{f"refused: {name}": Bad(changes, ("--s2-config: ", words)) for name, (changes, words) in REFUSED_FLAGS.items()},
-    **{f"without {name}": Bad({}, (f"{flag_of(name)} is not given; expected a value",), (flag_of(name),))
-        for name in REQUIRED},
+    **{f"without {name}": Bad({}, without=(flag_of(name),)) for name in REQUIRED},
     **{f"{name} too small": Bad({flag_of(name): str(least - 1)},
         (f"{flag_of(name)}={least - 1}: expected {least} to {most}; use {flag_of(name)} {least}",))
         for name, (least, most) in RANGES.items()},
-    **{f"{name} not taken": Bad({flag_of(name): "-1"},
-        (f"{flag_of(name)}=-1: out of its range; expected {words}; use {flag_of(name)} {example:g}",))
-        for name, (_, words, example) in NUMBERS.items()},
+    **{f"{name} not taken": Bad({flag_of(name): "inf" if name == "lr" else "-1"},
+        (f"{flag_of(name)}={'inf' if name == 'lr' else -1}: out of its range; expected {words}; use",))
+        for name, (_, words, _) in NUMBERS.items()},
     **{f"{name} too large": Bad({flag_of(name): "9" * 25}, (f"{flag_of(name)}=99999", f"expected {least} to {most}"))
         for name, (least, most) in RANGES.items()},
     **{f"{name} in a file": Bad({flag_of(name): "{tmp}/file/x", "--save-interval": "10"},
         (f"{flag_of(name)}={{tmp}}/file/x: ", "is a file; expected a folder"))
         for name in (*WRITTEN_FOLDERS, *WRITTEN_FILES)},
-    **{f"{name} missing": Bad({flag_of(name): "{tmp}/none"},
-        (f"{flag_of(name)}={{tmp}}/none: no file that this user can read",)) for name in READ_FILES},
 }  # fmt: skip

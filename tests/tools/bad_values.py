@@ -1,42 +1,31 @@
-"""Values of flags that a training refuses, and `check` and `inspect` with it in the same words; values that look like
+"""Values of flags that a training refuses, those of S2-Attention in the same words as `inspect`; values that look like
 those and are taken. {flag: value, None for a flag without one}, to be added to GOOD of bad_launches.py."""
 
 Flags = dict[str, str | list[str] | None]
 
-# Of every entry of PAIRS in preflight/values.py: flags that make the mistake.
+# Pairs of flags that Megatron refuses in its own words.
 WRONG_PAIRS: dict[str, Flags] = {
-    "kv_channels": {"--kv-channels": "3"},
     "fp16 and bf16": {"--fp16": None, "--bf16": None},
     "hidden_size": {"--hidden-size": "130"},
     "max_position_embeddings": {"--max-position-embeddings": "1023"},
     "mrope_section": {"--position-embedding-type": "mrope"},
     "full recomputation without a method": {"--recompute-granularity": "full", "--recompute-num-layers": "1"},
     "full recomputation without layers": {"--recompute-granularity": "full", "--recompute-method": "block"},
-    "recompute_num_layers": {
-        "--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": "0",
-    },
     "selective recomputation and recompute_method": {
         "--recompute-activations": None, "--recompute-granularity": "full", "--recompute-method": "uniform",
     },
     "selective recomputation and recompute_num_layers": {
         "--recompute-granularity": "selective", "--recompute-num-layers": "1",
     },
-    "cp_comm_type": {
-        "--context-parallel-size": "2", "--cp-comm-type": "ring", "--transformer-impl": "transformer_engine",
-    },
-    "cp_comm_type of each layer": {"--context-parallel-size": "2", "--cp-comm-type": ["p2p", "a2a"]},
     "cp_comm_type of two levels": {"--cp-comm-type": "a2a+p2p"},
     "hierarchical_context_parallel_sizes": {"--hierarchical-context-parallel-sizes": ["2", "2"]},
     "virtual stages twice": {
         "--num-layers-per-virtual-pipeline-stage": "1", "--num-virtual-stages-per-pipeline-rank": "2",
     },
     "virtual stages without a pipeline": {"--num-virtual-stages-per-pipeline-rank": "2"},
-    "virtual stages of layers": {
-        "--pipeline-model-parallel-size": "4", "--num-virtual-stages-per-pipeline-rank": "2",
-    },
 }  # fmt: skip
 
-# Of every entry of megatron/flag_refusals.py: (flags that it refuses beside --s2-config, words of the line).
+# Of every entry of megatron/refusals/flags.py: (flags that it refuses beside --s2-config, words of the line).
 REFUSED_FLAGS: dict[str, tuple[Flags, str]] = {
     "attention_dropout": (
         {"--attention-dropout": "0.1"}, "attention_dropout=0.1, but S2 attention has no dropout; add"),

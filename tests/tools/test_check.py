@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from s2_megatron.megatron import flag_refusals
 from s2_megatron.megatron.arguments import add_s2_arguments
-from s2_megatron.megatron.preflight.combinations import CACHE_FLAGS, MISTAKES
-from s2_megatron.megatron.preflight.values import NUMBERS, PAIRS, RANGES, flag_of
+from s2_megatron.megatron.preflight.mistakes import MISTAKES
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, flag_of
+from s2_megatron.megatron.refusals.flags import REFUSALS
 from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
@@ -42,7 +42,7 @@ FINE = {
         ("--mock-data",)), ("nothing wrong found",)),
     "counted data": (Bad(DATA | {"--per-dataset-sequences-path": "{tmp}/right_counts"}, (), ("--mock-data",)),
         ("nothing wrong found",)),
-    "a cache": (Bad({"--data-cache-path": "{tmp}/cache", **dict.fromkeys(CACHE_FLAGS.values())}, ()),
+    "a cache": (Bad({"--data-cache-path": "{tmp}/cache", "--dataloader-fast-cache-load": None}, ()),
         ("nothing wrong found",)),
     "weights for nothing": (Bad(UNBUILT | {"--skip-train": None}, ()), ("nothing wrong found",)),
     "a vocabulary as it is": (Bad({"--no-pad-vocab-size": None, "--padded-vocab-size": "512"}, ()),
@@ -132,6 +132,14 @@ def checked(tmp_path_factory):
     return tmp, results(tmp)
 
 
+# Launches of which Megatron speaks without naming a flag: it writes names with spaces, or counts in other units.
+OTHER_WORDS = (
+    "no steps of a batch", "late steps of a batch", "local attention", "Megatron's: cp_comm_type of two levels",
+    "Megatron's: virtual stages without a pipeline",
+)  # fmt: skip
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_launch_is_one_line(checked, name):
     tmp, found = checked
@@ -139,11 +147,17 @@ def test_a_bad_launch_is_one_line(checked, name):
     assert violates(result) is None and result["status"] == 2, result
     text, at = result["err"], 0
     assert not result["out"] and text.count("error: ") == 1 + (name in TWICE), text
+    if not BAD[name].words:
+        flags = (*BAD[name].changes, *BAD[name].without)
+        assert "Megatron refuses these flags: " in text, text
+        named = any(flag[2:].replace("-", "_") in text.replace("-", "_") for flag in flags)
+        assert named or "assert " in text or name in OTHER_WORDS, text
     for words in BAD[name].words:
         at = text.find(words.replace("{tmp}", str(tmp)), at)
         assert at >= 0, f"{words!r} is not in {text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FINE)
 def test_a_good_launch_passes(checked, name):
     tmp, found = checked
@@ -154,13 +168,13 @@ def test_a_good_launch_passes(checked, name):
 
 # What inspect refuses, too: all values of flags that it reads.
 READ = (
-    *(f"a mistake: {name}" for name in PAIRS),
     *(f"refused: {name}" for name in REFUSED_FLAGS),
     *(f"{name} not taken" for name in NUMBERS),
     *(f"{name} too {what}" for name in RANGES if flag_of(name) in CHECKED | FLAGS for what in ("small", "large")),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
 def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
     tmp, found = checked
@@ -170,6 +184,7 @@ def test_inspect_refuses_it_in_the_same_words(checked, name, capsys):
     assert printed.err.splitlines() == said[:1] and not printed.out and not (tmp / "drawn.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAKEN)
 def test_inspect_takes_what_training_takes(checked, name, capsys):
     tmp, _ = checked
@@ -177,19 +192,18 @@ def test_inspect_takes_what_training_takes(checked, name, capsys):
     assert json.loads(capsys.readouterr().out)["no_forecast"] == []
 
 
-# Bad launches with another mistake: a tracker that is cut, and two context-parallel ranks in one process.
-TWICE = ("a step", "a mistake: cp_comm_type", "a mistake: cp_comm_type of each layer")
+# Bad launches with another mistake: a tracker that is cut.
+TWICE = ("a step",)
 # Launches with several mistakes: (changes, words of each error line)
 SEVERAL = {
     "of every kind": (Bad({"--num-layrs": "4", "--hidden-size": "x", "--data-path": "{tmp}/none", "--s2-config":
         "{tmp}/wrong.yaml", "--save": "{tmp}/file/x", "--save-interval": "1"}, (),
         ("--num-layers", "--lr", "--mock-data")),
         ("--hidden-size: invalid int value: 'x'", "--num-layrs 4; did you mean --num-layers?",
-        "--lr is not given", "--save={tmp}/file/x: {tmp}/file is a file", "--data-path={tmp}/none: .idx is missing",
+        "--save={tmp}/file/x: {tmp}/file is a file", "--data-path={tmp}/none: .idx is missing",
         "wrong.yaml: specs.S.stride")),
     "missing": (Bad({}, (), ("--micro-batch-size", "--lr", "--eval-interval", "--num-layers")),
-        ("--num-layers is not given", "--micro-batch-size is not given", "--lr is not given",
-        "--eval-interval is not")),
+        ("assert args.micro_batch_size is not None",)),
     "typos": (Bad({"--lrr": "1e-3", "--hiden-size": "64"}, (), ("--lr", "--hidden-size")),
         ("--lrr 1e-3 --hiden-size; did you mean --lr?", "--hiden-size 64; did you mean --hidden-size?")),
     "sparsity and data": (Bad(DATA | {"--data-path": "{tmp}/cut_data", "--s2-config": "{tmp}/none.yaml"}, (), MOCK),
@@ -197,6 +211,7 @@ SEVERAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_every_mistake_has_its_line(checked, name):
     tmp, found = checked
@@ -208,7 +223,7 @@ def test_every_mistake_has_its_line(checked, name):
 
 
 def test_every_refusal_of_flags_has_a_launch():
-    assert {name.partition(",")[0] for name in REFUSED_FLAGS} == {refusal.name for refusal in flag_refusals.REFUSALS}
+    assert {name.partition(",")[0] for name in REFUSED_FLAGS} == {refusal.name for refusal in REFUSALS}
 
 
 def test_every_flag_has_a_bad_value():
@@ -219,7 +234,7 @@ def test_every_flag_has_a_bad_value():
 
 
 def test_every_mistake_has_a_launch_that_makes_it():
-    assert set(MADE) == set(MISTAKES | PAIRS) and not MISTAKES.keys() & PAIRS.keys()
+    assert set(MADE) == set(MISTAKES)
 
 
 def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
@@ -243,12 +258,14 @@ def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
     assert not taken(perform_initialization=False, use_megatron_fsdp=True)
 
 
+@pytest.mark.slow
 def test_nothing_else_than_success_or_one_error_line(tmp_path):
     """Flags of Megatron's own parser with any values, and any sparsity YAML."""
     seen = outcomes(run_script(tmp_path, "fuzz", 60))
     assert sum(seen.values()) >= 60
 
 
+@pytest.mark.slow
 def test_inspect_ends_as_well_as_check(tmp_path):
     """Any sparsity YAML and model, as flags and as a launch line."""
     seen = outcomes(run_script(tmp_path, "fuzz-inspect", 100))
@@ -265,6 +282,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     (tmp_path / "config.yaml").write_text("layers: X\n")
     bad = Bad({"--save": str(tmp_path / "save"), "--save-interval": "3"}, ())
@@ -277,6 +295,7 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
     assert (found["state"], found["exit_status"], f"error: {found['line']}\n") == ("refused", 2, said)
 
 
+@pytest.mark.slow
 def test_what_cannot_start_on_this_machine_is_refused_where_it_is_to_start_here(tmp_path, monkeypatch):
     """A launcher asks that before torchrun; on a login node the line is for other machines."""
     make_files(tmp_path)
@@ -294,6 +313,7 @@ def test_without_a_line():
     assert done.returncode == 2 and done.stderr.startswith("error: there is no launch line; expected one behind --")
 
 
+@pytest.mark.slow
 def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path):
     """What the data's tokens are compared with is its vocabulary."""
     from examples.quickstart.dataset import Document, train_tokenizer

@@ -148,6 +148,7 @@ def test_flags_alone_are_a_line(capsys):
     assert facts["model"]["gpus"] == 2 and facts["forecast"]["run"]["parts_ms"]["tensor-parallel exchange"] > 0
 
 
+@pytest.mark.slow
 def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypatch):
     """DRY_RUN=1 examples/pretrain_1p3b.sh | s2-megatron inspect -- -"""
     variables = {**os.environ, "DRY_RUN": "1", "MOCK_DATA": "1", "SEQ_LENGTH": "32768", "PYTHON": sys.executable}

@@ -27,7 +27,7 @@ from s2_megatron.megatron.checkpoints.checksums import BackgroundChecksums, dama
 from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_sparsity
 from s2_megatron.megatron.checkpoints.folder import FOLDER, CheckpointError, find_problem, remedy
 from s2_megatron.megatron.checkpoints.metadata import forget_metadata
-from s2_megatron.megatron.refusal import RunError
+from s2_megatron.megatron.errors import RunError
 from s2_megatron.printing import is_first_rank, print_once
 
 # The last two are torch's words for a file that took less than it was given.

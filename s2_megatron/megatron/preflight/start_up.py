@@ -7,153 +7,73 @@ held back until the start is through, so that an error is the last line and near
 
 from __future__ import annotations
 
-import errno
-import functools
 import io
-import linecache
+import math
 import os
 import re
 import sys
-import traceback
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+import time
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NoReturn
 
 from s2_megatron.config.errors import nearest_name, printable
-from s2_megatron.megatron.host.processes import tell_torchrun
+from s2_megatron.megatron.errors import TRACEBACK, error_text, is_of_the_machine
 from s2_megatron.megatron.preflight.datasets import check_datasets
-from s2_megatron.megatron.preflight.files import check_files
-from s2_megatron.megatron.preflight.flags import check_flags
-from s2_megatron.megatron.records.status import TRACEBACK, is_first_of_node, wait_for_first_of_node, write_status
+from s2_megatron.megatron.preflight.mistakes import check_flags, check_written
+from s2_megatron.megatron.records.status import fail, is_first_of_node, refuse, wait_for_first_of_node
 from s2_megatron.megatron.refusals.model import megatron_version
 from s2_megatron.printing import held as held_lines
-from s2_megatron.printing import open_streams, print_once
+from s2_megatron.printing import open_streams
 
-PACKAGE = str(Path(__file__).resolve().parents[2])
+DEFAULT_TOKENIZER = "GPT2BPETokenizer"  # of pretrain_gpt_s2.py, as of Megatron's pretrain_gpt.py
+Provider = Callable[[ArgumentParser], ArgumentParser]
 MOST_REPEATS = 10_000  # of a pattern in a flag, more than any model has layers
-LONGEST = 900  # characters of Megatron's messages
-# The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
-OF_THE_MACHINE = (
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ECONNREFUSED,
-)
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-class _Held(io.StringIO):
-    """Output that is held back, as wide and as colourful as the real one."""
-
-    def __init__(self, real):
-        super().__init__()
-        self.isatty, self.real = real.isatty, real
-
-
-def with_error_lines(
-    provider: Callable[[ArgumentParser], ArgumentParser],
-) -> Callable[[ArgumentParser], ArgumentParser]:
-    """An extra_args_provider whose parser raises ValueError instead of printing its usage and ending the process."""
+def with_error_lines(provider: Provider) -> Provider:
+    """An extra_args_provider whose parser raises ValueError instead of printing its usage and ending the process.
+    Megatron 0.19.2 has help texts with a single %, at which argparse fails, and looks some words up in an enum, whose
+    KeyError argparse lets through."""
 
     def extra_args_provider(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser)
         for action in parser._actions:
-            _mend_help(action)
-            _mend_type(action)
+            action.help = re.sub(r"%%|%(?!\()", "%%", action.help or "")
+        parse_value = parser._get_value
+
+        def get_value(action: Action, text: str):
+            try:
+                return parse_value(action, text)
+            except KeyError as error:
+                names = ", ".join(repr(getattr(choice, "name", choice)) for choice in action.choices or ())
+                among = f" (choose from {names})" if names else ""
+                raise ArgumentError(action, f"invalid choice: {printable(text)!r}{among}") from error
 
         def error(message: str) -> NoReturn:
             raise ValueError(_flag_error(message, parser))
 
-        parser.error = error
+        parser._get_value, parser.error = get_value, error
         return parser
 
     return extra_args_provider
 
 
-def _mend_help(action: Action) -> None:
-    """Megatron 0.19.2 has help texts with a single %, at which argparse fails when it prints them."""
-    try:
-        _ = (action.help or "") % {"default": "", "prog": "", "type": "", "dest": "", "choices": "", "metavar": ""}
-    except (ValueError, TypeError, KeyError):
-        action.help = action.help.replace("%", "%%")
-
-
-def _mend_type(action: Action) -> None:
-    """Megatron 0.19.2 looks some words up in an enum, and argparse lets the KeyError of an unknown one through."""
-    parse = action.type
-    if parse in (None, int, float, str):
-        return
-
-    @functools.wraps(parse)
-    def mended(text: str):
-        try:
-            return parse(text)
-        except KeyError as error:
-            names = ", ".join(repr(getattr(choice, "name", choice)) for choice in action.choices or ())
-            among = f" (choose from {names})" if names else ""
-            raise ArgumentTypeError(f"invalid choice: {printable(text)!r}{among}") from error
-
-    action.type = mended
-
-
 def _flag_error(message: str, parser: ArgumentParser) -> str:
     """What argparse found, with the flag that resembles an unknown one."""
-    flag, found = message, ""
-    if message.startswith("unrecognized arguments: "):
-        unknown = message.removeprefix("unrecognized arguments: ").split()
-        flag = f"unknown flag (Megatron {megatron_version()}): {printable(' '.join(unknown[:3]), 200)}"
-        near = nearest_name(unknown[0].partition("=")[0], parser._option_string_actions) if unknown else None
-        found = f"; did you mean {near}?" if near else ""
-    elif message.startswith("argument "):
-        flag = message.removeprefix("argument ")
-    return f"{printable(flag, 400)}{found or '; expected what pretrain_gpt_s2.py --help says'}"
-
-
-def _failing_line(error: BaseException) -> str:
-    """The line of source that raised: the message of an `assert` without one."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{linecache.getline(frame.filename, frame.lineno or 0).strip()} ({Path(frame.filename).name})"
-
-
-def error_text(error: BaseException, printed: str = "") -> str:
-    """The text of an error's line. printed: what Megatron has printed so far, which says why it exits."""
-    text = str(error)
-    if isinstance(error, SystemExit):
-        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "it does not say why")
-        return (
-            f"Megatron ended the start with sys.exit({error.code!r}): {printable(last.strip(), LONGEST)}; expected "
-            f"flags that it takes; correct them ({TRACEBACK} shows where)"
-        )
-    raised_by = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    if isinstance(error, ValueError) and raised_by.startswith(PACKAGE):
-        return text
-    if isinstance(error, OSError) and error.filename is not None:
-        name = printable(error.filename, 300)
-        return f"{name}: {error.strerror}; expected a file that can be used; correct the flag that names it"
-    said = printable(" ".join(text.split()) or _failing_line(error), LONGEST)
-    refused, expected = "these flags", "flags that it takes; correct them"
-    if CONNECTIONS in said:  # no flag: 1 for tensor and context parallelism, more for FSDP
-        variable = f"{CONNECTIONS}={8 if os.environ.get(CONNECTIONS) == '1' else 1}"
-        refused = "this environment"
-        expected = f"{variable} in the environment; export {variable}, or write it in front of the command"
-    elif re.search(r"\b(TE|Transformer Engine)( version)? *>=", said) and find_spec("transformer_engine") is None:
-        expected += ", or check where Transformer Engine is installed, which it is not here"
-    return f"Megatron refuses {refused}: {said} ({type(error).__name__}); expected {expected} ({TRACEBACK} shows where)"
+    unknown = message.partition("unrecognized arguments: ")[2].split()
+    near = nearest_name(unknown[0].partition("=")[0], parser._option_string_actions) if unknown else None
+    if unknown:
+        message = f"unknown flag (Megatron {megatron_version()}): {' '.join(unknown[:3])}"
+    found = f"did you mean {near}?" if near else "expected what pretrain_gpt_s2.py --help says"
+    return f"{printable(message.removeprefix('argument '), 400)}; {found}"
 
 
 def check_repeats(arguments: list[str]) -> None:
     """Raises ValueError for a pattern such as `[1]*999999999` or `(t|)*999999999`, which Megatron writes out."""
     for word in arguments:
-        product = 1
-        for count in re.findall(r"\*\s*([0-9_]+)", word):
-            digits = count.replace("_", "").lstrip("0")
-            product *= int(digits[:10] or 0)
+        product = math.prod(int(count[:10]) for count in re.findall(r"\*\s*0*([0-9]+)", word.replace("_", "")))
         if product > MOST_REPEATS:
             raise ValueError(
                 f"{printable(word)}: a pattern that is repeated {product} times; expected {MOST_REPEATS} at most; "
@@ -161,11 +81,10 @@ def check_repeats(arguments: list[str]) -> None:
             )
 
 
-def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
+def parse(provider: Provider, *, ignore_unknown: bool = False) -> Namespace:
     """Megatron's arguments from sys.argv, not validated. Raises ValueError for flags that cannot be parsed, and for
     --yaml-cfg, with which Megatron drops every flag."""
-    given = {word.partition("=")[0] for word in sys.argv[1:]}
-    if "--yaml-cfg" in given:
+    if any(word.partition("=")[0] == "--yaml-cfg" for word in sys.argv[1:]):
         raise ValueError(
             "--yaml-cfg makes Megatron drop every other flag, those of S2-Attention among them; expected flags; remove "
             "--yaml-cfg and give its settings as flags"
@@ -176,13 +95,11 @@ def parse(provider: Callable, *, ignore_unknown: bool = False) -> Namespace:
     return parse_args(with_error_lines(provider), ignore_unknown)
 
 
-def check_before(args: Namespace, *, elsewhere: bool = False) -> list[str]:
-    """Flags and files of a run, before Megatron validates its arguments. elsewhere: another machine than this one
-    trains. Returns warnings. Raises ValueError."""
-    check_flags(args, elsewhere=elsewhere)
-    warnings = check_files(args)
+def check_before(args: Namespace) -> None:
+    """Flags, folders and data of a run, before Megatron validates its arguments. Raises ValueError."""
+    check_flags(args)
+    check_written(args)
     check_datasets(args)
-    return warnings
 
 
 def asks_help(arguments: list[str]) -> bool:
@@ -190,43 +107,33 @@ def asks_help(arguments: list[str]) -> bool:
 
 
 def save_folder(arguments: list[str]) -> str | None:
-    """The folder of --save, the last one as argparse takes it; read without a parser, which may be what fails."""
-    found = None
-    for at, word in enumerate(arguments):
-        if word == "--save" and at + 1 < len(arguments):
-            found = arguments[at + 1]
-        elif word.startswith("--save="):
-            found = word.removeprefix("--save=")
-    return found
+    """The folder of --save; read without Megatron's parser, which may be what fails."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--save", nargs="?")
+    save = parser.parse_known_args(arguments)[0].save
+    return None if save is None or "\0" in save else save
 
 
 @contextmanager
-def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[Callable]:
+def start_up(provider: Provider) -> Iterator[Provider]:
     """Around the start of a training script, up to where it trains. Yields the extra_args_provider for Megatron.
 
     provider: add_s2_arguments. An error ends the process with status 2, after one line on stderr and an entry in the
     run's status file; with --s2-traceback, and when it is the machine's, it is raised.
     """
+    began = time.time()
     open_streams()
-    first = is_first_of_node()
-    held, lines = _Held(sys.stdout), _Held(sys.stderr)
+    held, lines = io.StringIO(), io.StringIO()
+    held.isatty, lines.isatty = sys.stdout.isatty, sys.stderr.isatty  # as colourful as they are
 
     def let_go() -> None:
         print(lines.getvalue(), end="", file=sys.stderr, flush=True)
         print(held.getvalue(), end="", flush=True)
 
-    def refuse(text: str) -> NoReturn:
-        if first:
-            record("refused", text, 2)
-        tell_torchrun(f"error: {text}")
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        sys.exit(2)
-
     try:
         with redirect_stdout(held), held_lines(lines):
-            if first and not asks_help(sys.argv[1:]):
-                for warning in check_before(parse(provider)):
-                    print_once(f"S2: {warning}")
+            if is_first_of_node() and not asks_help(sys.argv[1:]):
+                check_before(parse(provider))
             yield with_error_lines(provider)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or asks_help(sys.argv[1:]):
@@ -235,25 +142,12 @@ def start_up(provider: Callable[[ArgumentParser], ArgumentParser]) -> Iterator[C
         wait_for_first_of_node()
         if TRACEBACK in sys.argv or is_of_the_machine(error):
             let_go()
-            if first:
-                record("failed", f"{type(error).__name__}: {error}", 1)
-            tell_torchrun(f"{type(error).__name__}: {error}")
+            fail(save_folder(sys.argv[1:]), error, began)
             raise
-        refuse(error_text(error, held.getvalue()))
+        refuse(save_folder(sys.argv[1:]), error_text(error, held.getvalue()), began)
     try:
         let_go()
     except OSError as error:  # of stdout: stderr takes everything
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the end of the process flushes once more
-        refuse(f"standard output: {error.strerror}; expected room for the log; free some, or write it to another disk")
-
-
-def is_of_the_machine(error: BaseException) -> bool:
-    """Whether an error is none of the settings: memory, a file system or a network that fails."""
-    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)
-
-
-def record(state: str, text: str, status: int) -> None:
-    """Writes into the run's status file that it was not started."""
-    save = save_folder(sys.argv[1:])
-    if save is not None and "\0" not in save:
-        write_status(save, state, " ".join(text.split()), status=status)
+        text = f"standard output: {error.strerror}; expected room for the log; free some, or write it to another disk"
+        refuse(save_folder(sys.argv[1:]), text, began)

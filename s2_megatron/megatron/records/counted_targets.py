@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN
-from s2_megatron.megatron.refusal import RunError
 
 STEPS_IN_A_ROW = 10
 

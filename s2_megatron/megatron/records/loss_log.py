@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from s2_megatron.megatron.refusal import RunError
+from s2_megatron.megatron.errors import RunError
 
 logger = logging.getLogger(__name__)
 

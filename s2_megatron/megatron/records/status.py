@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 import sys
@@ -41,14 +42,13 @@ from typing import NoReturn
 
 from s2_megatron.config.errors import printable
 from s2_megatron.megatron.checkpoints.folder import CheckpointError
+from s2_megatron.megatron.errors import TRACEBACK, RunError, error_text, is_of_the_machine
 from s2_megatron.megatron.host.processes import tell_torchrun
-from s2_megatron.megatron.refusal import RunError
 
 FILE = "run_status.json"
 STATES = ("running", "finished", "stopped", "refused", "failed")
 LONGEST_LINE = 2000
 RESERVED = 4096  # bytes of a running run's file, room for any other
-TRACEBACK = "--s2-traceback"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A rank that is not the first of its node waits this long with its error: torchrun ends it sooner when the first has
 # one as well, so that the first one's checks are done and the error is printed once.
@@ -171,9 +171,11 @@ def recorded_run(args: Namespace) -> Iterator[None]:
     args: Megatron's. Rank 0 writes; of errors, the rank that has one first. Megatron ends some failures with a bare
     sys.exit(), that is with status 0, for example when it cannot read a checkpoint: they end with status 1. So does a
     run that returns without a step although there were some to do. A checkpoint that turns out not to be what was saved
-    when it is loaded is refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
+    when it is loaded, and whatever else is raised before the second iteration and is no failure of the machine, is
+    refused as at the start (start_up.py): one line, status 2. A RunError is one line, status 1.
     """
     first, began = int(os.environ.get("RANK", "0")) == 0, time.time()
+    logging.getLogger("megatron.core.utils").addFilter(_without_traceback)
     if first:
         write_status(args.save, "running", f"started as process {os.getpid()}")
     try:
@@ -191,28 +193,30 @@ def recorded_run(args: Namespace) -> Iterator[None]:
                 write_status(args.save, "stopped", line, iteration=iteration, status=status)
             raise
         line = f"Megatron ended with sys.exit({error.code!r}) after {done} iterations; its last lines say why"
-        _ended(args, "failed", line, began, iteration, status or 1)
+        _ended(args.save, "failed", line, began, iteration, status or 1)
         if status:
             raise
         tell_torchrun(f"error: {line}")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(1)
     except BaseException as error:
-        if _is_refusal(error) and TRACEBACK not in sys.argv:
-            _ended(args, "refused", str(error), began, None, 2)
-            _exit_with_line(args, str(error), began, 2)
+        refused = _is_refusal(args, error) and TRACEBACK not in sys.argv
         explained = isinstance(error, RunError) and TRACEBACK not in sys.argv
-        _ended(args, "failed", str(error) if explained else _one_line(error), began, _steps_done(args)[1], 1)
+        if refused or explained or _is_starting(args):
+            wait_for_first_of_node()
+        if refused:
+            refuse(args.save, str(error) if isinstance(error, CheckpointError) else error_text(error), began)
         if explained:
-            _exit_with_line(args, str(error), began, 1)
-        tell_torchrun(_one_line(error))
+            _ended(args.save, "failed", str(error), began, _steps_done(args)[1], 1)
+            _exit_with_line(args.save, str(error), began, 1)
+        fail(args.save, error, began, _steps_done(args)[1])
         raise
     if first:
         write_status(args.save, "finished", line, iteration=_steps_done(args)[1])
 
 
 def _finished(args: Namespace) -> str:
-    """What a run says that has returned. Raises RuntimeError when it did no step and there were some to do."""
+    """What a run says that has returned. Raises ValueError when it did no step and there were some to do."""
     done, iteration = _steps_done(args)
     if args.skip_train:
         return f"evaluated at iteration {iteration}; --skip-train trains nothing"
@@ -223,45 +227,71 @@ def _finished(args: Namespace) -> str:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"S2: finished: {line}; for more, raise --train-iters", file=sys.stderr, flush=True)
         return line
-    raise RuntimeError(
+    raise ValueError(
         f"the run ended at iteration {iteration} of {args.train_iters} without a step; expected data to train on and "
         "--train-iters above 0; look at --split and --train-iters"
     )
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether a checkpoint is not what was saved. The next start may succeed when a file could not be read, memory ran
-    out or a rank was lost: these are failures."""
-    return isinstance(error, CheckpointError) and not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """For the log of Megatron's straggler detector, which writes the traceback of an error that it raises on."""
+    return TRACEBACK in sys.argv or "Traceback (most recent call last)" not in record.getMessage()
 
 
-def _recorded(args: Namespace, began: float) -> dict | None:
+def _is_starting(args: Namespace) -> bool:
+    """Whether no second iteration has begun: the first one still finds out what cannot be computed."""
+    last = getattr(args, "curr_iteration", None)
+    return last is None or last <= getattr(args, "iteration", 0)
+
+
+def _is_refusal(args: Namespace, error: BaseException) -> bool:
+    """Whether an error is one of the settings: of whatever the start raises, and of a checkpoint that is not what was
+    saved. The next start may succeed when a file could not be read, memory ran out or a rank was lost: these are
+    failures."""
+    if isinstance(error, CheckpointError):
+        return not isinstance(error.__cause__, (OSError, MemoryError, RuntimeError))
+    usual = isinstance(error, Exception) and not isinstance(error, RunError)
+    return usual and _is_starting(args) and not is_of_the_machine(error)
+
+
+def _recorded(save: str | None, began: float) -> dict | None:
     """The error that a rank of this start has written; None without one."""
-    if args.save is None:
+    if save is None:
         return None
     with suppress(ValueError, OSError):
-        found = read_status(args.save)
+        found = read_status(save)
         if found is not None and found["state"] in ("refused", "failed"):
-            return found if (Path(args.save) / FILE).stat().st_mtime >= began else None
+            return found if (Path(save) / FILE).stat().st_mtime >= began else None
     return None
 
 
-def _ended(args: Namespace, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
+def _ended(save: str | None, state: str, line: str, began: float, iteration: int | None, status: int) -> None:
     """Writes an error, unless another rank has written the one that came first."""
-    if _recorded(args, began) is None:
-        write_status(args.save, state, _in_one_line(line), iteration=iteration, status=status)
+    if _recorded(save, began) is None:
+        write_status(save, state, _in_one_line(line), iteration=iteration, status=status)
 
 
-def _exit_with_line(args: Namespace, line: str, began: float, status: int) -> NoReturn:
+def _exit_with_line(save: str | None, line: str, began: float, status: int) -> NoReturn:
     """Ends with one `error:` line. The first rank of a node prints it; another one only where none has written the same
     into the status file: torchrun, which ends that rank meanwhile, is late on a busy machine."""
-    wait_for_first_of_node()
     tell_torchrun(f"error: {line}")
-    said = None if is_first_of_node() else _recorded(args, began)
+    said = None if is_first_of_node() else _recorded(save, began)
     rank = int(os.environ.get("RANK", "0"))
     if said is None or said["rank"] == rank or said["line"] != printable(_in_one_line(line), LONGEST_LINE):
         print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def refuse(save: str | None, text: str, began: float) -> NoReturn:
+    """Ends a start with its one `error:` line and status 2. save: of --save. began: time.time() at its start."""
+    _ended(save, "refused", text, began, None, 2)
+    _exit_with_line(save, text, began, 2)
+
+
+def fail(save: str | None, error: BaseException, began: float, iteration: int | None = None) -> None:
+    """Records an error that is raised on. iteration: the last one that was done."""
+    _ended(save, "failed", _one_line(error), began, iteration, 1)
+    tell_torchrun(_one_line(error))
 
 
 def _in_one_line(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from importlib.util import find_spec
 
-from s2_megatron.megatron.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
 
 # Elements that Transformer Engine's fused RoPE can address: its kernels count them in 32 bits (fused_rope.cu of 2.20,
 # `int offset_block`).

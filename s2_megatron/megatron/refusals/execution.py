@@ -1,12 +1,12 @@
 """Refused: CUDA graphs, recomputation, inference paths and checkpoints that S2-Attention, or Megatron itself, cannot
-honour. Files and lines are those of megatron-core 0.19.2."""
+honour. Files are those of megatron-core 0.19.2."""
 
 from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
 
-from s2_megatron.megatron.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import ATTENTION_MASK_SEQ_LENGTH, Refusal, is_set
 from s2_megatron.megatron.settings import is_packed
 
 
@@ -48,20 +48,20 @@ def _graphs_of_dropless_experts(args: Namespace) -> bool:
 
 # What both kinds of FSDP do to Transformer Engine's graphs.
 _HOOKED = (
-    "it puts hooks on every module, and Transformer Engine captures none that has hooks (its graph.py:394 in 2.20.2), "
+    "it puts hooks on every module, and Transformer Engine captures none that has hooks (its graph.py in 2.20.2), "
     "unless it is told of them, which Megatron does not"
 )
 # By the kind of FSDP and of graphs: why Megatron cannot train so.
 _NO_GRAPHS_WITH_FSDP = {
-    ("use_torch_fsdp2", "local"): "while the backward of a layer is captured (core/transformer/cuda_graphs.py:1432), "
+    ("use_torch_fsdp2", "local"): "while the backward of a layer is captured (core/transformer/cuda_graphs.py), "
     "FSDP2 gathers the weights on a stream of its own and allocates memory for them, which CUDA does not permit then",
     ("use_torch_fsdp2", "transformer_engine"): _HOOKED,
     ("use_torch_fsdp2", "full_iteration"): "gradient norms were 0 from the second replay on: "
-    "Megatron clears .grad after a step (core/optimizer/optimizer.py:1105), and FSDP2 sets it in Python, which a "
+    "Megatron clears .grad after a step (core/optimizer/optimizer.py), and FSDP2 sets it in Python, which a "
     "replayed graph does not run",
     ("use_megatron_fsdp", "local"): "Megatron captures the graphs when finish_grad_sync "
-    "(core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py:1370) has put the sharded weights into the modules, "
-    "which the hook that gathers a layer's weights does not know (KeyError in param_and_grad_buffer.py:4409)",
+    "(core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py) has put the sharded weights into the modules, "
+    "which the hook that gathers a layer's weights does not know (KeyError in param_and_grad_buffer.py)",
     ("use_megatron_fsdp", "transformer_engine"): _HOOKED,
 }
 _FSDP_FIXES = {
@@ -119,7 +119,7 @@ REFUSALS = (
         "cuda_graph_local_layers",
         lambda args: graphs_with_attention(args) and args.transformer_impl == "local",
         "--cuda-graph-impl {args.cuda_graph_impl} with --transformer-impl local: Megatron keeps a layer's input until "
-        "the backward only where Python saves it (core/transformer/cuda_graphs.py:502), and the norms of its local "
+        "the backward only where Python saves it (core/transformer/cuda_graphs.py), and the norms of its local "
         "layers save it in C++; such graphs computed other gradients than the same run without graphs",
         "use --transformer-impl transformer_engine, or --cuda-graph-impl full_iteration or none",
     ),
@@ -127,7 +127,7 @@ REFUSALS = (
         "cuda_graph_experts",
         _graphs_of_dropless_experts,
         "--cuda-graph-impl {args.cuda_graph_impl} with --num-experts: the graph would hold the dispatch of tokens, "
-        "whose sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py:950) and which change with "
+        "whose sizes Megatron copies to the host (core/transformer/moe/token_dispatcher.py) and which change with "
         "every batch",
         "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
     ),
@@ -143,7 +143,7 @@ REFUSALS = (
         lambda args: whole_iterations(args) and args.pipeline_model_parallel_size > 1 and not args.overlap_p2p_comm,
         "--cuda-graph-impl full_iteration with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: "
         "Megatron waits for the device after every transfer between stages "
-        "(core/pipeline_parallel/p2p_communication.py:419), which a graph cannot hold",
+        "(core/pipeline_parallel/p2p_communication.py), which a graph cannot hold",
         "use --cuda-graph-impl none, or virtual stages (--num-layers-per-virtual-pipeline-stage), or "
         "--pipeline-model-parallel-size 1",
     ),
@@ -151,7 +151,7 @@ REFUSALS = (
         "cuda_graph_stages",
         lambda args: args.cuda_graph_impl == "local" and args.pipeline_model_parallel_size > 1,
         "--cuda-graph-impl local with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: Megatron "
-        "frees what a stage has sent (core/pipeline_parallel/schedules.py:195), and what comes from such graphs is a "
+        "frees what a stage has sent (core/pipeline_parallel/schedules.py), and what comes from such graphs is a "
         "view, which it cannot free",
         "use --cuda-graph-impl transformer_engine or none, or full_iteration with virtual stages "
         "(--num-layers-per-virtual-pipeline-stage), or --pipeline-model-parallel-size 1",
@@ -168,7 +168,7 @@ REFUSALS = (
         lambda args: args.overlap_moe_expert_parallel_comm and graphs_hold_experts(args),
         "--cuda-graph-impl transformer_engine with --overlap-moe-expert-parallel-comm: Megatron runs the parts of a "
         "layer of experts by turns, which it cannot where one graph holds the whole layer "
-        "(core/transformer/transformer_layer.py:1263)",
+        "(core/transformer/transformer_layer.py)",
         "use --cuda-graph-modules attn moe_router, or --cuda-graph-impl full_iteration with padded experts, or none",
     ),
     Refusal(
@@ -212,7 +212,7 @@ REFUSALS = (
         "ckpt_format",
         lambda args: args.ckpt_format == "torch_dcp" and bool(args.save or args.load),
         "--ckpt-format torch_dcp: Megatron cannot load such a checkpoint: it asks its optimizer for "
-        "state_dict(is_loading=True) (training/checkpointing.py:2339), which core/optimizer/optimizer.py:1535 does not "
+        "state_dict(is_loading=True) (training/checkpointing.py), which core/optimizer/optimizer.py does not "
         "have",
         "use --ckpt-format torch_dist",
     ),
@@ -220,7 +220,7 @@ REFUSALS = (
         "use_torch_fsdp2",
         _fsdp2_cannot_resume,
         "--use-torch-fsdp2 with an optimizer that is saved or loaded: Megatron loads such checkpoints without giving "
-        "the optimizer its step count (training/checkpointing.py:2569), so Adam would start again at step 1",
+        "the optimizer its step count (training/checkpointing.py), so Adam would start again at step 1",
         "add --no-save-optim and --no-load-optim, or use --use-distributed-optimizer",
     ),
     Refusal(
@@ -228,7 +228,7 @@ REFUSALS = (
         _megatron_fsdp_cannot_load,
         "--use-megatron-fsdp with weights that are loaded without the optimizer's state (--no-load-optim, --finetune, "
         "--pretrained-checkpoint, a checkpoint of --no-save-optim): Megatron cannot copy them to the optimizer's "
-        "parameters (core/optimizer/distrib_optimizer.py:3079)",
+        "parameters (core/optimizer/distrib_optimizer.py)",
         "remove that flag, or use --use-distributed-optimizer instead of --use-megatron-fsdp",
     ),
     Refusal(
@@ -236,6 +236,7 @@ REFUSALS = (
         _async_strategy_is_missing,
         "--async-save with --async-strategy nvrx, Megatron's default: nvidia-resiliency-ext is not installed",
         "use --async-strategy mcore, or pip install 'nvidia-resiliency-ext>=0.6'",
+        of_machine=True,
     ),
     Refusal(
         "use_distributed_optimizer",

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from packaging.version import Version
 
-from s2_megatron.megatron.refusal import Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 
 MEGATRON_MINIMUM, MEGATRON_LIMIT = Version("0.19.2"), Version("0.21")
 

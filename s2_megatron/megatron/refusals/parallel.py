@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from s2_megatron.megatron.refusal import Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 from s2_megatron.megatron.settings import packed_cut
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import check_block_count, check_comm_type
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
-from s2_megatron.megatron.refusal import listed
+from s2_megatron.megatron.refusals.refusal import listed
 from s2_megatron.megatron.settings import S2Run
 
 

@@ -2,20 +2,20 @@
 
 The tests of tests/megatron/test_gpu_features.py take this table away (tests/megatron/lifted.py): what passes there
 leaves the table, what is found to be a limit of others moves to execution.py and loses its test, and what has no test
-there needs one first. Files and lines are those of megatron-core 0.19.2.
+there needs one first. Files are those of megatron-core 0.19.2.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 
-from s2_megatron.megatron.refusal import Refusal, is_set
 from s2_megatron.megatron.refusals.execution import (
     graphs_hold_experts,
     graphs_with_attention,
     module_names,
     whole_iterations,
 )
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 
 
 def _graphs_of_engine(args: Namespace) -> bool:
@@ -37,7 +37,7 @@ REFUSALS = (
         "cuda_graph_local_experts",
         lambda args: args.cuda_graph_impl == "local" and bool(args.num_experts),
         "--cuda-graph-impl local with --num-experts failed on a GPU, most likely because Megatron captures the whole "
-        "layer of a GPT even with --cuda-graph-modules attn moe_router (core/transformer/transformer_layer.py:560), "
+        "layer of a GPT even with --cuda-graph-modules attn moe_router (core/transformer/transformer_layer.py), "
         "and in it the dispatch of tokens, which waits for the device",
         "use --cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router, or --cuda-graph-impl none",
     ),
@@ -46,7 +46,7 @@ REFUSALS = (
         is_set("overlap_dispatch_backward_with_experts_wgrad"),
         "--overlap-dispatch-backward-with-experts-wgrad failed on two GPUs, most likely because Megatron's data "
         "parallelism collects the gradient of an expert's weight before the delayed one is computed: "
-        "core/distributed/distributed_data_parallel.py:365 asks for --delay-wgrad-compute alone",
+        "core/distributed/distributed_data_parallel.py asks for --delay-wgrad-compute alone",
         "remove --overlap-dispatch-backward-with-experts-wgrad, or use --overlap-moe-expert-parallel-comm",
     ),
     Refusal(

@@ -37,7 +37,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sinks import without_sink
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.tools.choose_dense.kept import Kept, weights_sha256
 from s2_megatron.tools.choose_dense.plan import (
     HEAD,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.tools.compare.readers import split_run
 
 _SUFFIXES = {"--html": (".html", ".htm"), "--png": (".png",)}

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from s2_megatron.config.errors import printable
-from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.tools.dataset.texts import Batch, Source, batches, find_sources
 from s2_megatron.tools.progress import progress, working
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from s2_megatron.config.errors import printable
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.preflight.mistake import Mistake, refuse_first
-from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, check_values, flag_of, is_selective
+from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, Mistake, check_values, flag_of, refuse_first
 
 UNEVEN = "uneven pipeline stages"
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
@@ -108,6 +107,7 @@ FLAGS: dict[str, tuple[object, dict]] = {
 CHECKED: dict[str, dict] = {
     **{flag_of(name): _whole for name in RANGES if name != "moe_layer_freq"},  # which may be a list of Python's
     **{flag_of(name): dict(type=float) for name in NUMBERS},
+    "--attention-dropout": dict(type=float),
     "--normalization": dict(choices=("LayerNorm", "RMSNorm")),
     "--softmax-type": dict(choices=("vanilla", "off-by-one", "learnable")),
     "--attention-backend": dict(choices=("flash", "fused", "unfused", "local", "auto")),
@@ -129,12 +129,20 @@ CHECKED: dict[str, dict] = {
 }
 CHECKED = {flag: settings for flag, settings in CHECKED.items() if flag not in FLAGS}
 
+
 # Of --recompute-modules.
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
-# What else Megatron 0.19.2 refuses in its own words. A training leaves it to Megatron: a later release may take it.
+EXCHANGES = ("p2p", "a2a", "all_gather", "a2a+p2p")  # of --cp-comm-type
+
+
+def _is_selective(args: argparse.Namespace) -> bool:
+    return bool(args.recompute_activations) or args.recompute_granularity == "selective"
+
+
+# What a forecast cannot count, because no training does it: Megatron refuses it in its own words.
 MEGATRONS: dict[str, Mistake] = {
     "recompute_modules": Mistake(
-        lambda args: is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
+        lambda args: _is_selective(args) and not set(args.recompute_modules or ()) <= set(MODULES),
         f"--recompute-modules={{recompute_modules}}: no such part of a layer; expected some of {', '.join(MODULES)}; "
         "use --recompute-modules core_attn",
     ),
@@ -142,6 +150,22 @@ MEGATRONS: dict[str, Mistake] = {
         lambda args: args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
         "--cross-entropy-fusion-impl=te with --cross-entropy-loss-fusion: Megatron 0.19.2 refuses it as unstable; "
         "expected its own; use --cross-entropy-fusion-impl native",
+    ),
+    "fp16 and bf16": Mistake(
+        lambda args: args.fp16 and args.bf16,
+        "--fp16 with --bf16: two precisions; expected one; leave --fp16 out",
+    ),
+    "full recomputation without a method": Mistake(
+        lambda args: (
+            args.recompute_granularity == "full" and not args.recompute_activations and args.recompute_method is None
+        ),
+        "--recompute-granularity=full without --recompute-method, which says which layers; expected both; add "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+    "cp_comm_type": Mistake(
+        lambda args: (args.context_parallel_size or 1) > 1 and not set(args.cp_comm_type or ()) <= set(EXCHANGES),
+        "--cp-comm-type={cp_comm_type}: Transformer Engine knows no such exchange for dense layers (S2's take "
+        f"--s2-cp-comm-type); expected {', '.join(EXCHANGES)}; use --cp-comm-type p2p",
     ),
 }
 
@@ -183,7 +207,7 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
     """What a launch line's flags say, with Megatron's defaults where they say nothing; `given`, where it has an
     attribute, wins. Flags of CHECKED have an attribute if the line has them; all others are passed over.
 
-    Raises ValueError for words that are not numbers or choices. check_flags tells whether a training takes the values.
+    Raises ValueError for words that are not numbers or choices. check_line tells whether a training takes the values.
     """
     parser = _LineParser(prog="launch line", add_help=False, allow_abbrev=False)
     add_flags(parser)
@@ -221,7 +245,7 @@ def _fit_layer_lists(line: argparse.Namespace, layers: int) -> None:
 
 
 def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
-    """What of a launch line goes with what flags before it replace: a training takes both together no longer."""
+    """Names of the launch line's flags to drop, because they contradict flags that were given before the `--`."""
     names, gone = set(vars(given)), set()
     if names & {"bf16", "fp16"}:
         gone |= {"bf16", "fp16"}
@@ -239,7 +263,7 @@ def _replaced(line: argparse.Namespace, given: argparse.Namespace) -> set[str]:
     return gone
 
 
-def check_flags(args: argparse.Namespace) -> None:
+def check_line(args: argparse.Namespace) -> None:
     """Raises ValueError for values that a training refuses, as it does. args: of read_flags."""
     check_values(args)
     refuse_first(args, MEGATRONS.values())

@@ -119,6 +119,8 @@ def received(run: TrainingRun, layer: int) -> int:
         return slot * groups * (sparsity.n_blocks - sparsity.n_blocks // run.cp)
     if comm_type.endswith("a2a"):
         return run.itemsize * run.rank_tokens * (run.qkv_width + run.attention_width)
+    if not comm_type.endswith("p2p"):
+        raise ValueError(f"no exchange is known as {comm_type!r}; expected sparse, all_gather, a2a or a kind of p2p")
     return 2 * slot * groups * sparsity.n_blocks // run.cp  # the ring holds one part and receives the next
 
 

@@ -167,7 +167,10 @@ class _Kernels:
         scale = max(1.0, head_dim / dim)
         few = max(0.0, 1 - math.log2(max(1, kv_heads)) / math.log2(ALL_KV_HEADS))
         if few and self.one_kv_head is None:
-            notes.add(f"{name} attention with {kv_heads} KV heads a GPU: measured from {ALL_KV_HEADS} on, taken so")
+            notes.add(
+                f"{name} attention with {kv_heads} KV heads a GPU: measured with {ALL_KV_HEADS} or more, whose time is "
+                "taken"
+            )
         one_kv_head = self.one_kv_head or [1.0, 1.0]
         return AttentionTime(
             *(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from s2_megatron.megatron.preflight.files import check_writable
+from s2_megatron.megatron.host.paths import check_writable
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -34,6 +34,8 @@ def launch_words(output: Path, flags: list[str], stored: Namespace, words_known:
     words += ["--clip-grad=1.0", "--eval-iters=10", "--eval-interval=100", "--log-interval=1"]
     if find_spec("transformer_engine") is None:
         words += WITHOUT_TRANSFORMER_ENGINE.split()
+    elif find_spec("fused_weight_gradient_mlp_cuda") is None:  # of NVIDIA's Apex; Megatron's output layer asks for it
+        words += ["--no-gradient-accumulation-fusion"]
     return [*words, *(["--bf16"] if processes else ["--distributed-backend=gloo", "--num-workers=0"])]
 
 

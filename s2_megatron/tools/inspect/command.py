@@ -32,9 +32,9 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.resolve import MOST_LAYERS
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.flag_refusals import refuse_flags
-from s2_megatron.megatron.preflight.files import check_writable
-from s2_megatron.tools.forecast.flags import add_flags, check_flags, integer, read_flags
+from s2_megatron.megatron.host.paths import check_writable
+from s2_megatron.megatron.refusals.flags import refuse_flags
+from s2_megatron.tools.forecast.flags import add_flags, check_line, integer, read_flags
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
 from s2_megatron.tools.inspect.context_picture import draw_context
 from s2_megatron.tools.inspect.exchange_picture import draw_exchange
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
     a launch line that starts no training, and for a picture that shows nothing."""
     _check_pictures(args)
     flags, words, gpus = _read(args)
-    check_flags(flags)
+    check_line(flags)
     sparsity = _sparsity(args, flags)
     cp_size = flags.context_parallel_size
     if cp_size > 1 and cp_size * sparsity.n_blocks > MOST_CP_WORK:

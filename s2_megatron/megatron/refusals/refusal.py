@@ -43,7 +43,3 @@ def listed(found: list[str]) -> str:
     if len(found) == 1:
         return f"--s2-config: {found[0]}"
     return f"--s2-config: {len(found)} settings cannot be honoured" + "".join(f"\n  {text}" for text in found)
-
-
-class RunError(ValueError):
-    """Ends a run that trains already; its message says everything, so that no traceback is printed."""

@@ -1,12 +1,12 @@
 """Refused: values of the flags that `s2-megatron inspect` reads as well. Neither Megatron nor torch is imported, and a
-flag that inspect was not given is missing in `args`; the rest is in refusals/."""
+flag that inspect was not given is missing in `args`."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 from s2_megatron.context_parallel.plan import COMM_TYPES
-from s2_megatron.megatron.refusal import Refusal, is_set, listed
+from s2_megatron.megatron.refusals.refusal import Refusal, is_set, listed
 from s2_megatron.patterns.checks import HEAD_DIM_LIMIT
 
 
