@@ -149,17 +149,22 @@ def test_mixture_of_experts(run, runs):
 
 
 @pytest.mark.slow
-def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
-    """The same without a choice: the next test, in which a dense checkpoint goes on under small.yaml itself."""
-    output = run("dense_to_s2.sh", ITERATIONS="12", CHOOSE="2")
-    assert "chosen.yaml: 4 of 8 KV heads are dense" in output and (runs / "chosen.yaml").is_file()
-    assert sum("chosen.yaml" in line for line in output.splitlines() if ": torchrun" in line) == 2
-    assert output.count("was trained with another sparsity") == 2
+def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
+    output = run("dense_to_s2.sh", ITERATIONS="12")
+    assert output.count("layers 0-2: dense -> local 2 + stride 4") == 2
     before, switched, after = last_losses(output)
     untrained = losses(output)[0]
     assert abs(switched - before) < 0.2 and switched < untrained - 1
     assert after < switched
     assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
+
+
+@pytest.mark.slow
+def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
+    output = run("dense_to_s2.sh", ITERATIONS="2", CHOOSE="2")
+    assert "chosen.yaml: 4 of 8 KV heads are dense" in output
+    assert sum("chosen.yaml" in line for line in output.splitlines() if ": torchrun" in line) == 2
+    assert (runs / "chosen.yaml").is_file() and len(last_losses(output)) == 3
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def compare(request, gpu_lab, has_engine, count_gpus):
 
 
 def refused_for(reason: str) -> pytest.MarkDecorator:
-    """A feature of unproven.py: its run ends in CUDA's refusal of the capture."""
+    """A feature of unproven.py that failed: its run ends with an error, or trains otherwise."""
     return pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)
 
 
@@ -312,6 +312,7 @@ def test_graphs_of_whole_iterations_with_megatron_fsdp(compare):
     assert found[0].least("graph_replays") >= ITERATIONS - eager
 
 
+@refused_for("Megatron's data parallelism collects the gradient of an expert's weight before it is computed")
 def test_dispatch_overlapped_with_weight_gradients(compare):
     found = compare(
         f"{EXPERTS} --expert-model-parallel-size 2",

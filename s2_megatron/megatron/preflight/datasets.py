@@ -55,32 +55,35 @@ def dataset_problem(prefix: str) -> str | None:
             if not Path(prefix + suffix).is_file():
                 without = prefix.endswith((".idx", ".bin")) and Path(prefix).is_file()
                 return f"{suffix} is missing" + ("; the prefix has no suffix" if without else "")
-        starts, _ = _read_index(prefix)
-        size = Path(f"{prefix}.bin").stat().st_size
+        index = _read_index(prefix)
+        end, size = _end(index), Path(f"{prefix}.bin").stat().st_size
     except Exception as error:
         if is_of_the_machine(error):
             raise
         return f".idx cannot be read: {' '.join(str(error).split()) or type(error).__name__}"
-    if starts[-1] == 0:
-        return f"has {len(starts) - 1} documents, and no token in any"
-    return f".bin was cut: it has {size} of {starts[-1]} bytes" if size < starts[-1] else None
+    if end == 0:
+        return f"has {len(index)} documents, and no token in any"
+    return f".bin was cut: it has {size} of {end} bytes" if size < end else None
 
 
-def _read_index(prefix: str) -> tuple[np.ndarray, np.dtype]:
-    """(where each sequence of a dataset begins in the .bin, in bytes, and where the last ends, int64 [n + 1]; the type
-    of its tokens). Not by Megatron's dataset: one that cannot be made leaves a traceback behind."""
+def _read_index(prefix: str):
+    """Megatron's reader of a dataset's index, which maps the file. Not its dataset: one that cannot be made leaves a
+    traceback behind."""
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
-    index = _IndexReader(f"{prefix}.idx", multimodal=False)
-    starts = np.append(index.sequence_pointers, 0)
-    if len(index):
-        starts[-1] = starts[-2] + int(index.sequence_lengths[-1]) * index.dtype_size
-    return starts, np.dtype(index.dtype)
+    return _IndexReader(f"{prefix}.idx", multimodal=False)
+
+
+def _end(index) -> int:
+    """Where the last sequence of a dataset ends in the .bin, in bytes."""
+    if not len(index):
+        return 0
+    return int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * index.dtype_size
 
 
 def _empty_parts(split: str, starts: np.ndarray) -> list[str]:
     """The parts of a split that are to have data, and get no token of a dataset; by Megatron's own arithmetic. starts:
-    of _read_index."""
+    where each sequence begins in the .bin, in bytes, and where the last ends, int64 [n + 1]."""
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     documents = len(starts) - 1
@@ -95,7 +98,8 @@ def _empty_parts(split: str, starts: np.ndarray) -> list[str]:
 def _check_parts(args: Namespace, flag: str, prefix: str) -> None:
     """Raises ValueError for a part of --split that gets no token of a dataset: Megatron counts epochs of no tokens
     without end."""
-    split, (starts, _) = args.split or DEFAULT_SPLIT, _read_index(prefix)
+    split, index = args.split or DEFAULT_SPLIT, _read_index(prefix)
+    starts = np.append(index.sequence_pointers, _end(index))
     empty = _empty_parts(split, starts)
     if empty:
         better = [text for text in ("99,1,0", "90,10,0", "50,50,0") if not _empty_parts(text, starts)]
@@ -120,7 +124,7 @@ def check_tokens(args: Namespace) -> None:
         for prefix in found:
             if is_remote(prefix) or dataset_problem(prefix) is not None:
                 continue
-            dtype = _read_index(prefix)[1]
+            dtype = np.dtype(_read_index(prefix).dtype)
             if counted and dtype.itemsize > 2 and vocabulary <= 2**16:
                 raise ValueError(
                     f"--per-dataset-sequences-path with {flag}={printable(prefix, 200)}: its tokens have "

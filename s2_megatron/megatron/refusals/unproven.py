@@ -1,8 +1,8 @@
 """Refused: combinations of Megatron's features with S2-Attention whose test on a GPU failed, or has not been run.
 
-The tests of tests/megatron/test_gpu_features.py take this table away (tests/megatron/lifted.py): what passes there
-leaves the table, what is found to be a limit of others moves to execution.py and loses its test, and what has no test
-there needs one first. Files are those of megatron-core 0.19.2.
+The tests of tests/megatron/test_gpu_features.py take this table away (tests/megatron/lifted.py): what failed there is
+expected to fail, strictly, and what passes leaves the table. What is known to be a limit of others moves to
+execution.py and loses its test; what has no test there needs one first. Files are those of megatron-core 0.19.2.
 """
 
 from __future__ import annotations
