@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
@@ -106,6 +107,7 @@ def test_an_assertion_without_words_shows_its_flags(tmp_path, lines, said):
         (RuntimeError("NCCL error: unhandled system error"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
         (RuntimeError("CUDA error: an illegal memory access"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
         (FileNotFoundError(errno.ENOENT, "none"), False), (RuntimeError("a shape"), False), (ValueError("NCCL"), False),
     ],
 )  # fmt: skip

@@ -36,7 +36,7 @@ def is_of_the_machine(error: BaseException) -> bool:
     """Whether an error is none of the settings: memory, a file system, a GPU or a network that fails."""
     if isinstance(error, OSError):
         return error.errno in OF_THE_MACHINE or isinstance(error, ConnectionError | TimeoutError)
-    of_torch = {base.__name__ for base in type(error).__mro__} & {"DistError", "AcceleratorError"}
+    of_torch = {base.__name__ for base in type(error).__mro__} & {"DistError", "AcceleratorError", "OutOfMemoryError"}
     lost = isinstance(error, RuntimeError) and OF_THE_NETWORK.search(str(error))
     return isinstance(error, MemoryError) or bool(of_torch or lost)
 
