@@ -67,8 +67,7 @@ def dataset_problem(prefix: str) -> str | None:
 
 
 def _read_index(prefix: str):
-    """Megatron's reader of a dataset's index, which maps the file. Not its dataset: one that cannot be made leaves a
-    traceback behind."""
+    """Megatron's reader of an index. Not its dataset: one that cannot be made leaves a traceback behind."""
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
     return _IndexReader(f"{prefix}.idx", multimodal=False)
@@ -82,8 +81,8 @@ def _end(index) -> int:
 
 
 def _empty_parts(split: str, starts: np.ndarray) -> list[str]:
-    """The parts of a split that are to have data, and get no token of a dataset; by Megatron's own arithmetic. starts:
-    where each sequence begins in the .bin, in bytes, and where the last ends, int64 [n + 1]."""
+    """The parts of a split that shall have data, and get no token, by Megatron's own arithmetic. starts: of the
+    sequences in the .bin, in bytes, and the end of the last, int64 [n + 1]."""
     from megatron.core.datasets import blended_megatron_dataset_config as config
 
     documents = len(starts) - 1
