@@ -15,7 +15,8 @@ from s2_megatron.config.load import load_config
 from s2_megatron.ops.call import canonical_view
 from s2_megatron.ops.layout import PackedSequence
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern, make_range_pattern
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def s2_run_problems(sparsity) -> list[str]:
 def window_tokens(pattern) -> int | None:
     """The largest window of a range pattern's sparse heads in tokens; None for a block mask or where all heads are
     dense."""
-    ends = [head.ranges[0][0] for head in getattr(pattern, "heads", ()) if not head.is_dense]
+    ends = [head.touched_ranges[0][0] for head in getattr(pattern, "heads", ()) if not head.is_dense]
     # A first range without an end is a window as long as the context.
     lengths = [MODEL.seq_length if end is None else end * pattern.block_size for end in ends]
     return max(lengths, default=None)

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from s2_megatron.config.errors import Problem, nearest_multiples, nearest_name, printable, shown, unknown_name
-from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
+from s2_megatron.config.schema import KINDS, RangeConfig, S2Config, SpecConfig
 from s2_megatron.patterns.checks import LARGEST_SCALE, SMALLEST_SCALE
 
 SPEC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -60,26 +60,24 @@ def meaning_problems(config: S2Config) -> list[Problem]:
 
 def _spec_problems(path: tuple, spec: SpecConfig, block_size: int) -> list[Problem]:
     problems = []
-    kinds = [
-        key for key in ("local_tokens", "local_blocks", "ranges", "mask", "function") if getattr(spec, key) is not None
-    ]
-    one_of = "exactly one of local_tokens, local_blocks, ranges, mask, function"
+    kinds = [key for key in KINDS if getattr(spec, key) is not None]
+    one_of = f"exactly one of {', '.join(KINDS)}"
     if len(kinds) != 1:
         given = " and ".join(kinds) or ("stride without a window" if spec.stride is not None else "none of them")
         fix = f"remove {' and '.join(kinds[1:])}" if kinds else f"local_tokens: {16 * block_size}"
         problems.append(Problem(path, given, one_of, fix))
-    elif spec.stride is not None and not kinds[0].startswith("local"):
+    elif spec.stride is not None and kinds[0] in ("ranges", "mask", "function"):
         fix = "put the stride into the ranges" if kinds == ["ranges"] else "remove it"
         problems.append(
             Problem(
                 (*path, "stride"),
                 f"{spec.stride} beside {kinds[0]}",
-                "stride only beside local_tokens or local_blocks",
+                "stride only beside window, local_tokens or local_blocks",
                 fix,
             )
         )
     if kinds in (["mask"], ["function"]):
-        for key in ("slide", "head_step", "base_offset", "layer_step", "dense_heads"):
+        for key in ("slide", "head_step", "base_offset", "layer_step", "dense_heads", "sink_tokens"):
             if key in spec.model_fields_set:
                 problems.append(
                     Problem(

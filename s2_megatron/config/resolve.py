@@ -109,7 +109,11 @@ def _dense_note(name: str, spec: SpecConfig, block_size: int, seq_length: int) -
     ranges = spec.block_ranges(block_size)
     if ranges is None:
         return f"{text}; its {'mask' if spec.mask is not None else 'function'} leaves out nothing"
-    if ranges[0][0] is not None and ranges[0][0] * block_size >= seq_length:
+    if spec.window is not None:
+        shortest = spec.window if isinstance(spec.window, int) else min(spec.window)
+        if shortest >= seq_length:
+            return f"{text}; its window of {shortest} tokens is no shorter"
+    elif ranges[0][0] is not None and ranges[0][0] * block_size >= seq_length:
         return f"{text}; its window of {ranges[0][0] * block_size} tokens is no shorter"
     if all(stride == 1 for _, stride in ranges):
         return f"{text}; its strides are 1"
@@ -197,6 +201,15 @@ class _Patterns:
                     fix,
                 )
             )
+        if isinstance(spec.window, tuple) and len(spec.window) != kv_heads:
+            raise self.source.error(
+                Problem(
+                    ("specs", name, "window"),
+                    f"{len(spec.window)} windows",
+                    f"one for each KV head of a model with --num-query-groups {kv_heads}, or one number for all",
+                    str(max(spec.window)),
+                )
+            )
         return make_range_pattern(
             **self.shape,
             ranges=spec.block_ranges(self.config.block_size),
@@ -206,6 +219,8 @@ class _Patterns:
             layer_index=ordinal,
             layer_step=spec.layer_step,
             dense_heads=heads,
+            window=spec.window,
+            sink_tokens=spec.sink_tokens,
         )
 
     def _from_mask(self, name: str, spec: SpecConfig) -> Pattern:

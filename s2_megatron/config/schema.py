@@ -23,7 +23,9 @@ from s2_megatron.patterns.checks import (
     LARGEST_END,
     LARGEST_SCALE,
     LARGEST_STRIDE,
+    LARGEST_WINDOW,
     MOST_HEADS,
+    MOST_SINK_TOKENS,
     MOST_TOKENS,
     SMALLEST_SCALE,
     Ranges,
@@ -74,6 +76,13 @@ def _check_step(value: Any, words: tuple[str, ...]) -> str | int:
     else:
         near = nearest_name(value, words) or words[0]
     raise _wrong(f"{', '.join(words)}, or a number of blocks, 0 or more, at most {LARGEST_STRIDE}", near)
+
+
+def _check_window(value: Any) -> int | tuple[int, ...]:
+    windows = value if isinstance(value, list | tuple) else [value]
+    if 1 <= len(windows) <= MOST_HEADS and all(window and _is_count(window, LARGEST_WINDOW) for window in windows):
+        return tuple(windows) if isinstance(value, list | tuple) else value
+    raise _wrong(f"a number of tokens, 1 to {LARGEST_WINDOW}, or a list with one for each KV head", "1024")
 
 
 def _check_dense_heads(value: Any) -> tuple[int, ...] | dict[str, int]:
@@ -136,9 +145,18 @@ DenseHeads = Annotated[
         }
     ),
 ]
+_WINDOW = {"type": "integer", "minimum": 1, "maximum": LARGEST_WINDOW}
+Window = Annotated[
+    int | tuple[int, ...],
+    PlainValidator(_check_window),
+    WithJsonSchema({"oneOf": [_WINDOW, {"type": "array", "items": _WINDOW, "minItems": 1, "maxItems": MOST_HEADS}]}),
+]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Blocks = Annotated[int, Field(ge=1, le=LARGEST_END)]
 Stride = Annotated[int, Field(ge=1, le=LARGEST_STRIDE)]
+
+
+KINDS = ("window", "local_tokens", "local_blocks", "ranges", "mask", "function")  # of a spec: exactly one
 
 
 class _Strict(BaseModel):
@@ -159,15 +177,23 @@ class RangeConfig(_Strict):
 
 
 class SpecConfig(_Strict):
-    """One kind of attention layer. Give exactly one of: local_tokens or local_blocks (with or without stride), ranges,
-    mask, function."""
+    """One kind of attention layer. Give exactly one of: window, local_tokens or local_blocks (these with or without
+    stride), ranges, mask, function."""
 
+    window: Window | None = Field(None, examples=[1024])
+    """Sliding window in tokens, exactly: query i attends the keys i - window + 1 to i. Any number, or a list with one
+    for each KV head."""
     local_tokens: Tokens | None = Field(None, examples=[1024])
-    """Window in which every block is attended, in tokens; a multiple of block_size."""
+    """The S2 paper's window of whole blocks, in tokens; a multiple of block_size. A query sees
+    local_tokens - block_size + 1 to local_tokens keys of it."""
     local_blocks: Blocks | None = Field(None, examples=[16])
     """The same in blocks."""
     stride: Stride | None = Field(None, examples=[16])
-    """Beyond the window, one block in `stride` is attended, a different one per head. Left out: the window alone."""
+    """Beyond the window, one block in `stride` is attended, a different one per head. Left out: the window alone. Such
+    a block is attended as a whole, also where a window in tokens ends inside of it."""
+    sink_tokens: int = Field(0, ge=0, le=MOST_SINK_TOKENS, examples=[4])
+    """The first tokens of the sequence, or of each packed document, that every query attends, whatever the rest says:
+    attention sinks. Not beside a mask or a function."""
     ranges: Annotated[list[RangeConfig], Field(min_length=1, max_length=MOST_RANGES)] | None = Field(
         None, examples=["[{end_tokens: 1024, stride: 1}, {stride: 16}]"]
     )
@@ -194,11 +220,14 @@ class SpecConfig(_Strict):
     heads, hence over tensor-parallel ranks."""
 
     def block_ranges(self, block_size: int) -> Ranges | None:
-        """((end in blocks or None, stride), ...); None for a mask or a function."""
+        """((end in blocks or None, stride), ...), beside a window in tokens what is attended beyond it; None for a mask
+        or a function."""
         if self.ranges is not None:
             return tuple(
                 (r.end_blocks if r.end_tokens is None else r.end_tokens // block_size, r.stride) for r in self.ranges
             )
+        if self.window is not None:
+            return () if self.stride is None else ((None, self.stride),)
         local = self.local_blocks if self.local_tokens is None else self.local_tokens // block_size
         if local is None:
             return None
@@ -231,7 +260,7 @@ def json_schema() -> dict:
     """The JSON Schema of the YAML, for editors. configs/s2.schema.json is this."""
     schema = S2Config.model_json_schema()
     spec = schema["$defs"]["SpecConfig"]
-    spec["oneOf"] = [{"required": [key]} for key in ("local_tokens", "local_blocks", "ranges", "mask", "function")]
+    spec["oneOf"] = [{"required": [key]} for key in KINDS]
     for part in (schema, *schema["$defs"].values()):
         for entry in (part, *part["properties"].values()):
             # Editors would show the line breaks of this source.

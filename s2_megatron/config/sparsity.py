@@ -263,8 +263,17 @@ def _form_text(form: dict) -> str:
     parts = []
     for group in form["groups"]:
         heads = len(group["heads"])
-        parts.append(f"{_ranges_text(group['ranges'])} in {heads} head{'s' * (heads > 1)}")
+        parts.append(f"{_rule_text(group)} in {heads} head{'s' * (heads > 1)}")
     return f"{'; '.join(parts)} (blocks of {form['block_size']})"
+
+
+def _rule_text(group: dict) -> str:
+    parts = [f"window {group['window']}"] if "window" in group else []
+    if "window" in group:
+        parts += [f"stride {stride}" + ("" if end is None else f" to {end}") for end, stride in group["ranges"]]
+    else:
+        parts.append(_ranges_text(group["ranges"]))
+    return " + ".join(parts + ([f"sink {group['sink_tokens']}"] if "sink_tokens" in group else []))
 
 
 def _ranges_text(ranges: list) -> str:
@@ -281,6 +290,8 @@ def _pattern_change(old: dict, new: dict) -> str:
     """ "stride 16 -> 8" when two patterns are of one form, otherwise both in full."""
     if not old["kind"] == new["kind"] == "ranges":
         return f"{_form_text(old)} -> {_form_text(new)}"
+    if any("window" in group for form in (old, new) for group in form["groups"]):
+        return f"{_form_text(old)} -> {_form_text(new)}"
     heads_old, heads_new = (_by_head(form) for form in (old, new))
     changes = [
         f"{name} {old[key]} -> {new[key]}"
@@ -296,6 +307,10 @@ def _pattern_change(old: dict, new: dict) -> str:
     if dense_old != dense_new:
         changes.append(f"dense query heads {sorted(dense_old) or 'none'} -> {sorted(dense_new) or 'none'}")
     sparse = [head for head in heads_old if head not in dense_old | dense_new]
+    sinks = [sorted({group.get("sink_tokens", 0) for group in form["groups"]}) for form in (old, new)]
+    if sinks[0] != sinks[1]:
+        old_sink, new_sink = (" and ".join(map(str, sink)) for sink in sinks)
+        changes.append(f"sink_tokens {old_sink} -> {new_sink}")
     for before, after in dict.fromkeys((heads_old[head][0], heads_new[head][0]) for head in sparse):
         if before != after:
             changes.append(_ranges_change(before, after))

@@ -10,7 +10,8 @@ import json
 
 from s2_megatron.config.sparsity import FORMAT, LayerSparsity, ResolvedSparsity, canonical_pattern
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.patterns.text import packed_table, unpacked_table
 
 MODEL_TYPE = "s2_gpt"  # in the config.json of exported models
@@ -71,7 +72,7 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
         raise ValueError(f"stored sparsity has {form['kv_heads']} KV heads in a layer; expected {num_kv_heads}")
     if form["kind"] == "ranges":
         by_head = {
-            head: HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset)
+            head: head_of_group(group, offset, form["block_size"])
             for group in form["groups"]
             for head, offset in zip(group["heads"], group["offsets"], strict=True)
         }
@@ -85,3 +86,10 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
             raise ValueError("a stored block mask does not have the hash that stands beside it; export the model again")
         return pattern
     raise ValueError(f"stored sparsity has a pattern of kind {form['kind']!r}; expected dense, ranges or block_mask")
+
+
+def head_of_group(group: dict, offset: int, block_size: int) -> HeadPattern:
+    """A head of a group of RangePattern.canonical."""
+    window, sink_tokens = group.get("window"), group.get("sink_tokens", 0)
+    size = None if window is None and not sink_tokens else block_size
+    return HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset, window, sink_tokens, size)

@@ -94,7 +94,8 @@ def needed_blocks(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
                         row[indices[indptr[first] : indptr[end]]] = True
                     continue
                 for head in {pattern.heads[head] for head in members}:
-                    for nearest, limit, stride in head.bounds():
+                    row[: min(head.sink_blocks, end)] = True
+                    for nearest, limit, stride in head.touched_bounds():
                         # Query blocks first .. end - 1 at distances nearest .. limit - 1: key blocks low .. high, of
                         # one residue.
                         low = 0 if limit is None else max(0, first - limit + 1)
@@ -105,10 +106,8 @@ def needed_blocks(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
 
 def rank_pairs(pattern: Pattern, size: int, n_blocks: int) -> np.ndarray:
     """(query, key) token pairs that each rank computes, summed over the query heads; int64[size]."""
-    block = pattern.block_size
     owner = owners(size, n_blocks)
-    below, diagonal = pattern.row_counts(n_blocks)
-    total = below * block * block + diagonal * (block * (block + 1) // 2)
+    total = sum(weights * keys.sum() for weights, keys in pattern.row_terms(n_blocks))
     return np.bincount(owner, weights=total, minlength=size).astype(np.int64)
 
 
@@ -213,11 +212,12 @@ def _pairs_of_head(pattern, name, query_blocks, held) -> int:
         indptr, indices = pattern.tables[name]
         before = np.append(0, np.cumsum(held[indices[: indptr[len(held)]]]))
         return int((before[indptr[query_blocks + 1]] - before[indptr[query_blocks]]).sum())
-    total = 0
-    for nearest, limit, stride in name.bounds():
+    sink = np.minimum(name.sink_blocks, query_blocks + 1)
+    total = int(np.append(0, np.cumsum(held))[sink].sum())
+    for nearest, limit, stride in name.touched_bounds():
         before = np.append(0, np.cumsum(held & ((np.arange(len(held)) + name.offset) % stride == 0)))
-        high = np.maximum(query_blocks - nearest + 1, 0)
-        low = np.zeros_like(high) if limit is None else np.clip(query_blocks - limit + 1, 0, high)
+        high = np.maximum(query_blocks - nearest + 1, sink)
+        low = sink if limit is None else np.clip(query_blocks - limit + 1, sink, high)
         total += int((before[high] - before[low]).sum())
     return total
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from s2_megatron.huggingface.rings import Ring, distinct, keep_everything, rings_of, rings_of_bounds, token_rings
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 _NO_END = 2**40
@@ -86,31 +87,12 @@ class Slots:
         return position.where(there, 0).flatten(-2), there.flatten(-2)
 
 
-@dataclass(frozen=True)
-class _Ring:
-    """The newest blocks that are `residue` modulo `stride`; attended at distances from `first` to `limit` (not
-    included)."""
-
-    first: int
-    limit: int | None
-    stride: int
-    residue: int
-
-    @property
-    def form(self) -> tuple:
-        return self.first, self.limit, self.stride
-
-    def size(self, n_blocks: int) -> int:
-        span = n_blocks if self.limit is None else min(self.limit, n_blocks)
-        return -(-span // self.stride)
-
-
 class RingSlots(Slots):
     """Slots of heads with ranges of distance. Every range (and every different offset among the query heads) has a ring
     of slots for the newest blocks of its stride; a block in two ranges' rings is held twice, as the range that it is
     attended by changes with the distance. Everything is arithmetic on a few numbers a ring."""
 
-    def __init__(self, block_size: int, kv_heads: Sequence[int], rings: Sequence[Sequence[_Ring]], applies, n_blocks):
+    def __init__(self, block_size: int, kv_heads: Sequence[int], rings: Sequence[Sequence[Ring]], applies, n_blocks):
         """rings: of every KV head, equal but for their residues; the first one has stride 1. applies: bool [R, rings],
         which of them a query head attends by."""
         self._rings, self._applies, self._sizes = rings, applies, np.array([ring.size(n_blocks) for ring in rings[0]])
@@ -168,14 +150,14 @@ class RingSlots(Slots):
 class WholeSlots(Slots):
     """Slots of heads whose query heads together attend every block, at whatever distance: one for each block."""
 
-    def __init__(self, block_size: int, kv_heads: Sequence[int], ranges: Sequence[Sequence[Sequence[_Ring]]], n_blocks):
+    def __init__(self, block_size: int, kv_heads: Sequence[int], ranges: Sequence[Sequence[Sequence[Ring]]], n_blocks):
         """ranges: [KV head][query head] of the group."""
         super().__init__(block_size, kv_heads, n_blocks, n_blocks)
         self._ranges = ranges
 
     def _arrays(self):
         longest = max(len(of_head) for group in self._ranges for of_head in group)
-        never = _Ring(0, 0, 1, 0)
+        never = Ring(0, 0, 1, 0)
         padded = [[[*of_head, *[never] * (longest - len(of_head))] for of_head in group] for group in self._ranges]
         fields = np.array(
             [
@@ -210,6 +192,68 @@ class WholeSlots(Slots):
 
     def grown(self, n_blocks):
         return WholeSlots(self.block_size, self.kv_heads, self._ranges, n_blocks), torch.arange(self.n_slots)
+
+
+class TokenSlots(Slots):
+    """Slots of heads with a window or a sink in tokens: rings for the blocks of which a token is attended, a slot more
+    for each block of the sink, and a mask by token."""
+
+    def __init__(self, block_size: int, kv_heads: Sequence[int], heads: Sequence[Sequence[HeadPattern]], n_blocks: int):
+        """heads: [KV head][query head] of the group, of one form (`token_rings`)."""
+        self._heads = heads
+        self._seen, self._whole = (
+            WholeSlots(block_size, kv_heads, [[rings_of_bounds(bounds(head), head) for head in of] for of in heads], 0)
+            for bounds in (HeadPattern.touched_bounds, HeadPattern.bounds)
+        )
+        rings, applies, sinks = zip(*(token_rings(of) for of in heads))
+        self._n_sink = sinks[0]
+        self._rings = RingSlots(block_size, kv_heads, rings, applies[0], n_blocks)
+        super().__init__(block_size, kv_heads, n_blocks, self._rings.n_slots + self._n_sink)
+
+    def _arrays(self):
+        # One window and one sink for all query heads of a KV head.
+        window, sink = ([getattr(of[0], name) or 0 for of in self._heads] for name in ("window", "sink_tokens"))
+        window, sink = (np.array(tokens)[:, None, None] for tokens in (window, sink))
+        return dict(window=window, sink=sink, sink_block=np.arange(self._n_sink))
+
+    def held_blocks(self, query_block):
+        rings, sink = self._rings.held_blocks(query_block), self._table(query_block.device)["sink_block"]
+        sink = sink.where(sink <= query_block[:, None, None], -1).expand(-1, rings.shape[1], -1)
+        return torch.cat([rings, sink], -1)
+
+    def attended_slots(self, query_block, held):
+        sink = self._table(query_block.device)["sink"]
+        rings, first = held[..., : self._rings.n_slots], held[..., self._rings.n_slots :]
+        shown = self._seen.attended_slots(query_block, rings) | (rings[:, :, None] * self.block_size < sink)
+        shown = shown & self._rings.attended_slots(query_block, rings)
+        # A block of the sink is shown by a ring as long as one has it.
+        alone = (first >= 0)[:, :, None] & ~self._seen.attended_slots(query_block, first)
+        shape = torch.broadcast_shapes(shown.shape[:3], alone.shape[:3])
+        return torch.cat([part.expand(*shape, -1) for part in (shown, alone)], -1)
+
+    def write_slots(self, query_block):
+        rings, block = self._rings.write_slots(query_block), query_block[:, None, None]
+        sink = (self._rings.n_slots + block).where(block < self._n_sink, rings[..., :1])
+        return torch.cat([rings, sink], -1)
+
+    def token_mask(self, position):
+        table, query_block = self._table(position.device), position // self.block_size
+        held = self.held_blocks(query_block)
+        inside = torch.arange(self.block_size, device=position.device)
+        key = (held[..., None] * self.block_size + inside).flatten(-2)[:, :, None]
+        attended, whole = (
+            slots.attended_slots(query_block, held).repeat_interleave(self.block_size, -1)
+            for slots in (self, self._whole)
+        )
+        position = position[:, None, None, None]
+        return attended & (whole | (position - key < table["window"]) | (key < table["sink"])) & (key <= position)
+
+    def grown(self, n_blocks):
+        larger, (rings, places) = (
+            TokenSlots(self.block_size, self.kv_heads, self._heads, n_blocks),
+            self._rings.grown(n_blocks),
+        )
+        return larger, torch.cat([places, rings.n_slots + torch.arange(self._n_sink)])
 
 
 class TableSlots(Slots):
@@ -302,9 +346,15 @@ def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
     ratio = pattern.num_heads // pattern.num_kv_heads
     groups: dict[tuple, list] = {}
     for kv_head in range(pattern.num_kv_heads):
-        by_query_head = [_rings_of(head) for head in pattern.heads[kv_head * ratio : (kv_head + 1) * ratio]]
-        rings = list(dict.fromkeys(ring for of_head in by_query_head for ring in of_head))
-        if sum(1 / ring.stride for ring in rings if ring.limit is None) >= 1:
+        heads = pattern.heads[kv_head * ratio : (kv_head + 1) * ratio]
+        if heads[0].by_token:
+            rings, applies, n_sink = token_rings(heads)
+            form = (tuple(ring.form for ring in rings), applies.shape, applies.tobytes(), n_sink)
+            groups.setdefault(form, []).append((kv_head, heads))
+            continue
+        by_query_head = [rings_of(head) for head in heads]
+        rings = distinct(by_query_head)
+        if keep_everything(rings):
             groups.setdefault((), []).append((kv_head, by_query_head))
             continue
         applies = np.array([[ring in of_head for ring in rings] for of_head in by_query_head])
@@ -313,14 +363,10 @@ def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:
     result: list[Slots] = []
     for form, members in groups.items():
         kv_heads, rings = [member[0] for member in members], [member[1] for member in members]
-        if form:
+        if len(form) == 4:
+            result.append(TokenSlots(pattern.block_size, kv_heads, rings, n_blocks))
+        elif form:
             result.append(RingSlots(pattern.block_size, kv_heads, rings, members[0][2], n_blocks))
         else:
             result.append(WholeSlots(pattern.block_size, kv_heads, rings, n_blocks))
     return result
-
-
-def _rings_of(head) -> list[_Ring]:
-    ranges, offset = head.canonical
-    starts = [0, *(end for end, _ in ranges[:-1])]
-    return [_Ring(start, end, stride, -offset % stride) for start, (end, stride) in zip(starts, ranges)]

@@ -44,10 +44,11 @@ class Kind(NamedTuple):
     packed: bool
     placed: bool
     deterministic: bool
+    tokens: bool  # a window or a sink in tokens
 
     def __str__(self):
         words = [f"head dim {self.head_dim}", self.dtype]
-        words += [name for name in ("packed", "placed", "deterministic") if getattr(self, name)]
+        words += [name for name in ("packed", "placed", "deterministic", "tokens") if getattr(self, name)]
         return ", ".join([*words, "block mask" if self.n_ranges == 0 else f"{self.n_ranges} ranges"])
 
 
@@ -86,7 +87,8 @@ def _kind(query, call) -> Kind:
     return Kind(
         str(query.dtype).removeprefix("torch."), query.shape[3], pattern.num_heads // pattern.num_kv_heads,
         layout.ranges.shape[1] if ranged else 0, bool(layout.heads_pair), ranged and layout.pair_distances is not None,
-        call.packed is not None, call.placement is not None, call.deterministic)
+        call.packed is not None, call.placement is not None, call.deterministic,
+        getattr(layout, "tokens", None) is not None)
 
 
 _known: dict[tuple, str | None] = {}

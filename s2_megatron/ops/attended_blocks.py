@@ -17,8 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from s2_megatron.kernels.step_descriptor import ATTENDED, EDGE, FAR, NEAR
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, Pattern
+from s2_megatron.patterns.counts import range_bounds
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern
 
 # Of steps in a list: kernels address them in 32 bits, and a step of a query tile has two entries.
 MOST_STEPS, MORE_RANKS = 2**30, "use more context- or tensor-parallel ranks"
@@ -104,6 +107,8 @@ def nonzero(cells: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 class Attended:
     """Which row blocks attend which of K present key blocks in a head; key block K (or -1) is one that none attends.
 
+    What they attend of it are the flags of half 0 in step_descriptor.py; OWN, of the own block, is the caller's to add.
+
     first, last: int64 [K + 1], the first and the last row block that attends a key block; n_rows and -1 when none does.
     Parts of the table of cells are made where they are looked at (for ranges: of masks the whole is stored, a byte a
     cell).
@@ -124,6 +129,8 @@ class Attended:
         place[blocks] = np.arange(len(blocks))
         self.own = place[query_blocks]  # int64 [row blocks]: the row block's own key block, K when it is absent
         self._spans, self._mask = [], None
+        self._parts: list[tuple[int, np.ndarray, np.ndarray]] = []  # (flags, low, high) of blocks attended in part
+        self.sink_place = len(blocks)  # of the key block that holds the sink's last tokens
         if isinstance(pattern, BlockMaskPattern):
             indptr, indices = pattern.tables[head]
             counts = np.diff(indptr)[query_blocks // split]
@@ -140,15 +147,46 @@ class Attended:
             self.first[column[::-1]] = row[::-1]
             self.first[-1], self.last[-1] = n_rows, -1
             return
-        for start, end, stride in head.bounds():
+        for start, end, stride in range_bounds(head.ranges):
             # Row blocks low .. high - 1 attend a block whose residue is the right one.
             whole = blocks // split
             low = np.searchsorted(query_blocks, np.maximum((whole + start) * split, blocks))
             high = np.full_like(low, n_rows) if end is None else np.searchsorted(query_blocks, (whole + end) * split)
             high = np.where((whole + head.offset) % stride == 0, high, low)
-            np.minimum(self.first[:-1], low, out=self.first[:-1], where=low < high)
-            np.maximum(self.last[:-1], high - 1, out=self.last[:-1], where=low < high)
-            self._spans.append(tuple(np.append(bound, 0).astype(np.int32) for bound in (low, high)))
+            self._add_span(low, high)
+        if head.by_token:
+            self._add_tokens(head, query_blocks, blocks, pattern.block_size // split)
+
+    def _add_span(self, low: np.ndarray, high: np.ndarray, flags: int = ATTENDED) -> None:
+        """Row blocks low .. high - 1 attend the key blocks, int64 [K] each."""
+        np.minimum(self.first[:-1], low, out=self.first[:-1], where=low < high)
+        np.maximum(self.last[:-1], high - 1, out=self.last[:-1], where=low < high)
+        low, high = (np.append(bound, 0).astype(np.int32) for bound in (low, high))
+        if flags == ATTENDED:
+            self._spans.append((low, high))
+        else:
+            self._parts.append((flags, low, high))
+
+    def _add_tokens(self, head: HeadPattern, query_blocks: np.ndarray, blocks: np.ndarray, unit: int) -> None:
+        """The window and the sink of a head, in blocks of `unit` tokens (patterns/tokens.py)."""
+
+        def from_distance(first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            return np.searchsorted(query_blocks, blocks + first), np.searchsorted(query_blocks, blocks + end)
+
+        if head.window is not None:
+            edge, rest = divmod(head.window, unit)
+            self._add_span(*from_distance(0, edge))
+            self._add_span(*from_distance(edge, edge + 1), NEAR if edge else ATTENDED | EDGE)
+            if rest > 1:
+                self._add_span(*from_distance(edge + 1, edge + 2), FAR)
+        if head.sink_tokens:
+            sink_block, rest = divmod(head.sink_tokens, unit)
+            low = np.searchsorted(query_blocks, blocks)
+            self._add_span(low, np.where(blocks < sink_block, len(query_blocks), low))
+            if rest:
+                at_sink = blocks == sink_block
+                self._add_span(low, np.where(at_sink, len(query_blocks), low), EDGE)
+                self.sink_place = int(np.flatnonzero(at_sink)[0]) if at_sink.any() else len(blocks)
 
     def columns(self, rows: slice) -> slice:
         """The key blocks between the first and the last one that some of the row blocks may attend."""
@@ -156,22 +194,25 @@ class Attended:
         return slice(seen[0], seen[-1] + 1) if len(seen) else slice(0, 0)
 
     def by_row(self, rows: slice, columns: slice) -> np.ndarray:
-        """uint8 [rows, columns], 0 or 1."""
+        """uint8 [rows, columns]: flags, 0 for none."""
         if self._mask is not None:
             return self._mask[rows, columns].view(np.uint8)
         row = np.arange(rows.start, rows.stop, rows.step, dtype=np.int32)[:, None]
-        return self._any((row >= low[columns]) & (row < high[columns]) for low, high in self._spans)
+        return self._flags(lambda low, high: (row >= low[columns]) & (row < high[columns]))
 
-    @staticmethod
-    def _any(cells) -> np.ndarray:
-        return reduce(np.bitwise_or, cells).view(np.uint8)
+    def _flags(self, inside) -> np.ndarray:
+        """inside(low, high): bool of the cells."""
+        whole = reduce(np.bitwise_or, (inside(*span) for span in self._spans)).view(np.uint8)
+        for flags, *span in self._parts:
+            whole[inside(*span) & (whole == 0)] = flags
+        return whole
 
     def by_column(self, columns: np.ndarray, rows: slice) -> np.ndarray:
-        """uint8 [columns, rows], 0 or 1."""
+        """uint8 [columns, rows]: flags, 0 for none."""
         if self._mask is not None:
             return self._mask[rows, columns].T.view(np.uint8)
         row = np.arange(rows.start, rows.stop, dtype=np.int32)
-        return self._any((row >= low[columns, None]) & (row < high[columns, None]) for low, high in self._spans)
+        return self._flags(lambda low, high: (row >= low[columns, None]) & (row < high[columns, None]))
 
 
 def chunks(n: int, width: int):

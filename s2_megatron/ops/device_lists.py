@@ -91,7 +91,7 @@ class KeyRuns(NamedTuple):
         ]  # np.unique would sort
         known: dict[tuple[int, int, int], tuple[int, int]] = {}
         prefixes, slots, sizes = [], [], [0, 0]
-        index = np.zeros((pattern.num_heads, max(len(head.ranges) for head in pattern.heads), 2), dtype=np.int32)
+        index = np.zeros((pattern.num_heads, max(len(head.bounds()) for head in pattern.heads), 2), dtype=np.int32)
         for number, head in enumerate(pattern.heads):
             for position, (_, _, stride) in enumerate(head.bounds()):
                 key = (row_of[number // ratio], stride, head.offset % stride)

@@ -19,6 +19,7 @@ from s2_megatron.kernels.step_descriptor import (
     MOST_ROW_BLOCKS,
     OWN,
     ROW_SHIFT,
+    SINK_SLOT,
 )
 from s2_megatron.ops.attended_blocks import (
     MORE_RANKS,
@@ -33,6 +34,7 @@ from s2_megatron.ops.attended_blocks import (
     sequences,
     starts_of,
 )
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern
 
 LONG = 1.5  # times the mean number of steps, from where on a column is a long one
@@ -47,7 +49,8 @@ class KeyLists(NamedTuple):
     """
 
     rows: np.ndarray  # int32 [G]: which list a KV head has
-    # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing), first step. Longest first. Columns that
+    # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing; with SINK_SLOT that which holds the last
+    # tokens of the sink), first step. Longest first. Columns that
     # only pad a list to the length of the others: (n_slots, n_slots, 0)
     columns: np.ndarray
     steps: np.ndarray  # int32 [steps], descriptors; one of LAST_STEP when there are none
@@ -152,7 +155,12 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
                 raise ValueError(f"lists of {total} steps; expected fewer than {MOST_STEPS}; {MORE_RANKS}")
             known[members, key_row.order] = columns, counts
         columns, counts = known[members, key_row.order]
-        slots = np.append(key_row.slots[key_row.by_slot], n_slots)  # of places; the last one stands for no slot
+        slots = key_row.slots[key_row.by_slot].copy()
+        head = members[0]
+        if isinstance(head, HeadPattern) and head.sink_tokens:
+            last, rest = divmod(head.sink_tokens, pattern.block_size // split)
+            slots[(key_row.blocks[key_row.by_slot] == last) & (rest > 0)] |= SINK_SLOT
+        slots = np.append(slots, n_slots)  # of places; the last one stands for no slot
         parts.append((np.concatenate([slots[columns[:, :2]], columns[:, 2:]], axis=1), counts))
     most = max(1, *(len(columns) for columns, _ in parts))
     columns = np.full((len(parts), most, 3), (n_slots, n_slots, 0), dtype=np.int32)

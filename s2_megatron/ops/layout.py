@@ -7,7 +7,7 @@ masks. H query heads, P pattern heads of a block mask, R ranges of distance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count, pairwise
 from typing import NamedTuple
@@ -21,7 +21,8 @@ from s2_megatron.ops.device_lists import DeviceSteps, KeyRuns, check_device, par
 from s2_megatron.ops.lasting import lasting, on_device
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.checks import check_integer, check_integers, shown
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 NO_END = 1 << 30  # distance limit of a range without one; above any block index, and q - NO_END still fits in int32
 _handles = count(1)
@@ -207,13 +208,14 @@ class RangeLayout(Layout):
     ranges: (
         torch.Tensor
     )  # int32 [H, R, 4]: first distance, distance limit, stride, offset mod stride; unused ranges start at NO_END
+    tokens: torch.Tensor | None  # int32 [H, 2]: window (0: none) and sink in tokens; None where no head has either
     tile_blocks: (
         int  # so many neighbouring query blocks may share one tile (1 unless the pattern is KV-cache efficient)
     )
 
     @property
     def tensors(self):
-        return (self.ranges,)
+        return (self.ranges,) if self.tokens is None else (self.ranges, self.tokens)
 
     @cached_property
     def cache(self) -> dict:
@@ -226,12 +228,10 @@ class RangeLayout(Layout):
         if group not in self.cache:
             heads = self.pattern.heads
             order = None
-            if len({head.ranges for head in heads}) > 1:
-                work = {
-                    ranges: int(HeadPattern(ranges).key_block_counts(1024).sum())
-                    for ranges in {head.ranges for head in heads}
-                }
-                of_groups = np.array([work[head.ranges] for head in heads]).reshape(-1, group).sum(1)
+            kinds = {replace(head, offset=0) for head in heads}
+            if len(kinds) > 1:
+                work = {head: int(head.key_block_counts(1024).sum()) for head in kinds}
+                of_groups = np.array([work[replace(head, offset=0)] for head in heads]).reshape(-1, group).sum(1)
                 (order,) = on_device(self.device, np.argsort(-of_groups, kind="stable"))
             self.cache[group] = order
         return self.cache[group]
@@ -239,7 +239,7 @@ class RangeLayout(Layout):
     @cached_property
     def largest_stride(self) -> int:
         """In blocks, of all ranges of all heads."""
-        return max(stride for head in self.pattern.heads for _, stride in head.ranges)
+        return max(stride for head in self.pattern.heads for _, _, stride in head.bounds())
 
     @cached_property
     def heads_pair(self) -> bool:
@@ -254,9 +254,8 @@ class RangeLayout(Layout):
         groups = [self.pattern.heads[i : i + ratio] for i in range(0, self.num_heads, ratio)]
         if all(len(set(group)) == 1 for group in groups):
             return None
-        return [
-            max((head.ranges[-1][1] for head in group if head.ranges[-1][0] is None), default=1) for group in groups
-        ]
+        last = [[head.bounds()[-1] for head in group] for group in groups]
+        return [max((stride for _, end, stride in group if end is None), default=1) for group in last]
 
     @cached_property
     def pair_distances(self) -> torch.Tensor | None:
@@ -283,7 +282,8 @@ class RangeLayout(Layout):
         return self.cache[key]
 
     def _copy(self, device):
-        return RangeLayout(self.pattern, self.ranges.to(device), self.tile_blocks)
+        tokens = None if self.tokens is None else self.tokens.to(device)
+        return RangeLayout(self.pattern, self.ranges.to(device), tokens, self.tile_blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,7 +317,7 @@ def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
         return 1
     tile = most
     for head in set(pattern.heads):
-        ends = [end for end, _ in head.ranges if end is not None]
+        ends = [end for _, end, _ in head.bounds() if end is not None]
         for previous, end in pairwise(ends):
             while tile > 1 and end - previous < tile - 1:
                 tile //= 2
@@ -327,7 +327,7 @@ def _shared_tile_blocks(pattern: RangePattern, most: int = 8) -> int:
 def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
     """(pairs of members of the last stride, pairs of the members of each other stride that are not members of the
     next), summed."""
-    members = [len(range(-head.offset % stride, n_blocks, stride)) for _, stride in head.ranges]
+    members = [len(range(-head.offset % stride, n_blocks, stride)) for _, _, stride in head.bounds()]
     inner = [count - wider for count, wider in pairwise(members)]
     return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
 
@@ -356,7 +356,7 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
         )
     device = check_device(device)
     if isinstance(pattern, RangePattern):
-        most = max(len(head.ranges) for head in pattern.heads)
+        most = max(len(head.bounds()) for head in pattern.heads)
         table = np.zeros((pattern.num_heads, most, 4), dtype=np.int32)
         table[:, :] = (NO_END, NO_END, 1, 0)
         for index, head in enumerate(pattern.heads):
@@ -367,7 +367,10 @@ def build_layout(pattern: Pattern, device="cpu") -> Layout:
                     stride,
                     head.offset % stride,
                 )
-        return RangeLayout(pattern, *on_device(device, table), _shared_tile_blocks(pattern))
+        tokens = [(head.window or 0, head.sink_tokens) for head in pattern.heads]
+        tables = on_device(device, table, tokens)
+        by_token = any(head.by_token for head in pattern.heads)
+        return RangeLayout(pattern, tables[0], tables[1] if by_token else None, _shared_tile_blocks(pattern))
     row_starts, key_blocks, column_starts, query_blocks, base = [], [], [], [], 0
     for indptr, indices in pattern.tables:
         rows = np.repeat(np.arange(pattern.num_blocks, dtype=np.int32), np.diff(indptr))

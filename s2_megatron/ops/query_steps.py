@@ -11,7 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from s2_megatron.kernels.step_descriptor import ATTENDED, BOTH_HALVES, MOST_SLOTS, OWN, SLOT_BITS, SLOT_MASK
+from s2_megatron.kernels.step_descriptor import (
+    ATTENDED,
+    BOTH_HALVES,
+    FLAG_MASK,
+    MOST_SLOTS,
+    OWN,
+    SINK,
+    SLOT_BITS,
+    SLOT_MASK,
+)
 from s2_megatron.ops.attended_blocks import (
     MORE_RANKS,
     MOST_STEPS,
@@ -26,8 +35,13 @@ from s2_megatron.ops.attended_blocks import (
 )
 from s2_megatron.patterns.ranges import Pattern
 
-# Where masked entries stand in a tile, by flags: own blocks, the free entry left over, half 0 alone, half 1 alone.
-_ENTRY_KIND = np.array([0, 2, 3, 1] + [0] * 12)
+# By flags: which halves attend; where masked entries stand in a tile, own blocks, those of both halves, half 0 alone,
+# half 1 alone; which halves attend in part, by window or sink.
+_FLAGS = np.arange(FLAG_MASK + 1)
+_HALVES = (_FLAGS | _FLAGS >> 2 | _FLAGS >> 4) & BOTH_HALVES
+_OWN = _FLAGS & _FLAGS >> 2 & BOTH_HALVES
+_ENTRY_KIND = np.where(_OWN > 0, 0, np.array([0, 2, 3, 1])[_HALVES])
+_BY_TOKEN = (_FLAGS >> 4 | _FLAGS >> 2 & ~_FLAGS) & BOTH_HALVES
 
 
 class QueryLists(NamedTuple):
@@ -66,7 +80,7 @@ def _masked_steps(tile, entry, flags) -> tuple[np.ndarray, np.ndarray]:
     tile = tile[even]
     # Work that only concerns one half is done by one of two warpgroups: the steps of one and of the other alternate, so
     # that neither waits long.
-    halves = (steps[:, 0] | steps[:, 1]) >> SLOT_BITS & BOTH_HALVES
+    halves = _HALVES[steps[:, 0] >> SLOT_BITS] | _HALVES[steps[:, 1] >> SLOT_BITS]
     by_halves = np.argsort(tile * 4 + halves, kind="stable")
     nth = np.empty_like(by_halves)
     nth[by_halves] = _ranks((tile * 4 + halves)[by_halves])
@@ -89,6 +103,9 @@ def _tile_flags(attended: Attended, rows: slice, columns: slice, pack: bool) -> 
         cell = (chosen if pack else chosen // 2), own[chosen]
         seen = flags[cell] & (ATTENDED << half) != 0
         flags[cell] |= seen * np.uint8(OWN << half)
+    if columns.start <= attended.sink_place < columns.stop:
+        at_sink = flags[:, attended.sink_place - columns.start]
+        at_sink[_BY_TOKEN[at_sink] > 0] |= SINK
     return flags
 
 

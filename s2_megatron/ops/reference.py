@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from s2_megatron.ops.call import AttentionCall
+from s2_megatron.patterns.tokens import attends_whole
 
 
 class _Row(NamedTuple):
@@ -60,12 +61,18 @@ def _rows(query, key, call: AttentionCall):
                     continue
                 key_rows = (slot_of[:, None] * block + inside).reshape(-1)
                 mask = None
-                if key_blocks[-1] == query_block:
+                rule = pattern.heads[heads[0]] if hasattr(pattern, "heads") else None
+                by_token = rule is not None and rule.by_token
+                if by_token or key_blocks[-1] == query_block:
                     positions = (key_blocks[:, None] * block + inside).reshape(-1)
                     valid = key_rows < key_length
-                    key_rows, positions = key_rows[valid], positions[valid]
                     own = torch.arange(query_block * block, query_block * block + last - first, device=device)
                     mask = own[:, None] >= positions
+                    if by_token:
+                        whole = torch.from_numpy(attends_whole(rule, query_block, key_blocks.cpu().numpy())).to(device)
+                        seen = whole.repeat_interleave(block) | (positions < rule.sink_tokens)
+                        mask &= seen | (own[:, None] - positions < (rule.window or 0))
+                    key_rows, mask = key_rows[valid], mask[:, valid]
                 yield _Row(
                     head_index,
                     head_index // ratio,
@@ -91,6 +98,11 @@ def _scores(row, q, k, scale):
     return scores if row.mask is None else scores.masked_fill(~row.mask, float("-inf"))
 
 
+def _probabilities(scores, log_sum):
+    """Zeros in rows that see no key: their scores and their LSE are -inf."""
+    return torch.exp(scores - torch.where(log_sum == float("-inf"), 0.0, log_sum)[..., None])
+
+
 def prepare(call, rows, head_dim, dtype):
     """Nothing: every call makes what it reads."""
 
@@ -113,7 +125,7 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
         k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
         scores = _scores(row, q, k, call.softmax_scale)
         log = torch.logsumexp(scores, dim=-1)
-        total[:, row.heads, row.queries] = torch.exp(scores - log[..., None]) @ v
+        total[:, row.heads, row.queries] = _probabilities(scores, log) @ v
         log_sum[:, row.heads, row.queries] = log
     if initial is not None:
         first_out, first_log = initial[0].to(work), initial[1].to(work)
@@ -200,7 +212,7 @@ def _gradients(grad_out, query, key, value, lse, row_sums, call, of_query=True, 
     for row in _rows(query, key, call):
         q, do = q_all[:, row.heads, row.queries], do_all[:, row.heads, row.queries]
         k, v = (tensor[:, row.kv_heads[:, None], row.keys] for tensor in (k_all, v_all))
-        p = torch.exp(_scores(row, q, k, scale) - log_sum[:, row.heads, row.queries, None])
+        p = _probabilities(_scores(row, q, k, scale), log_sum[:, row.heads, row.queries])
         ds = p * (do @ v.transpose(-1, -2) - row_sums[:, row.heads, row.queries, None]) * scale
         if of_query:
             dq[:, row.heads, row.queries] = ds @ k

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from s2_megatron.patterns.checks import MOST_TOKENS, check_integer, check_integers, check_sequence, check_shape, shown
-from s2_megatron.patterns.ranges import Pattern, pairs_of_rows
+from s2_megatron.patterns.ranges import Pattern
+from s2_megatron.patterns.tokens import pairs_of_terms
 
 MOST_BLOCKS = 2**24  # query blocks of a mask
 
@@ -155,7 +156,7 @@ class BlockMaskPattern(Pattern):
             )
         return n_blocks
 
-    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    def row_terms(self, n_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
         self.check_length(n_blocks * self.block_size)
         below, diagonal = np.zeros(n_blocks, dtype=np.int64), np.zeros(n_blocks, dtype=np.int64)
         heads_per_table = self.num_heads // len(self.tables)
@@ -163,10 +164,15 @@ class BlockMaskPattern(Pattern):
             own = indices[indptr[1 : n_blocks + 1] - 1] == np.arange(n_blocks)
             below += heads_per_table * (np.diff(indptr[: n_blocks + 1]) - own)
             diagonal += heads_per_table * own
-        return below, diagonal
+        row = np.arange(self.block_size, dtype=np.int64)
+        return [(below, np.full_like(row, self.block_size)), (diagonal, row + 1)]
+
+    def nonzeros(self, n_blocks: int) -> int:
+        self.check_length(n_blocks * self.block_size)
+        return self.num_heads // len(self.tables) * sum(int(indptr[n_blocks]) for indptr, _ in self.tables)
 
     def attended_pairs(self, seq_length: int) -> int:
-        return pairs_of_rows(*self.row_counts(self.check_length(seq_length)), self.block_size, seq_length)
+        return pairs_of_terms(self.row_terms(self.check_length(seq_length)), seq_length)
 
     def tensor_parallel_slice(self, rank: int, size: int) -> BlockMaskPattern:
         heads, kv_heads = self.head_slice(rank, size)

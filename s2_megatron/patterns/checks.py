@@ -18,6 +18,8 @@ SMALLEST_SCALE, LARGEST_SCALE = 1e-6, 1e6  # of the softmax: beyond them scores 
 MOST_HEADS = 2**16
 MOST_LAYERS = 2**16
 MOST_TOKENS = 2**40
+LARGEST_WINDOW = 2**30  # tokens
+MOST_SINK_TOKENS = 2**16
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -68,9 +70,23 @@ def check_sequence(name: str, value: Any, expected: str, fix: str) -> tuple:
     return tuple(value)
 
 
-def check_ranges(ranges) -> Ranges:
+def check_tokens(window, sink_tokens, block_size) -> None:
+    """Raises ValueError unless window is None or a number of tokens, sink_tokens one or 0, and block_size is given with
+    either."""
+    if window is not None:
+        check_integer(
+            "window", window, 1, LARGEST_WINDOW, "use the number of tokens that a query sees, itself included"
+        )
+    check_integer(
+        "sink_tokens", sink_tokens, 0, MOST_SINK_TOKENS, "use the number of first tokens that all see, e.g. 4"
+    )
+    if window is not None or sink_tokens:
+        check_block_size(block_size)
+
+
+def check_ranges(ranges, beside_window: bool = False) -> Ranges:
     """Ranges as tuples of integers. Raises ValueError for anything but ((end or None, stride), ...), ends growing, the
-    first stride 1."""
+    first stride 1. beside_window: that may be any, and there may be no range."""
     example = "use for example ((16, 1), (None, 16)), or ((None, 1),) for dense attention"
     expected = "a list or tuple of (end in blocks or None, stride)"
     checked, previous = [], 0
@@ -79,7 +95,7 @@ def check_ranges(ranges) -> Ranges:
         end, stride = pair if len(pair := check_sequence(name, item, "(end, stride)", example)) == 2 else (False, False)
         if end is False:
             raise ValueError(f"{name}={shown(item)}; expected two entries, (end in blocks or None, stride); {example}")
-        first = position == 0
+        first = position == 0 and not beside_window
         why = "use 1: a token must see its own block" if first else f"use 1 to {LARGEST_STRIDE} blocks"
         stride = check_integer(f"the stride of {name}", stride, 1, 1 if first else LARGEST_STRIDE, why)
         if end is None and position != len(ranges) - 1:
@@ -88,17 +104,23 @@ def check_ranges(ranges) -> Ranges:
             fix = f"the ends must grow; use {previous + 1} or more"
             previous = end = check_integer(f"the end of {name}", end, previous + 1, LARGEST_END, fix)
         checked.append((end, stride))
-    if not checked:
+    if not checked and not beside_window:
         raise ValueError(f"ranges={shown(ranges)}; expected at least one (end, stride); {example}")
     return tuple(checked)
+
+
+def check_block_size(block_size) -> int:
+    """The block size as an int. Raises ValueError unless it is a power of two."""
+    block_size = check_integer("block_size", block_size, 1, LARGEST_BLOCK_SIZE, "use a power of two, e.g. 64")
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size}; expected a power of two; use e.g. 64")
+    return block_size
 
 
 def check_shape(block_size, num_heads, num_kv_heads) -> tuple[int, int, int]:
     """(block_size, num_heads, num_kv_heads) as ints. Raises ValueError unless block_size is a power of two and
     num_heads a multiple of num_kv_heads."""
-    block_size = check_integer("block_size", block_size, 1, LARGEST_BLOCK_SIZE, "use a power of two, e.g. 64")
-    if block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size}; expected a power of two; use e.g. 64")
+    block_size = check_block_size(block_size)
     num_heads = check_integer("num_heads", num_heads, 1, MOST_HEADS, "use the number of query heads")
     num_kv_heads = check_integer("num_kv_heads", num_kv_heads, 1, MOST_HEADS, "use the number of KV heads")
     if num_heads % num_kv_heads:

@@ -46,26 +46,31 @@ def head_block_pairs(ranges: Ranges, offset: int, n_blocks: int) -> int:
 
 
 def covered_block_pairs(
-    heads: Iterable[tuple[Ranges, int]], masks: Iterable[tuple[np.ndarray, np.ndarray]], n_blocks: int
+    heads: Iterable[tuple[list[tuple[int, int | None, int]], int]],
+    masks: Iterable[tuple[np.ndarray, np.ndarray]],
+    n_blocks: int,
+    sink_blocks: int = 0,
 ) -> int:
     """Causal (query block, key block) pairs of n_blocks blocks that at least one head or mask attends.
 
-    heads: (ranges, offset). masks: (indptr, indices) as in BlockMaskPattern.tables.
+    heads: (bounds as HeadPattern.touched_bounds, offset). masks: (indptr, indices) as in BlockMaskPattern.tables.
+    sink_blocks: the first so many key blocks are attended by every query block.
     """
-    offsets: dict[Ranges, set[int]] = {}
-    for ranges, offset in heads:
-        offsets.setdefault(ranges, set()).add(offset)
-    ends = {end for ranges in offsets for end, _ in ranges if end is not None and end < n_blocks}
-    edges = [0, *sorted(ends), n_blocks]
+    offsets: dict[tuple, set[int]] = {}
+    for bounds, offset in heads:
+        offsets.setdefault(tuple(bounds), set()).add(offset)
+    ends = {edge for bounds in offsets for start, end, _ in bounds for edge in (start, end)}
+    edges = [0, *sorted(end for end in ends if end is not None and 0 < end < n_blocks), n_blocks]
     tables = [(indptr[: n_blocks + 1], indices) for indptr, indices in masks]
     # Pairs of the masks as one number each, q * n_blocks + k, without repetition.
     pairs = np.unique(np.concatenate([_mask_pairs(*table, n_blocks) for table in tables] or [np.zeros(0, np.int64)]))
     query, key = np.divmod(pairs, n_blocks)
+    sink = np.arange(min(sink_blocks, n_blocks))
     only_masks, total = np.ones(len(pairs), dtype=bool), 0
     for start, end in pairwise(edges):
         classes = set()  # (stride, residue) of the key blocks at these distances
-        for ranges, shifts in offsets.items():
-            for low, high, stride in range_bounds(ranges):
+        for bounds, shifts in offsets.items():
+            for low, high, stride in bounds:
                 if low <= start and (high is None or high >= end):
                     classes |= {(stride, -shift % stride) for shift in shifts}
         if not classes:
@@ -80,9 +85,10 @@ def covered_block_pairs(
                 seen[residue::stride] = True
             residues = np.flatnonzero(seen)
         total += attended_block_pairs(n_blocks, start, end, residues, period)
+        total -= int(np.maximum(np.minimum(end, n_blocks - sink) - start, 0)[np.isin(sink % period, residues)].sum())
         here = (query - key >= start) & (query - key < end)
         only_masks &= ~(here & np.isin(key % period, residues))
-    return total + int(only_masks.sum())
+    return total + int((only_masks & (key >= len(sink))).sum()) + int((n_blocks - sink).sum())
 
 
 def _mask_pairs(indptr: np.ndarray, indices: np.ndarray, n_blocks: int) -> np.ndarray:

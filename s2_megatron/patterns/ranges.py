@@ -1,27 +1,20 @@
-"""Which key block every attention head attends: the sparsity patterns of S2-Attention (arXiv 2407.17678), in NumPy
-only.
-
-Block indices count from the start of the sequence (or of the packed document). For a query block q and a key block k <=
-q with distance d = q - k, a head's pattern is a list of ranges ((end_1, s_1), ..., (end_n, s_n)) and one offset. Range
-i holds end_(i-1) <= d < end_i (end_0 = 0, the last end may be None: no limit). Block k is attended iff d lies in a
-range and (k + offset) mod s_i == 0. s_1 is 1, so the diagonal block is always attended; inside it a token sees the
-tokens up to itself.
+"""The patterns of a layer's heads, by ranges of distance with strides: the sparsity of S2-Attention (arXiv 2407.17678),
+in NumPy only. head.py has the rule of one head.
 
 Heads, layers and blocks are 0-based and global, i.e. before any tensor- or context-parallel slicing.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
 from s2_megatron.patterns.checks import (
-    LARGEST_OFFSET,
     LARGEST_STRIDE,
+    LARGEST_WINDOW,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_TOKENS,
@@ -30,99 +23,13 @@ from s2_megatron.patterns.checks import (
     check_ranges,
     check_sequence,
     check_shape,
+    check_tokens,
     shown,
 )
-from s2_megatron.patterns.counts import covered_block_pairs, head_block_pairs, range_bounds
+from s2_megatron.patterns.counts import covered_block_pairs
+from s2_megatron.patterns.head import DENSE, HeadPattern, head_pairs
 from s2_megatron.patterns.layer_step import choose_layer_step
-
-DENSE: Ranges = ((None, 1),)
-
-
-def _multiples(first, last, stride):
-    """How many multiples of `stride` lie in [first, last]; arrays broadcast; 0 when last < first."""
-    return np.maximum(np.floor_divide(last, stride) - np.floor_divide(np.asarray(first) - 1, stride), 0)
-
-
-@dataclass(frozen=True)
-class HeadPattern:
-    """The pattern of one attention head.
-
-    ranges: ((end in blocks or None, stride), ...), ends growing, the first stride 1; lists are taken, too. offset:
-    added to the key block before the modulus. Raises ValueError for anything else, and for values that are not
-    integers.
-    """
-
-    ranges: Ranges
-    offset: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "ranges", check_ranges(self.ranges))
-        offset = check_integer("offset", self.offset, -LARGEST_OFFSET, LARGEST_OFFSET, "use 0")
-        object.__setattr__(self, "offset", offset)
-
-    @property
-    def is_dense(self) -> bool:
-        return self.canonical[0] == DENSE
-
-    @cached_property
-    def is_kv_efficient(self) -> bool:
-        """Every stride divides the next one: a key block once dropped is never attended again (paper, section 3.3)."""
-        return all(wide % narrow == 0 for (_, narrow), (_, wide) in zip(self.ranges, self.ranges[1:]))
-
-    @cached_property
-    def canonical(self) -> tuple[Ranges, int]:
-        """(ranges, offset) that are equal for two heads iff they attend the same blocks whatever the length."""
-        merged: list[tuple[int | None, int]] = []
-        for end, stride in self.ranges:
-            if merged and merged[-1][1] == stride:
-                merged.pop()
-            merged.append((end, stride))
-        return tuple(merged), self.offset % math.lcm(*(stride for _, stride in merged))
-
-    def bounds(self) -> list[tuple[int, int | None, int]]:
-        """[(first distance, distance limit or None, stride)] of every range."""
-        return range_bounds(self.ranges)
-
-    def attends(self, query_block: int, key_block: int) -> bool:
-        distance = query_block - key_block
-        for start, end, stride in self.bounds():
-            if start <= distance and (end is None or distance < end):
-                return (key_block + self.offset) % stride == 0
-        return False
-
-    def key_blocks(self, query_block: int) -> np.ndarray:
-        """Key blocks that a query block attends, ascending, int64."""
-        pieces = []
-        for start, end, stride in self.bounds():
-            low = 0 if end is None else max(0, query_block - end + 1)
-            first = low + (-(low + self.offset)) % stride
-            pieces.append(np.arange(first, query_block - start + 1, stride, dtype=np.int64))
-        return np.concatenate(pieces[::-1])
-
-    def key_block_counts(self, n_blocks: int) -> np.ndarray:
-        """Number of attended key blocks of the query blocks 0 .. n_blocks-1, int64[n_blocks]."""
-        query = np.arange(n_blocks, dtype=np.int64)
-        total = np.zeros(n_blocks, dtype=np.int64)
-        for start, end, stride in self.bounds():
-            low = np.zeros_like(query) if end is None else np.maximum(0, query - end + 1)
-            total += np.where(query >= start, _multiples(low + self.offset, query - start + self.offset, stride), 0)
-        return total
-
-
-@lru_cache(maxsize=4096)
-def _range_pairs(ranges: Ranges, offset: int, block_size: int, seq_length: int) -> int:
-    whole, last = divmod(seq_length - 1, block_size)  # query blocks before the last one; its tokens but one
-    last += 1
-    below = head_block_pairs(ranges, offset, whole)
-    below_last = head_block_pairs(ranges, offset, whole + 1) - below - 1
-    pairs = (below - whole) * block_size**2 + whole * (block_size * (block_size + 1) // 2)
-    return pairs + below_last * block_size * last + last * (last + 1) // 2
-
-
-def pairs_of_rows(below, diagonal, block_size: int, seq_length: int) -> int:
-    """(query, key) token pairs of a sequence from what Pattern.row_counts returns for it, or from one head's share."""
-    rows = np.minimum(block_size, seq_length - block_size * np.arange(len(below), dtype=np.int64))
-    return int((below * block_size * rows + diagonal * (rows * (rows + 1) // 2)).sum())
+from s2_megatron.patterns.tokens import joined, row_terms
 
 
 class Pattern:
@@ -139,10 +46,14 @@ class Pattern:
     def key_blocks(self, head: int, query_block: int) -> np.ndarray:
         raise NotImplementedError
 
-    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """(attended blocks below the diagonal, heads that attend the diagonal block) of the query blocks 0 ..
-        n_blocks-1, summed over the query heads, int64[n_blocks] each. Raises ValueError for more blocks than a block
-        mask has."""
+    def row_terms(self, n_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """How many keys each query token attends, summed over the query heads, as a sum of products: [(weights int64
+        [n_blocks], keys int64 [block_size])], where row r of query block q attends the sum of weights[q] * keys[r]
+        keys. Raises ValueError for more blocks than a block mask has."""
+        raise NotImplementedError
+
+    def nonzeros(self, n_blocks: int) -> int:
+        """(query block, key block) pairs of which at least one token pair is attended, summed over the query heads."""
         raise NotImplementedError
 
     def attended_pairs(self, seq_length: int) -> int:
@@ -205,6 +116,18 @@ class RangePattern(Pattern):
                 )
         object.__setattr__(self, "heads", heads)
         block_size, _, num_kv_heads = check_shape(self.block_size, len(heads), self.num_kv_heads)
+        for index, head in enumerate(heads):
+            first = heads[(first_index := index // (len(heads) // num_kv_heads) * (len(heads) // num_kv_heads))]
+            if head.by_token and head.block_size != block_size:
+                raise ValueError(
+                    f"heads[{index}] has block_size={head.block_size}; expected the pattern's, {block_size}; use that"
+                )
+            if (head.window, head.sink_tokens) != (first.window, first.sink_tokens):
+                raise ValueError(
+                    f"heads[{index}] has window={head.window} and sink_tokens={head.sink_tokens}, heads[{first_index}] "
+                    f"window={first.window} and sink_tokens={first.sink_tokens}; expected the same for the query heads "
+                    "of one KV head; use a window and a sink for each KV head"
+                )
         object.__setattr__(self, "block_size", block_size)
         object.__setattr__(self, "num_kv_heads", num_kv_heads)
 
@@ -225,26 +148,34 @@ class RangePattern(Pattern):
     def key_blocks(self, head: int, query_block: int) -> np.ndarray:
         return self.heads[head].key_blocks(query_block)
 
-    def row_counts(self, n_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        below = np.zeros(n_blocks, dtype=np.int64)
+    def row_terms(self, n_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        terms = []
         for head, count in Counter(self.heads).items():
-            below += count * (head.key_block_counts(n_blocks) - 1)
-        return below, np.full(n_blocks, self.num_heads, dtype=np.int64)
+            terms += [(count * weights, keys) for weights, keys in row_terms(head, self.block_size, n_blocks)]
+        return joined(terms)
+
+    def nonzeros(self, n_blocks: int) -> int:
+        return sum(count * int(head.key_block_counts(n_blocks).sum()) for head, count in Counter(self.heads).items())
 
     def attended_pairs(self, seq_length: int) -> int:
         seq_length = check_integer("seq_length", seq_length, 1, MOST_TOKENS, "use the number of tokens")
-        counts = Counter(head.canonical for head in self.heads)
-        return sum(count * _range_pairs(*head, self.block_size, seq_length) for head, count in counts.items())
+        counts = Counter(HeadPattern(*head.canonical) for head in self.heads)
+        return sum(count * head_pairs(head, self.block_size, seq_length) for head, count in counts.items())
 
     def tensor_parallel_slice(self, rank: int, size: int) -> RangePattern:
         heads, kv_heads = self.head_slice(rank, size)
         return RangePattern(self.block_size, len(kv_heads), self.heads[heads.start : heads.stop])
 
     def canonical(self) -> dict:
-        groups: dict[Ranges, dict] = {}
+        groups: dict[tuple, dict] = {}
         for index, head in enumerate(self.heads):
-            ranges, offset = head.canonical
-            group = groups.setdefault(ranges, {"ranges": [list(item) for item in ranges], "heads": [], "offsets": []})
+            ranges, offset, window, sink_tokens, _ = head.canonical
+            rule: dict = {"ranges": [list(item) for item in ranges]}
+            if window is not None:
+                rule["window"] = window
+            if sink_tokens:
+                rule["sink_tokens"] = sink_tokens
+            group = groups.setdefault((ranges, window, sink_tokens), rule | {"heads": [], "offsets": []})
             group["heads"].append(index)
             group["offsets"].append(offset)
         return {
@@ -258,18 +189,26 @@ class RangePattern(Pattern):
         sparse = [head for head in self.heads if not head.is_dense]
         if not sparse:
             return "dense"
-        parts = []
-        for start, end, stride in sparse[0].bounds():
+        head = sparse[0]
+        parts = [] if head.window is None else [f"window {_between(head.window for head in sparse)}"]
+        for start, end, stride in head.bounds()[len(parts) :]:
             span = f"{start}.." if end is None else f"{start}..{end - 1}"
             parts.append(f"local {end}" if stride == 1 and start == 0 and end is not None else f"stride {stride}")
-            if len(sparse[0].ranges) > 2:
+            if len(head.ranges) > (2 if head.window is None else 1):
                 parts[-1] += f" ({span})"
-        stride = sparse[0].ranges[-1][1]
+        if head.sink_tokens:
+            parts.append(f"sink {_between(head.sink_tokens for head in sparse)}")
         text = " + ".join(parts)
+        stride = head.bounds()[-1][2]
         if stride > 1:
             text += f", {len({head.offset % stride for head in sparse})} offsets"
         dense = (len(self.heads) - len(sparse)) * self.num_kv_heads // self.num_heads
         return text + (f", {dense} dense KV heads" if dense else "")
+
+
+def _between(values) -> str:
+    low, high = min(values := sorted(values)), values[-1]
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def dense_kv_heads(dense_heads, num_kv_heads: int) -> frozenset[int]:
@@ -307,6 +246,21 @@ def _checked_step(name: str, value, words: tuple[str, ...]):
     return check_integer(name, value, 0, LARGEST_STRIDE, f"use {words[0]!r}, or a number of blocks")
 
 
+def _checked_windows(window, num_kv_heads: int) -> tuple:
+    """One window, or None, for each KV head."""
+    if not isinstance(window, list | tuple):
+        check_tokens(window, 0, 1)
+        return (window,) * num_kv_heads
+    if len(window) != num_kv_heads:
+        raise ValueError(
+            f"window={shown(window)} has {len(window)} entries; expected one number, or one for each of the "
+            f"{num_kv_heads} KV heads"
+        )
+    for one in window:
+        check_integer("window", one, 1, LARGEST_WINDOW, "use a number of tokens for each KV head")
+    return tuple(window)
+
+
 def make_range_pattern(
     *,
     block_size: int,
@@ -319,6 +273,8 @@ def make_range_pattern(
     layer_index: int = 0,
     layer_step: str | int = "auto",
     dense_heads=(),
+    window: int | list[int] | tuple[int, ...] | None = None,
+    sink_tokens: int = 0,
 ) -> RangePattern:
     """The pattern of one layer, of offsets base_offset + p * head_step + layer_index * layer_step.
 
@@ -326,17 +282,21 @@ def make_range_pattern(
     ("query"). head_step "paper" is max(1, s_n // num_heads), "auto" max(1, s_n // pattern heads). layer_index counts
     the layers of one named spec from 0. layer_step "auto" is 0 when the heads of one layer reach every residue of the
     last stride, otherwise the step with which consecutive layers reach them soonest. dense_heads: see dense_kv_heads.
+    window, sink_tokens: see HeadPattern; a list of windows has one for every KV head. With a window `ranges` may be
+    empty: ().
     Raises ValueError for an argument of another type or out of range, and for settings that contradict each other.
     """
     if not isinstance(slide, str) or slide not in ("kv", "query"):
         raise ValueError(f"slide={shown(slide)}; expected 'kv' or 'query'; use 'kv'")
     block_size, num_heads, num_kv_heads = check_shape(block_size, num_heads, num_kv_heads)
-    ranges = check_ranges(ranges)
+    windows = _checked_windows(window, num_kv_heads)
+    ranges = check_ranges(ranges, beside_window=window is not None)
+    check_tokens(None, sink_tokens, block_size)
     head_step = _checked_step("head_step", head_step, ("auto", "paper"))
     layer_step = _checked_step("layer_step", layer_step, ("auto",))
     base_offset = check_integer("base_offset", base_offset, -LARGEST_STRIDE, LARGEST_STRIDE, "use 0")
     layer_index = check_integer("layer_index", layer_index, 0, MOST_LAYERS, "count the layers of a spec from 0")
-    stride = ranges[-1][1]
+    stride = ranges[-1][1] if ranges else 1
     pattern_heads = num_kv_heads if slide == "kv" else num_heads
     ratio = num_heads // num_kv_heads
     if head_step == "paper":
@@ -349,8 +309,16 @@ def make_range_pattern(
         residues = {p * head_step % stride for p in range(pattern_heads) if p // per_pattern_head not in dense}
         covered = not residues or len(residues) == stride
         layer_step = 0 if covered else choose_layer_step(stride, residues, pattern_heads)
+    size = block_size if sink_tokens or window is not None else None
     sparse = {
-        p: HeadPattern(ranges, base_offset + p * head_step + layer_index * layer_step) for p in range(pattern_heads)
+        p: HeadPattern(
+            ranges,
+            base_offset + p * head_step + layer_index * layer_step,
+            windows[p // per_pattern_head],
+            sink_tokens,
+            size,
+        )
+        for p in range(pattern_heads)
     }
     heads = tuple(
         HeadPattern(DENSE) if h // ratio in dense else sparse[h // ratio if slide == "kv" else h]
@@ -366,5 +334,6 @@ def period_coverage(patterns, n_blocks: int) -> float:
     if any(head.is_dense for head in heads):
         return 1.0
     masks = [table for pattern in patterns if not isinstance(pattern, RangePattern) for table in pattern.tables]
-    covered = covered_block_pairs(((head.ranges, head.offset) for head in heads), masks, n_blocks)
+    sink = max((head.sink_blocks for head in heads), default=0)
+    covered = covered_block_pairs(((head.touched_bounds(), head.offset) for head in heads), masks, n_blocks, sink)
     return covered / (n_blocks * (n_blocks + 1) // 2)

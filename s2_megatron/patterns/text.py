@@ -1,9 +1,10 @@
 """A pattern as a text that is complete, and back: what a compiled or exported program carries of a layout.
 
     {"format": 1, "kind": "ranges", "block_size": 64, "kv_heads": 1,
-     "ranges": [[[16, 1], [null, 16]]], "heads": [[0, 3]]}
+     "rules": [[[[16, 1], [null, 16]], null, 0]], "heads": [[0, 3]]}
 
-ranges: the distinct ones; heads: which of them a query head has, and its offset. A block mask has its tables packed.
+rules: the distinct ranges with their window and sink in tokens; heads: which of them a query head has, and its offset.
+A block mask has its tables packed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import numpy as np
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.checks import shown
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 
 FORMAT = 1
 
@@ -30,8 +32,9 @@ def text_of(pattern: Pattern) -> str:
         content["tables"] = [packed_table(*table) for table in pattern.tables]
     else:
         known: dict = {}
-        heads = [[known.setdefault(head.ranges, len(known)), head.offset] for head in pattern.heads]
-        content |= {"kind": "ranges", "ranges": list(known), "heads": heads}
+        rules = [(head.ranges, head.window, head.sink_tokens) for head in pattern.heads]
+        heads = [[known.setdefault(rule, len(known)), head.offset] for rule, head in zip(rules, pattern.heads)]
+        content |= {"kind": "ranges", "rules": list(known), "heads": heads}
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
@@ -47,9 +50,13 @@ def pattern_of(text: str) -> Pattern:
             return BlockMaskPattern.from_csr(*shape, *zip(*tables))
         if content["kind"] != "ranges":
             raise ValueError(f"kind {shown(content['kind'])}")
-        ranges = [tuple(map(tuple, item)) for item in content["ranges"]]
-        heads = tuple(HeadPattern(ranges[index], offset) for index, offset in content["heads"])
-        return RangePattern(content["block_size"], content["kv_heads"], heads)
+        size = content["block_size"]
+        heads = []
+        for index, offset in content["heads"]:
+            ranges, window, sink = content["rules"][index]
+            by_token = window is not None or sink
+            heads.append(HeadPattern(tuple(map(tuple, ranges)), offset, window, sink, size if by_token else None))
+        return RangePattern(size, content["kv_heads"], tuple(heads))
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"the stored layout {shown(text)} cannot be read ({type(error).__name__}: {error}); expected the text of a "

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from s2_megatron.patterns.ranges import HeadPattern, Pattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import random_mask
 
 
@@ -46,6 +47,14 @@ CASES = {
         ),
         2,
     ),
+    # Tokens: a chunk has 4 times so many as blocks. A window in one chunk, over several, by KV head beside a stride;
+    # sinks of less and of more than a block, and beyond a chunk.
+    "window-in-tokens": Case(ranges((), 4, 16, 8, window=7), 2, batch=2),
+    "long-window-and-sink": Case(ranges((), 4, 8, 8, window=13, sink_tokens=6), keep_received=True),
+    "windows-by-head-and-sink": Case(
+        ranges(((None, 4),), 4, 16, 8, window=[1, 3, 5, 7, 9, 21, 4, 8], sink_tokens=3, dense_heads=[7]), 2
+    ),
+    "sink-beside-blocks": Case(ranges(((2, 1),), 4, 8, 8, sink_tokens=11)),
     "mask-shared": Case(block_mask(4, 16, 8, 1), 2),
     "mask-kv-heads": Case(block_mask(4, 16, 8, 8), 3, batch=2),
     "mask-query-heads": Case(block_mask(4, 16, 8, 16), keep_received=True),

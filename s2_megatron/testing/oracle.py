@@ -22,13 +22,28 @@ class Result(NamedTuple):
 
 
 def token_mask(pattern, length: int, device="cpu") -> torch.Tensor:
-    """bool [H, length, length] of a sequence, from the pattern's own block lists and token causality."""
+    """bool [H, length, length] of a sequence, from the definition: blocks by the rule of their ranges or by the mask's
+    lists, a window and a sink by token."""
     block, n_blocks = pattern.block_size, -(-length // pattern.block_size)
     blocks = torch.zeros(pattern.num_heads, n_blocks, n_blocks, dtype=torch.bool)
+    tokens = torch.zeros(pattern.num_heads, length, length, dtype=torch.bool)
+    token = torch.arange(length)
     for head in range(pattern.num_heads):
-        for query in range(n_blocks):
-            blocks[head, query, torch.from_numpy(pattern.key_blocks(head, query))] = True
-    tokens = blocks.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
+        if isinstance(pattern, BlockMaskPattern):
+            for query in range(n_blocks):
+                blocks[head, query, torch.from_numpy(pattern.key_blocks(head, query))] = True
+            continue
+        rule = pattern.heads[head]
+        place = torch.arange(n_blocks)
+        distance, start = place[:, None] - place, 0
+        for end, stride in rule.ranges:
+            here = (distance >= start) & (distance < (n_blocks if end is None else end))
+            blocks[head] |= here & ((place + rule.offset) % stride == 0)
+            start = end
+        tokens[head] = (token < rule.sink_tokens)[None, :].expand(length, length)
+        if rule.window is not None:
+            tokens[head] |= token[:, None] - token < rule.window
+    tokens |= blocks.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
     return (tokens & torch.ones(length, length, dtype=torch.bool).tril()).to(device)
 
 

@@ -107,7 +107,8 @@ def _form(pattern: Pattern | None, index: int, masks: dict[str, np.ndarray]) -> 
     if pattern is None:
         return {"kind": "dense"}
     if isinstance(pattern, RangePattern):
-        heads = [dict(zip(("ranges", "offset"), head.canonical)) for head in pattern.heads]
+        names = ("ranges", "offset", "window", "sink_tokens")  # tokens; a window of null is none
+        heads = [dict(zip(names, head.canonical)) for head in pattern.heads]
         return {"kind": "ranges", "kv_efficient": pattern.is_kv_efficient, "heads": heads}
     assert isinstance(pattern, BlockMaskPattern)
     masks[f"pattern{index}_indptr"] = np.stack([indptr for indptr, _ in pattern.tables])
@@ -119,9 +120,9 @@ def _vector_tokens(pattern: Pattern, longest: int) -> int:
     """Enough tokens to show every range and every offset, and not a whole number of blocks."""
     blocks = 4
     if isinstance(pattern, RangePattern):
-        ends = [end or 0 for head in pattern.heads for end, _ in head.ranges]
-        strides = [stride for head in pattern.heads for _, stride in head.ranges]
-        blocks = max(ends) + 2 * max(strides) + 2
+        ends = [end or 0 for head in pattern.heads for end, _ in head.touched_ranges]
+        strides = [stride for head in pattern.heads for _, stride in head.touched_ranges]
+        blocks = max(ends) + 2 * max(strides) + 2 + max(head.sink_blocks for head in pattern.heads)
     elif isinstance(pattern, BlockMaskPattern):
         blocks = pattern.num_blocks
     return min(blocks * pattern.block_size, longest) - pattern.block_size // 2 - 1

@@ -45,10 +45,12 @@ class SavedPattern:
                 start = ends[r][h]
         starts, ends, strides = (torch.tensor(table, device=device) for table in (starts, ends, strides))
         offset = torch.tensor([head["offset"] for head in heads], device=device)
+        window = torch.tensor([head["window"] or 0 for head in heads], device=device)
+        sink = torch.tensor([head["sink_tokens"] for head in heads], device=device)
 
         def mask_mod(b, h, q, k):
             distance, key_block = q // block - k // block, k // block
-            attended = q < 0  # nothing
+            attended = (q - k < window[h]) | (k < sink[h])
             for r in range(longest):
                 inside = (distance >= starts[r, h]) & (distance < ends[r, h])
                 attended = attended | (inside & ((key_block + offset[h]) % strides[r, h] == 0))

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import RangePattern
 
 LONG, WINDOW, STRIDE = 4096, 512, 8  # tokens, tokens, blocks: of what the study of 8,192 tokens is taken to say
+
+
+def canonical(head: HeadPattern) -> HeadPattern:
+    """The same head with its ranges of one stride joined."""
+    return HeadPattern(*head.canonical)
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,11 @@ def unseen_blocks(sparsity: ResolvedSparsity) -> Iterator[str]:
         layers = [layer.pattern for layer in sparsity.all_layers if layer.spec == spec]
         if coverage == 1 or not all(isinstance(pattern, RangePattern) for pattern in layers):
             continue
-        heads = {head.canonical for pattern in {id(each): each for each in layers}.values() for head in pattern.heads}
+        heads = {
+            (canonical(head).touched_ranges, canonical(head).offset)
+            for pattern in {id(each): each for each in layers}.values()
+            for head in pattern.heads
+        }
         far = [(ranges, offset) for ranges, offset in heads if len(ranges) > 1 and ranges[-1][0] is None]
         before = max((ranges[-2][0] for ranges, _ in far), default=sparsity.n_blocks)
         blocks = np.arange(max(0, sparsity.n_blocks - before))  # beyond all windows, for the last query
@@ -68,9 +78,10 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
             return
         ends = []
         for head in layer.pattern.heads:
-            end = head.ranges[-1][0]
-            if end is None and len(head.ranges) > 1:
-                end = head.ranges[-2][0]
+            ranges = head.touched_ranges
+            end = ranges[-1][0]
+            if end is None and len(ranges) > 1:
+                end = ranges[-2][0]
                 beyond = head.key_blocks(sparsity.n_blocks - 1)
                 if not _is_first(beyond[beyond < sparsity.n_blocks - end]):
                     return
@@ -123,9 +134,9 @@ def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
     windows: dict[str, int] = {}  # the largest of every spec, in tokens
     for layer in sparsity.layers:
         for head in layer.pattern.heads:
-            (window, _), *beyond = head.canonical[0]
+            (blocks, _), *beyond = canonical(head).touched_ranges
             sees_more = any(stride < STRIDE for _, stride in beyond)  # than what was measured
-            tokens = WINDOW if sees_more else window * sparsity.block_size
+            tokens = WINDOW if sees_more else head.window or blocks * sparsity.block_size
             windows[layer.spec] = max(tokens, windows.get(layer.spec, tokens))
     for spec, tokens in windows.items():
         if tokens < WINDOW:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from s2_megatron.config.errors import ConfigError
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.patterns.ranges import make_range_pattern
 from tests.config_files import MODEL, resolve
@@ -33,6 +34,21 @@ def test_tokens_and_blocks_are_the_same(write):
     assert resolved[0].layers[0].pattern == expected
     window = resolve(write("layers: S\nspecs: {S: {local_tokens: 128}}\n"))
     assert window.layers[0].pattern.heads[0].ranges == ((2, 1),)
+
+
+def test_windows_and_sinks_in_tokens(write):
+    shape = dict(block_size=64, num_heads=8, num_kv_heads=2)
+    for text, expected in (
+        ("window: 1000", dict(ranges=(), window=1000)),
+        ("window: 1000, stride: 4, sink_tokens: 5", dict(ranges=((None, 4),), window=1000, sink_tokens=5)),
+        ("window: [70, 300]", dict(ranges=(), window=[70, 300])),
+        ("local_blocks: 2, stride: 4, sink_tokens: 5", dict(ranges=((2, 1), (None, 4)), sink_tokens=5)),
+    ):
+        layer = resolve(write(f"layers: S\nspecs: {{S: {{{text}, dense_heads: [1]}}}}\n")).layers[0]
+        assert layer.pattern == make_range_pattern(**shape, **expected, dense_heads=[1]), text
+    with pytest.raises(ConfigError) as caught:
+        resolve(write("layers: S\nspecs: {S: {window: [70, 300, 1]}}\n"))
+    assert "specs.S.window (line 2): got 3 windows; expected one for each KV head of a model with" in str(caught.value)
 
 
 def test_settings_reach_the_pattern(write):

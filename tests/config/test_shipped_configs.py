@@ -19,6 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 _QUICKSTART = (MODEL.num_layers, MODEL.num_heads, MODEL.num_kv_heads, MODEL.seq_length)
 SHAPES = {"quickstart": _QUICKSTART, "quickstart_dense": _QUICKSTART, "phi3_small": (32, 32, 8, 8192)}
+SHAPES |= {
+    "window_sink": (32, 32, 8, 8192),
+    "gpt_oss": (24, 64, 8, 8192),
+    "gemma3": (48, 16, 8, 8192),
+    "olmo3": (32, 32, 32, 8192),
+}
 for _kind in ("dense", "s2", "hybrid"):
     SHAPES |= {
         f"s2_1p3b_{_kind}": (24, 16, 16, 8192),
@@ -89,6 +95,19 @@ def test_phi3_small_is_the_published_rule():
             for query in (0, 15, 16, 40):
                 keys = [k for k in range(query + 1) if query - k < 16 or (k + head * max(1, 8 // 32) + 1) % 8 == 0]
                 assert layer.pattern.key_blocks(head, query).tolist() == keys
+
+
+@pytest.mark.parametrize(
+    "name, dense, window, sink",
+    [("window_sink", 4, 1024, 64), ("gpt_oss", 2, 128, 0), ("gemma3", 6, 1024, 0), ("olmo3", 4, 4096, 0)],
+)
+def test_windows_of_released_models(name, dense, window, sink):
+    """Query i sees the keys i - window + 1 to i, and those of the sink; every so many-th layer sees all."""
+    resolved = shipped(name)
+    kinds = ["s2"] * (dense - 1) + ["dense"]
+    assert [layer.kind for layer in resolved.layers] == kinds * (len(resolved.layers) // dense)
+    keys = sum(min(query + 1, window) + min(max(query - window + 1, 0), sink) for query in range(8192))
+    assert resolved.layers[0].pattern.attended_pairs(8192) == keys * resolved.num_heads
 
 
 LAUNCHERS = sorted((ROOT / "examples").glob("pretrain_*.sh"))

@@ -73,6 +73,13 @@ def test_diff_in_words():
     assert changes({**window, "stride": 4}, {"local_blocks": 3, "stride": 4}) == [
         "layers 1, 3: local 2 blocks -> 3 blocks"
     ]
+    assert changes({**window, "stride": 4}, {**window, "stride": 4, "sink_tokens": 3}) == [
+        "layers 1, 3: sink_tokens 0 -> 3"
+    ]
+    assert changes({"window": 100, "stride": 4}, {"window": 101, "stride": 4, "sink_tokens": 3}) == [
+        "layers 1, 3: window 100 + stride 4 in 8 heads (blocks of 64) -> "
+        "window 101 + stride 4 + sink 3 in 8 heads (blocks of 64)"
+    ]
     assert changes({**window, "stride": 4}, window) == ["layers 1, 3: local 2 + stride 4 -> local 2"]
     assert changes({**window, "stride": 4}, {**window, "stride": 4, "dense_heads": [1], "layer_step": 0}) == [
         "layers 1, 3: dense query heads none -> [2, 3]"

@@ -100,7 +100,7 @@ def test_packed_documents(found, ranks):
         packed = dict(results["packed"])
         message = packed.pop("sparse")
         assert "s2_cp_comm_type='sparse'" in message and "--s2-cp-comm-type all_gather" in message
-        assert len(packed) == 6
+        assert len(packed) == 8
         for name, result in packed.items():
             assert max(result.values()) <= EXACT, (name, result)
 
@@ -110,7 +110,7 @@ def test_packed_documents(found, ranks):
 def test_triton_kernels(found, ranks):
     """The kernels (through the interpreter here) in fp32."""
     for results in found(ranks, "triton"):
-        assert len(results["triton"]) == (5 if ranks == 2 else 2)
+        assert len(results["triton"]) == (6 if ranks == 2 else 2)
         for name, result in results["triton"].items():
             assert max(result[part] for part in NAMES) <= 2e-6, (name, result)
             assert result["repeats"]

@@ -142,6 +142,7 @@ def triton(group):
         "uneven": Case(ranges(((2, 1), (5, 3), (None, 4)), 16, 2, 2), 2, 16, keep_received=True),
     }
     if group.size() == 2:
+        cases["tokens"] = Case(ranges(((None, 4),), 16, 4, 2, window=[37, 9], sink_tokens=20), 2, 16)
         mask = CASES["mask-kv-heads"].pattern
         cases["mask"] = Case(mask.from_csr(16, 2, 2, *zip(*mask.tables[:2])), 2, 16, batch=2)
     return {
@@ -227,14 +228,17 @@ def packed_inputs(lengths, cut, size):
 def packed(group):
     rank, size = group.rank(), group.size()
     results = {}
-    pattern = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1)
-    layout = build_layout(pattern)
+    stripes = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1)
+    tokens = ranges((), 4, 16, 8, window=[7, 13, 1, 30, 9, 2, 64, 5], sink_tokens=6)
     cases = {
+        "tokens": [37, 1, 50, 24, 16],
         "sequence": [37, 1, 50, 24, 16],
         "document": [unit * 2 * size for unit in (3, 1, 5, 2)],
         "one": [16 * size],
     }
     for name, lengths in cases.items():
+        pattern = tokens if name == "tokens" else stripes
+        layout = build_layout(pattern)
         cut = "document" if name == "document" else "sequence"
         lengths = list(lengths)
         lengths[-1] += -sum(lengths) % (2 * size)

@@ -9,9 +9,12 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper import columns as hopper_columns
+from s2_megatron.kernels.hopper import ranges as hopper_ranges
 from s2_megatron.kernels.hopper import schedule as hopper_schedule
 from s2_megatron.kernels.hopper import steps as hopper_steps
+from s2_megatron.kernels.hopper import tokens as hopper_tokens
 from s2_megatron.kernels.hopper import work_tiles as hopper_work_tiles
+from s2_megatron.kernels.step_descriptor import LAST_STEP
 from tests.gluon_emulator.translate import plain_class
 
 TABLE: list[
@@ -35,7 +38,15 @@ def plain_functions(*modules, **stand_ins):
     stands for the kernels' floating-point quotient; barriers and shared memory are not there."""
     namespace = {"gl": STAND_IN, "range": range, "quotient": lambda number, divisor: number // divisor}
     namespace.update(mbarrier=SimpleNamespace(arrive=lambda *_, count: None), **stand_ins)
-    for module in (hopper_steps, hopper_schedule, hopper_columns, hopper_work_tiles, *modules):
+    for module in (
+        hopper_steps,
+        hopper_ranges,
+        hopper_schedule,
+        hopper_tokens,
+        hopper_columns,
+        hopper_work_tiles,
+        *modules,
+    ):
         for name, value in vars(module).items():
             if name in namespace:
                 continue
@@ -43,7 +54,7 @@ def plain_functions(*modules, **stand_ins):
                 namespace[name] = value.value
             elif hasattr(value, "aggregate_fields"):
                 namespace[name] = plain_class(value)
-                namespace[name].send = lambda *_: None  # of a work tile, to nobody
+                namespace[name].send = lambda *_, **__: None  # of a work tile, to nobody
             elif hasattr(value, "fn"):
                 namespace[name] = FunctionType(value.fn.__code__, namespace, name)
     return SimpleNamespace(**namespace)
@@ -70,10 +81,12 @@ def joined(tiles, arguments):
     for tile in tiles:
         last, part, place = tile.link & 1, tile.link >> 1 & 0x7FF, tile.link >> 12
         key = tile.batch, tile.kv_head, tile.first
-        assert [step >> 4 & 1 for step in tile.steps] == [0] * (len(tile.steps) - 1) + [1], "last: once, at the end"
+        assert [step & LAST_STEP for step in tile.steps] == [0] * (len(tile.steps) - 1) + [LAST_STEP], (
+            "last: once, at the end"
+        )
         if not last:
             assert len(tile.steps) == arguments["part_steps"]
-            tile.steps[-1] -= 16
+            tile.steps[-1] -= LAST_STEP
         if last and part == 0:
             assert key not in columns
             columns[key] = tile

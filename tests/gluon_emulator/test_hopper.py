@@ -16,7 +16,8 @@ from s2_megatron.ops import api as attention
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta, attention_forward
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.testing import kernel_trial
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, token_mask
 from tests.conftest import HAS_GPU

@@ -10,7 +10,8 @@ from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import S2GPTConfig, S2GPTForCausalLM
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 
 BLOCK = 16
 HEADS, KV_HEADS, LAYERS, VOCABULARY = 4, 2, 2, 97
@@ -21,6 +22,10 @@ SPECS = {
     "dense_heads": dict(local_blocks=2, stride=4, dense_heads=(1,)),
     "query_slide": dict(local_blocks=2, stride=4, slide="query", head_step="paper", base_offset=1, layer_step=0),
     "window": dict(local_blocks=2),
+    "tokens": dict(window=37, sink_tokens=3),
+    "tokens_by_head": dict(window=[21, 5], stride=4, sink_tokens=20),
+    "tokens_query_slide": dict(window=50, stride=2, slide="query", head_step=1),
+    "sink_beside_blocks": dict(local_blocks=2, sink_tokens=17),
     "three_ranges": dict(
         ranges=[dict(end_blocks=2, stride=1), dict(end_blocks=8, stride=2), dict(stride=4)]
     ),

@@ -51,7 +51,7 @@ INT32 = (
     "query_rank_ptr",
     "slot_ptr",
 )
-INT32 += ("counters_ptr", "run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
+INT32 += ("tokens_ptr", "counters_ptr", "run_index_ptr", "run_prefix_ptr", "run_slots_ptr")
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ VARIANTS = {
     "placed": dict(QUERY_IDS=True, KEY_SLOT=True, RUNS=True, CONTINUE=True),
     "uneven": dict(EFFICIENT=False),
     "counters": dict(COUNTERS=True),
+    "tokens": dict(TOKENS=True),
 }
 ONE_ROLE = {"uneven": "dkdv", "counters": "delta"}
 
@@ -172,7 +173,7 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     fp32, flags = dtype == "fp32", VARIANTS[variant]
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
-    known = dict(N_RANGES=2, TABLE=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
+    known = dict(N_RANGES=2, TABLE=False, TOKENS=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
                  BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
                  ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
     known.update(flags)
@@ -231,7 +232,7 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for
-    a block mask; and what context parallelism launches for its own keys, for those in slots, and for both at once. All
+    a block mask, and for a window and a sink in tokens ("listed": of larger blocks); and what context parallelism launches for its own keys, for those in slots, and for both at once. All
     of it without and with columns of dK and dV in parts. Up to head dim 128 also with a KV head for each query head
     ("alone"), i.e. two query blocks in a tile."""
     from benchmarks.cases import as_table
@@ -247,6 +248,9 @@ def hopper_entries() -> dict[str, Entry]:
     launches, found = record_launches(), {}
     pattern = make_range_pattern(block_size=64, num_heads=8, num_kv_heads=4, ranges=((16, 1), (None, 16)))
     one_each = make_range_pattern(block_size=64, num_heads=4, num_kv_heads=4, ranges=((16, 1), (None, 16)))
+    shape = dict(num_heads=8, num_kv_heads=4, window=1000, sink_tokens=4)
+    tokens = make_range_pattern(block_size=64, ranges=((None, 16),), **shape)
+    tokens_of_128 = make_range_pattern(block_size=128, ranges=((None, 8),), **shape)
     packed = PackedSequence(torch.tensor([0, 5000, 8192], dtype=torch.int32), 5000)
 
     def take(*words):
@@ -261,10 +265,12 @@ def hopper_entries() -> dict[str, Entry]:
         hopper.FEW_UNITS = few
         # Layouts store what is launched.
         ranges, mask, alone = build_layout(pattern), build_layout(as_table(pattern, 8192)), build_layout(one_each)
+        by_token, by_token_128 = build_layout(tokens), build_layout(tokens_of_128)
         for dim in (64, 128, 256):
             shapes = [(8192, 1, heads, dim) for heads in (8, 8, 8, 4, 4)]
             query, out, grad, key, value = (torch.empty(shape, dtype=torch.bfloat16) for shape in shapes)
             kinds = [("", ranges, None), ("packed", ranges, packed), ("mask", mask, None)]
+            kinds += [("tokens", by_token, None)] + ([("tokens-listed", by_token_128, None)] if dim == 128 else [])
             for word, layout, documents in [*kinds, ("alone", alone, None)] if dim <= 128 and not parts else kinds:
                 tensors = query, key, value, grad, out
                 if word == "alone":

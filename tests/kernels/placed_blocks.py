@@ -26,6 +26,14 @@ RANGES = {
     "dense": ((None, 1),),
 }
 
+# (ranges, window, sink tokens)
+TOKENS = {
+    "tokens": (((None, 4),), 150, 70),
+    "tokens of 128": (((None, 2),), 290, 150),
+    "short window": ((), 33, 3),
+    "long window": ((), [130, 400, 700, 65], 0),
+}
+
 
 class Handed:
     """A BlockExchange, and what is pending. blocks: of other ranks, NaN until they are there. returned_gradients: what
@@ -119,6 +127,9 @@ def check_placed_blocks(dim, kind, size, n_blocks, device, dtype):
     block = 128 if kind.endswith("of 128") else 64
     if kind.startswith("mask"):
         pattern = random_mask(block, 4, 2, 2, n_blocks)
+    elif kind in TOKENS:
+        ranges, window, sink = TOKENS[kind]
+        pattern = pattern_of(ranges, block, 8, 4, window=window, sink_tokens=sink)
     elif kind == "dense heads":
         pattern = pattern_of(PAPER, 64, 8, 4, dense_heads=[1])
     else:

@@ -10,7 +10,8 @@ from benchmarks.cases import as_table
 from s2_megatron import printing
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, random_mask, run_op, token_mask
 from tests.kernels.placed_blocks import PAPER, RANGES, check_placed_blocks
 from tests.ops.test_attention import packed_case, pattern_of
@@ -95,6 +96,46 @@ def test_patterns(kind, groups, dim, tiles):
 @pytest.mark.parametrize("kind", RANGES)
 def test_heads_of_a_group_that_differ(kind, dim):
     check(pattern_of(RANGES[kind], 64, 8, 2, "query"), dim, length=1341)
+
+
+# Windows and sinks in tokens: (ranges, window, sink tokens)
+RULES = [
+    ((), 100, 0),
+    ((), 128, 5),
+    ((), 20, 0),
+    ((), 65, 64),
+    ((), 1, 1),
+    (((None, 4),), 130, 4),
+    (((None, 2),), 40, 70),
+    (((None, 8),), 511, 0),
+    (((2, 1), (None, 4)), None, 3),
+    (((3, 2), (None, 4)), 33, 130),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("groups", [(4, 4), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_windows_and_sinks(rule, groups, dim, tiles):
+    ranges, window, sink = rule
+    check(pattern_of(ranges, 64, *groups, window=window, sink_tokens=sink), dim, length=1341)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 1028, 4099])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_windows_and_sinks_of_lengths(dim, length):
+    check(pattern_of(((None, 8),), 64, 4, 2, window=[300, 77], sink_tokens=5), dim, length=length, batch=2)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_windows_and_sinks_beside_large_blocks(dim, block):
+    check(pattern_of(((None, 4),), block, 4, 2, window=333, sink_tokens=150), dim, length=2100)
+
+
+def test_columns_of_the_sink_in_parts(in_parts):
+    check(pattern_of((), 64, 8, 1, window=300, sink_tokens=70), 128, length=4099)
+    check(pattern_of(((None, 8),), 64, 8, 1, window=300, sink_tokens=4), 64, length=4099)
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd", "bhsd"])
@@ -219,7 +260,12 @@ def test_documents_do_not_see_what_lies_between(deterministic, dim, kind, tiles)
 
 def check_documents(deterministic, dim, kind, device, dtype):
     """NaN in the rows between documents, and in a neighbour, stays there."""
-    pattern = pattern_of(((8, 1),) if kind == "window" else PAPER, 64, 4, 2)
+    patterns = {
+        "window": pattern_of(((8, 1),), 64, 4, 2),
+        "tokens": pattern_of(((None, 4),), 64, 4, 2, window=150, sink_tokens=70),
+        "short window": pattern_of((), 64, 4, 2, window=20, sink_tokens=3),
+    }
+    pattern = patterns.get(kind, pattern_of(PAPER, 64, 4, 2))
     starts, lengths = [0, 192, 448, 1024], [130, 250, 522]
     tensors = [torch.randn(1024, heads, dim, device=device).to(dtype) for heads in (4, 2, 2, 4)]
     inside = torch.zeros(1024, dtype=torch.bool, device=device)

@@ -10,6 +10,7 @@ import torch
 
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper import query_loads as hopper_query_loads
+from s2_megatron.kernels.step_descriptor import FLAG_BITS, FLAG_MASK, HALF_FLAGS
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
 from tests.gluon_emulator.schedule import NO_PIPELINE, STAND_IN, on_memory, plain_functions
@@ -52,7 +53,7 @@ def query_walk(request, monkeypatch):
             blocks = (first_row // 64,) if single else (first_row // 64, second_row // 64)
             loaded.append((desc, blocks))
             if desc == "K":
-                tiles[-1].blocks += [(blocks[0], step)] if single else [(blocks[0], step & 15), (blocks[1], step >> 4)]
+                tiles[-1].blocks += [(blocks[0], step)] if single else [(blocks[0], step & FLAG_MASK), (blocks[1], step >> FLAG_BITS)]
 
         functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
         sources = functions.KeySources("K", "V", None, None, 0, arguments["KV_STEP"], arguments["MORE"])
@@ -68,7 +69,7 @@ def query_walk(request, monkeypatch):
         for tile in everything:
             assert len(tile.blocks) % 2 == 0
             tile.steps = [
-                (*slots, first + (second << 4))
+                (*slots, first + (second << FLAG_BITS))
                 for (*slots, first, second) in (
                     (a[0], b[0], a[1], b[1]) for a, b in zip(tile.blocks[::2], tile.blocks[1::2])
                 )
@@ -109,7 +110,7 @@ def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
                         expected[:, slot * 64 : slot * 64 + 64] = np.tri(64) if block == query_blocks[at] else 1
             for number, (first, second, step) in enumerate(tile.steps):
                 mask = SCHEDULE.step_mask(step, row, column, half)
-                assert mask.any() == ((step & 0x11 << half) != 0), "what the computing warpgroups ask"
+                assert mask.any() == ((step & (HALF_FLAGS << half | HALF_FLAGS << FLAG_BITS + half)) != 0), "what the computing warpgroups ask"
                 assert number < tile.masked_steps or mask.all()
                 for place, slot in enumerate((first, second)):
                     found[:, slot * 64 : slot * 64 + 64] += mask[:, place * 64 : place * 64 + 64]

@@ -14,10 +14,12 @@ from s2_megatron.kernels.hopper import backward_loads as hopper_backward_loads
 from s2_megatron.kernels.hopper import launch as hopper
 from s2_megatron.kernels.hopper import parts as hopper_parts
 from s2_megatron.kernels.hopper.d256 import backward_loads as hopper_d256_backward_loads
+from s2_megatron.kernels.step_descriptor import HALF_FLAGS, LAST_STEP, ROW_SHIFT
 from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.layout import Placement, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from tests.gluon_emulator.schedule import NO_PIPELINE, TABLE, joined, on_memory, plain_functions
 from tests.ops.step_cases import PATTERNS, placements
 
@@ -103,7 +105,7 @@ def key_walk(monkeypatch):
         schedule = on_memory(arguments)
         tiles = []
 
-        def load_keys(loads, count, tile):
+        def load_keys(loads, count, tile, TOKENS):
             assert (tile.token, tile.length, count) == (0, query_rows, len(tiles)) and loads.KV_STEP == 1
             tile.steps = []
             tiles.append(tile)
@@ -138,12 +140,21 @@ def check_passes(passes, tiles):
     for tile in tiles:
         for half, block in enumerate((tile.first, tile.second)):
             if block * 64 < tile.key_length:
-                steps = [(step >> half & 5) + (step & -32) for step in tile.steps if step >> half & 1]
+                steps = [
+                    (step >> half & HALF_FLAGS) + (step & -1 << ROW_SHIFT)
+                    for step in tile.steps
+                    if step >> half & HALF_FLAGS
+                ]
                 expected[tile.batch, tile.kv_head, block, tile.key_length] = sorted(steps) or [0]
     assert len(passes) == len(expected)
     for one in passes:
-        assert [step >> 4 & 1 for step in one.steps] == [0] * (len(one.steps) - 1) + [1], "last: once, at the end"
-        assert sorted(step & ~16 for step in one.steps) == expected[one.batch, one.kv_head, one.first, one.key_length]
+        assert [step & LAST_STEP for step in one.steps] == [0] * (len(one.steps) - 1) + [LAST_STEP], (
+            "last: once, at the end"
+        )
+        assert (
+            sorted(step & ~LAST_STEP for step in one.steps)
+            == expected[one.batch, one.kv_head, one.first, one.key_length]
+        )
 
 
 def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
@@ -156,8 +167,10 @@ def check_steps(tiles, pattern, batches, query_blocks, slot_of_block):
         halves = [present.get(tile.first), present.get(tile.second)]
         assert halves[0] is not None and (halves[1] is not None) == (tile.second * 64 < tile.key_length)
         blocks.update((tile.batch, tile.kv_head, block) for block in halves if block is not None)
-        assert [step >> 4 & 1 for step in tile.steps] == [0] * (len(tile.steps) - 1) + [1], "last: once, at the end"
-        assert all(step & 3 for step in tile.steps) or tile.steps == [16]
+        assert [step & LAST_STEP for step in tile.steps] == [0] * (len(tile.steps) - 1) + [LAST_STEP], (
+            "last: once, at the end"
+        )
+        assert all(step & 3 for step in tile.steps) or tile.steps == [LAST_STEP]
         for step in tile.steps:
             assert 0 <= step < 2**31
             row, member = SCHEDULE.row_block_of(step), step >> 24

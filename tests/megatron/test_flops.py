@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.megatron.records.flops import PairTable
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
+from s2_megatron.testing.oracle import token_mask
 from tests.megatron.arguments import ROOT, arguments
 from tests.ports import free_port
 
@@ -24,16 +24,7 @@ CONFIG = "block_size: 16\nlayers: DSSS\nmtp_layers: S\nspecs:\n  S: {local_block
 
 def mask_pairs(pattern, length: int) -> int:
     """Attended pairs of a document, from the token mask of every head."""
-    query = np.arange(length)
-    causal, total = query[:, None] >= query[None, :], 0
-    for head in range(pattern.num_heads):
-        mask = np.zeros((length, length), dtype=bool)
-        for row in range(-(-length // pattern.block_size)):
-            for key in pattern.key_blocks(head, row):
-                begin = row * pattern.block_size, key * pattern.block_size
-                mask[begin[0] : begin[0] + pattern.block_size, begin[1] : begin[1] + pattern.block_size] = True
-        total += int((mask & causal).sum())
-    return total
+    return int(token_mask(pattern, length).sum()) if length else 0
 
 
 def no_diagonal(head, query_block, key_blocks):
@@ -47,12 +38,23 @@ PATTERNS = {
         block_size=BLOCK, num_heads=4, num_kv_heads=4, ranges=((1, 1), (3, 2), (6, 4)), dense_heads={"last": 1}
     ),
     "dense": RangePattern.dense(BLOCK, 4, 2),
+    "tokens": make_range_pattern(
+        block_size=BLOCK, num_heads=4, num_kv_heads=2, ranges=((None, 4),), window=[37, 9], sink_tokens=21
+    ),
     "mask": BlockMaskPattern.from_function(BLOCK, 4, 2, 20, no_diagonal),
 }
 
 
 @pytest.mark.parametrize(
-    "names", [["range"], ["range_dense_head"], ["dense"], ["mask"], ["range", "range", "mask", "range_dense_head"]]
+    "names",
+    [
+        ["range"],
+        ["range_dense_head"],
+        ["dense"],
+        ["mask"],
+        ["tokens"],
+        ["range", "range", "mask", "range_dense_head", "tokens"],
+    ],
 )
 def test_pair_table_equals_the_masks(names):
     patterns = [PATTERNS[name] for name in names]

@@ -4,7 +4,8 @@ import numpy as np
 
 from s2_megatron.context_parallel.plan import make_plan
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import DENSE, HeadPattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import DENSE, HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 
 PAPER, SEVERAL, UNEVEN, WINDOW = (
     ((4, 1), (None, 8)),

@@ -24,7 +24,8 @@ from s2_megatron.ops.parts import (
     attention_forward,
 )
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import check_against_eager, make_inputs, packed_mask, random_mask, run_op, token_mask
 
 pytestmark = [pytest.mark.op, pytest.mark.usefixtures("nan_scratch")]
@@ -54,6 +55,10 @@ CASES = {
     "dense-heads-256": (pattern_of(PAPER, 32, 4, 4, dense_heads=[1]), 256, F16, 100, "sbhd", 1),
     "length-1": (pattern_of(PAPER, 64, 2, 1), 32, F32, 1, "bshd", 2),
     "length-15": (pattern_of(PAPER, 16, 2, 2), 128, F16, 15, "sbhd", 1),
+    "window-in-tokens": (pattern_of((), 16, 4, 2, window=[40, 7]), 48, F16, 200, "sbhd", 2),
+    "window-stride-sink": (pattern_of(((None, 4),), 16, 4, 2, window=40, sink_tokens=3), 64, F16, 200, "bshd", 1),
+    "window-sink-64": (pattern_of(((None, 2),), 64, 2, 1, window=100, sink_tokens=70), 32, F32, 333, "bhsd", 1),
+    "sink-beside-blocks": (pattern_of(UNEVEN, 16, 2, 2, sink_tokens=37), 32, F32, 200, "sbhd", 1),
     "ranges-per-head": (
         RangePattern(
             16, 2, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 2)

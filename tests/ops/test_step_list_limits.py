@@ -13,7 +13,8 @@ from s2_megatron.ops.key_steps import key_lists
 from s2_megatron.ops.layout import build_layout
 from s2_megatron.ops.query_steps import query_lists
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from tests.ops.step_cases import PAPER, PATTERNS, WINDOW, N, placements, ranges_of
 
 

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.layer_step import choose_layer_step
-from s2_megatron.patterns.ranges import (
-    HeadPattern,
-    RangePattern,
-    dense_kv_heads,
-    make_range_pattern,
-)
+from s2_megatron.patterns.ranges import RangePattern, dense_kv_heads, make_range_pattern
 from tests.refusing import refuses
 
 GOOD = {"block_size": 64, "num_heads": 4, "num_kv_heads": 2, "ranges": ((2, 1), (None, 4))}

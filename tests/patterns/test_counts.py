@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.counts import attended_block_pairs
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern, period_coverage
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern, period_coverage
 
 
 @st.composite

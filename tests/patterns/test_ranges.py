@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from s2_megatron.ops.layout import NO_END, build_layout
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import DENSE, HeadPattern, RangePattern, make_range_pattern, period_coverage
+from s2_megatron.patterns.head import DENSE, HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern, period_coverage
 
 N_BLOCKS = 40
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.patterns.text import pattern_of, text_of
 from tests.refusing import refuses
 
@@ -17,6 +18,9 @@ RANGES = [
     make_range_pattern(**PAPER, dense_heads=[1]),
     make_range_pattern(**{**PAPER, "ranges": ((2, 1), (8, 4), (32, 6))}),
     make_range_pattern(**{**PAPER, "num_kv_heads": 8}),
+    make_range_pattern(**{**PAPER, "ranges": ((None, 16),)}, window=[70, 100, 100, 3]),
+    make_range_pattern(**{**PAPER, "ranges": ()}, window=70, sink_tokens=4),
+    make_range_pattern(**PAPER, sink_tokens=4),
     # The same attention in other words is another text: kernels may sum in another order.
     RangePattern(64, 1, (HeadPattern(((2, 1), (None, 4)), 1),)),
     RangePattern(64, 1, (HeadPattern(((2, 1), (None, 4)), 5),)),
@@ -51,7 +55,7 @@ def test_masks_that_differ_have_other_texts():
 
 
 @pytest.mark.parametrize("change", [
-    {"format": 2}, {"format": None}, {"kind": "other"}, {"ranges": []}, {"heads": [[0]]}, {"heads": [[0, 0.5]]},
+    {"format": 2}, {"format": None}, {"kind": "other"}, {"rules": []}, {"heads": [[0]]}, {"heads": [[0, 0.5]]},
     {"block_size": 60},
 ])  # fmt: skip
 def test_another_content_is_refused(change):

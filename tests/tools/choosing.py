@@ -23,6 +23,7 @@ CONFIGS = {
     "ranges": "layers: S\nsoftmax_scale: 0.25\nspecs:\n  S:\n    ranges: [{end_blocks: 2, stride: 1}, {end_blocks: 9, "
     "stride: 4}, {stride: 6}]\n    layer_step: 7\n",
     "window": "layers: SD\nspecs:\n  S: {local_tokens: 64}\n",
+    "tokens": "layers: SSSD\nspecs:\n  S: {window: 50, stride: 4, sink_tokens: 5}\n",
     "paper": "layers: S\nspecs:\n  S: {local_blocks: 2, stride: 16, head_step: paper, slide: query}\n",
 }  # fmt: skip
 

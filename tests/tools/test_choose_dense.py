@@ -295,7 +295,15 @@ def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command,
     said = (
         f"warning: --s2-config plan.yaml loses only {share:+.4%} of the dense loss at 256 tokens, so chance has a say"
     )
-    assert (said in error) == warned and ("warning" in error) == warned
+    assert (said in error) == warned == ("chance has a say" in error)
+
+
+def test_a_plan_without_the_first_token_is_told(command, made_up, capsys):
+    """With it, heads are ranked beside sparse ones that see it."""
+    assert command(config=CONFIGS["hybrid"]) == 1
+    assert "of 12 query heads in the layers of spec S do not see the first token" in capsys.readouterr().err
+    assert command("--json", "other.json", config=CONFIGS["tokens"]) == 1
+    assert "do not see the first token" not in capsys.readouterr().err
 
 
 def test_layers_instead_of_heads(command, made_up, tmp_path):

@@ -13,7 +13,9 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern, make_range_pattern
+from s2_megatron.patterns.head import HeadPattern
+from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
+from s2_megatron.testing.oracle import token_mask
 from s2_megatron.tools import commands
 from s2_megatron.tools.export_pattern import write_pattern
 
@@ -41,6 +43,8 @@ def sparsity() -> ResolvedSparsity:
         make_range_pattern(**shape, ranges=((2, 1), (None, 4)), base_offset=3, dense_heads=(1,)),
         make_range_pattern(**shape, ranges=((2, 1), (None, 4)), slide="query"),
         RangePattern(BLOCK, KV_HEADS, tuple(HeadPattern(form, index) for index, form in enumerate(forms))),
+        make_range_pattern(**shape, ranges=((None, 4),), window=[37, 5], sink_tokens=21),
+        make_range_pattern(**shape, ranges=(), window=50),
         mask(1),
         mask(KV_HEADS),
         mask(HEADS),
@@ -65,22 +69,20 @@ def loaded(written):
     return module.load(written)
 
 
-@pytest.mark.parametrize("layer", range(8))
+@pytest.mark.parametrize("layer", range(10))
 def test_mask_mod_is_the_pattern_of_every_head(loaded, layer):
     pattern = sparsity().layers[layer].pattern
     blocks = 20
+    expected = None if pattern is None else token_mask(pattern, blocks * BLOCK)
     got = create_mask(loaded.mask_mod(layer), None, HEADS, blocks * BLOCK, blocks * BLOCK, device="cpu")[0]
     for head in range(HEADS):
-        expected = torch.zeros(blocks, blocks, dtype=torch.bool)
-        for query in range(blocks):
-            expected[query, range(query + 1) if pattern is None else pattern.key_blocks(head, query)] = True
-        tokens = expected.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1).tril()
-        assert torch.equal(got[head], tokens), head
+        tokens = torch.ones(blocks * BLOCK, blocks * BLOCK, dtype=torch.bool).tril()
+        assert torch.equal(got[head], tokens if pattern is None else expected[head]), head
 
 
 def test_flex_attention_computes_the_vectors(written, loaded):
     """What a port does: read the vectors, compute, compare."""
-    assert loaded.content["layers"] == [0, 1, 2, 3, 4, 5, 6, 1]
+    assert loaded.content["layers"] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 1]
     for layer, index in enumerate(loaded.content["layers"]):
         stored = np.load(written / f"vectors_{index}.npz", allow_pickle=False)
         query, key, value = (torch.from_numpy(stored[name]) for name in ("query", "key", "value"))

@@ -26,7 +26,9 @@ def brute_grid(pattern, heads, n_blocks):
         for head in heads:
             rule = pattern.heads[head]
             if key <= query and rule.attends(query, key):
-                kind = next(i for i, (_, end, _) in enumerate(rule.bounds()) if end is None or query - key < end)
+                bounds = rule.touched_bounds()
+                within = (at for at, (_, end, _) in enumerate(bounds) if end is None or query - key < end)
+                kind = next(within, len(bounds) - 1)
                 grid[query, key] = kind if grid[query, key] < 0 else min(kind, grid[query, key])
     return grid
 
@@ -47,6 +49,20 @@ def test_cells_count_every_block(n_blocks, cells, heads, monkeypatch):
     assert np.isnan(shares[0, 1:]).all()
     if n_blocks > cells:  # whole strides: every cell that is far away has the share of one block in 4
         assert np.all(np.diff(edges)[:-1] % 4 == 0) and shares[-2, 0] == 0.25
+
+
+@pytest.mark.parametrize("ranges, window, sink", [((), 40, 0), ((), [40, 5], 20), (((9, 2), (None, 4)), 33, 50)])
+def test_cells_of_windows_and_sinks_in_tokens(ranges, window, sink):
+    pattern = make_range_pattern(
+        block_size=16, num_heads=4, num_kv_heads=2, ranges=ranges, window=window, sink_tokens=sink
+    )
+    edges = cells_module.cell_edges([pattern], 40, 16)
+    grid, counts = brute_grid(pattern, range(4), 40), cells_module.cell_counts(pattern, range(4), 40, edges)
+    for kind in range(3):
+        cells = np.add.reduceat(np.add.reduceat(grid == kind, edges[:-1], axis=0, dtype=int), edges[:-1], axis=1)
+        assert np.array_equal(counts[kind] if kind < len(counts) else 0 * cells, cells)
+    blocks = pictures.block_grid(pattern, range(4), 40)
+    assert np.array_equal(blocks >= pictures.LOCAL, grid >= 0)
 
 
 def test_cells_of_a_mask():

@@ -33,6 +33,7 @@ SPREAD = dict(dense_heads={"spread": 1})
         ("S", dict(local_tokens=512, stride=8, layer_step=0, **SPREAD), {}),
         ("S", dict(local_tokens=512, stride=8, layer_step=0, head_step=0), dict(seq_length=512)),  # all window
         ("DS", dict(local_tokens=512), {}),
+        ("DS", dict(window=333, sink_tokens=4), {}),
         ("S", dict(local_tokens=256, stride=8), dict(seq_length=2048)),
         ("DS", dict(local_tokens=256, stride=8), {}),
         ("S", dict(local_tokens=128, stride=8, **SPREAD), {}),
@@ -52,7 +53,8 @@ def test_plans_without_a_warning(layers, spec, shape):
 @pytest.mark.parametrize("length", [8192, 131072])
 def test_the_configurations_of_the_repository_have_none(path, length):
     """But those of S2 in every layer, and the windows of the quickstart, whose sequences are short."""
-    shape = dict(num_layers=32, num_heads=32, num_kv_heads=8, seq_length=256 if "quickstart" in path.stem else length)
+    shape = dict(num_heads=32, num_kv_heads=8, seq_length=256 if "quickstart" in path.stem else length)
+    shape["num_layers"] = 48 if path.stem == "gemma3" else 32
     found = warnings(load_config(path).resolve(**shape))
     assert len(found) == path.stem.endswith("_s2") and all("no layer and no KV head attends" in text for text in found)
 
@@ -111,6 +113,8 @@ def test_a_plan_that_keeps_the_first_block_is_not_told_to_move_it(spec):
     [
         (dict(local_tokens=256, stride=8), 256),
         (dict(local_tokens=128, stride=16), 128),
+        (dict(window=300, stride=8), 300),
+        (dict(window=[511, 100, 100, 100], stride=8, sink_tokens=4), 511),
         (dict(ranges=[dict(end_tokens=128, stride=1), dict(end_tokens=256, stride=1), dict(stride=8)]), 256),
     ],
 )

@@ -47,7 +47,8 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.parts import PartSums, add_parts, is_last_part
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, StepLists
-from s2_megatron.kernels.hopper.steps import attends, goes_on, member_of, own_flag, row_block_of
+from s2_megatron.kernels.hopper.steps import HALF_FLAGS, attends, goes_on, masked_flags_of, member_of, row_block_of
+from s2_megatron.kernels.hopper.tokens import key_token_mask
 from s2_megatron.kernels.hopper.warps import (
     COMPUTE_REGISTERS,
     COMPUTE_REGISTERS_BESIDE_DQ,
@@ -56,7 +57,7 @@ from s2_megatron.kernels.hopper.warps import (
     LOAD_REGISTERS,
     LOAD_WARPS,
 )
-from s2_megatron.kernels.hopper.work_tiles import receive_key_tile, receive_step
+from s2_megatron.kernels.hopper.work_tiles import NUMBERS, receive_key_tile, receive_step
 
 
 @aggregate
@@ -87,6 +88,7 @@ class KeyCall:
     PACKED: gl.constexpr
     LISTED: gl.constexpr
     SPLIT: gl.constexpr
+    TOKENS: gl.constexpr
     RETURNED: gl.constexpr
     GRAD_STEP: gl.constexpr  # 0 where KV heads share the rows of dK and dV
     DQ: gl.constexpr
@@ -101,7 +103,7 @@ def add_grad_query(dq_desc, dq_buffers, k_chunks, call, RATIO: gl.constexpr):
     count = 0
     tiles = 0
     call.tiles.wait_full(0)
-    tile = receive_key_tile(call.numbers, 0)
+    tile = receive_key_tile(call.numbers, 0, call.TOKENS)
     while tile.key_length >= 0:
         slot = tiles % 2
         more = 1
@@ -129,7 +131,7 @@ def add_grad_query(dq_desc, dq_buffers, k_chunks, call, RATIO: gl.constexpr):
         mbarrier.arrive(call.tiles.empty.index(slot), count=1)
         tiles += 1
         call.tiles.wait_full(tiles)
-        tile = receive_key_tile(call.numbers, tiles % 2)
+        tile = receive_key_tile(call.numbers, tiles % 2, call.TOKENS)
     tma.store_wait(0)
 
 
@@ -202,7 +204,7 @@ def compute(call, HALF: gl.constexpr):
     count = 0
     tiles = 0
     call.tiles.wait_full(0)
-    tile = receive_key_tile(call.numbers, 0)
+    tile = receive_key_tile(call.numbers, 0, call.TOKENS)
     while tile.key_length >= 0:
         slot = tiles % 2
         block = tile.first if HALF == 0 else tile.second
@@ -229,7 +231,7 @@ def compute(call, HALF: gl.constexpr):
             step = receive_step(memory.steps, q_stage)
             more = goes_on(step)
             if attends(step, HALF):
-                own = own_flag(step, HALF)
+                flags = masked_flags_of(step, HALF, call.TOKENS)
                 # Rows behind a sequence are zeros, whatever their probabilities; behind a document there is another
                 # one.
                 partial = False
@@ -245,8 +247,11 @@ def compute(call, HALF: gl.constexpr):
                 dp_token = start_grad_p(value, grad, memory, count, partial, tile.length - full_blocks * BLOCK, PACKED)
                 scores = warpgroup_mma_wait(1, deps=[s_token])
                 p = gl.exp2(scores * scale_log2)  # P^T = exp(scale * K Q^T - LSE)
-                if (own != 0) | partial:
-                    keep = (query_row[None, :] >= key_row[:, None]) | (own == 0)
+                if (flags != 0) | partial:
+                    if call.TOKENS:
+                        keep = key_token_mask((step >> HALF) & HALF_FLAGS, key_row, query_row, tile.rests, HALF)
+                    else:
+                        keep = (query_row[None, :] >= key_row[:, None]) | (flags == 0)
                     if PACKED:
                         keep = keep & (row_block_of(step) * BLOCK + query_row < tile.length)[None, :]
                     p = gl.where(keep, p, 0.0)
@@ -282,19 +287,19 @@ def compute(call, HALF: gl.constexpr):
             store_gradients(call, tile, block, key, value, dk_out, dv, dtype)
         tiles += 1
         call.tiles.wait_full(tiles)
-        tile = receive_key_tile(call.numbers, tiles % 2)
+        tile = receive_key_tile(call.numbers, tiles % 2, call.TOKENS)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["rows", "key_rows", "fold", "n_long", "n_rest", "n_programs", "head_group", "n_split",
                                "part_steps"])  # they differ from batch to batch
 def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, dq_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
-                              returned_ptr, returned_starts_ptr, returned_entries_ptr, sums_ptr, ranges_ptr, order_ptr, documents_ptr,
+                              returned_ptr, returned_starts_ptr, returned_entries_ptr, sums_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr,
                               distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, key_rows, heads, fold, n_long, n_rest,
                               n_programs, units, batches, head_group, n_split, part_steps, stride_dkb, stride_dkh, stride_dks, stride_dvb,
                               stride_dvh, stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
                               ORDERED: gl.constexpr, PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr,
-                              KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, BY_ROWS: gl.constexpr, RETURNED: gl.constexpr,
+                              TOKENS: gl.constexpr, KV_STEP: gl.constexpr, GRAD_STEP: gl.constexpr, BY_ROWS: gl.constexpr, RETURNED: gl.constexpr,
                               BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, DS_STAGES: gl.constexpr,
                               DQ: gl.constexpr, num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x BLOCK_D (dQ /
@@ -315,7 +320,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     memory = step_memory(dtype, BLOCK_D, Q_STAGES, GRAD_STAGES)
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], vector)
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * (NUMBERS + 1 if TOKENS else NUMBERS), 1], vector)
     tiles = make_pipeline(STAGES=2, FILLS=2, READERS=3 if DQ else 2)  # filled by TMA and by the numbers
     if DQ:
         ds_buffers = gl.allocate_shared_memory(dtype, [2 * DS_STAGES, BLOCK, BLOCK], matrix)
@@ -327,10 +332,10 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = KeySchedule(
         ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, distance_ptr=distance_ptr,
-        counter_ptr=counter_ptr, lists=lists, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
+        counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
         n_long=n_long, n_rest=n_rest, units=units, batches=batches, head_group=head_group, fold=fold, n_split=n_split,
         part_steps=part_steps, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED,
-        LISTED=LISTED, SPLIT=SPLIT)
+        LISTED=LISTED, TOKENS=TOKENS, SPLIT=SPLIT)
     loads = KeyLoads(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, grad_desc=grad_desc, lse_ptr=lse_ptr, delta_ptr=delta_ptr,
         memory=memory, tiles=tiles, numbers=numbers, q_boxes=q_boxes, grad_boxes=grad_boxes, k_boxes=k_boxes,
@@ -343,7 +348,7 @@ def s2_hopper_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_des
     call = KeyCall(
         memory=memory, k_buffers=k_buffers, v_buffers=v_buffers, tiles=tiles, numbers=numbers, ds=ds, dk=dk, dv=dv,
         parts=PartSums(sums_ptr, counter_ptr), returned=returned, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED,
-        LISTED=LISTED, SPLIT=SPLIT, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP, DQ=DQ)
+        LISTED=LISTED, TOKENS=TOKENS, SPLIT=SPLIT, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP, DQ=DQ)
     if DQ:
         dq_buffers = gl.allocate_shared_memory(gl.float32, [CHUNKS, BLOCK, 64], matrix_fp32)
         gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)),

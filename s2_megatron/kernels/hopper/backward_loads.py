@@ -9,12 +9,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from s2_megatron.kernels.hopper.columns import key_step, key_tile, listed_column, query_run
+from s2_megatron.kernels.hopper.columns import (
+    key_block_code,
+    key_step,
+    key_tile,
+    listed_column,
+    query_run,
+    rests_of_blocks,
+    run_end,
+)
 from s2_megatron.kernels.hopper.gluon_versions import aggregate, copy_to_shared, tma_load
 from s2_megatron.kernels.hopper.parts import part_of_program, place_of_column, steps_of_column, visits_of_part
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK
-from s2_megatron.kernels.hopper.steps import LAST_STEP, goes_on, member_of, row_block_of
+from s2_megatron.kernels.hopper.steps import LAST_STEP, MEMBER_SHIFT, ROW_SHIFT, goes_on, member_of, row_block_of
+from s2_megatron.kernels.hopper.tokens import load_rule
 from s2_megatron.kernels.hopper.work_tiles import KeyTile, send_step
 
 
@@ -71,7 +80,7 @@ class KeyLoads:
 
 
 @gluon.jit
-def load_keys(loads, tiles, tile):
+def load_keys(loads, tiles, tile, TOKENS: gl.constexpr):
     """Both halves of a key tile, and its numbers. Returns the count of tiles after it."""
     slot = loads.tiles.stage(tiles)
     head = tile.kv_head * loads.KV_STEP
@@ -85,7 +94,7 @@ def load_keys(loads, tiles, tile):
     tma_load(loads.k_desc, [tile.batch, head, second_row, 0], barrier, loads.k_boxes.index(slot * 2 + 1))
     tma_load(loads.v_desc, [tile.batch, head, first_row, 0], barrier, loads.v_boxes.index(slot * 2))
     tma_load(loads.v_desc, [tile.batch, head, second_row, 0], barrier, loads.v_boxes.index(slot * 2 + 1))
-    tile.send(loads.numbers, slot)
+    tile.send(loads.numbers, slot, TOKENS)
     mbarrier.arrive(barrier, count=1)
     return tiles + 1
 
@@ -139,7 +148,7 @@ def walk_lists(loads, schedule):
             n_steps = steps_of_column(index, place, schedule)
             part_first, part_end, link = visits_of_part(part, gl.where(n_steps > 0, place, -1), gl.maximum(n_steps, 1), schedule.part_steps)
             exists = part_first < part_end
-        batch, kv_head, first, second, entry = listed_column(index, schedule)
+        batch, kv_head, first, second, entry, rests = listed_column(index, schedule)
         index = gl.atomic_add(schedule.counter_ptr, 1)
         if (first * BLOCK < schedule.key_rows) & exists:
             steps_ptr = schedule.lists.steps_ptr + entry
@@ -149,8 +158,8 @@ def walk_lists(loads, schedule):
             step = gl.load(steps_ptr)
             tile = KeyTile(
                 batch=batch, kv_head=kv_head, token=0, length=schedule.rows, first=first, second=second,
-                key_length=schedule.key_rows, link=link)
-            tiles = load_keys(loads, tiles, tile)
+                key_length=schedule.key_rows, link=link, rests=rests)
+            tiles = load_keys(loads, tiles, tile, schedule.TOKENS)
             more = 1
             while more != 0:
                 steps_ptr += 1
@@ -169,7 +178,6 @@ def walk_ranges(loads, schedule):
     """All tiles of a program, whose steps follow from the ranges. Returns how many there were."""
     SPLIT: gl.constexpr = schedule.SPLIT
     RATIO: gl.constexpr = schedule.RATIO
-    N_RANGES: gl.constexpr = schedule.N_RANGES
     # Query heads of one pattern visit a key tile together, a query block at a time, others one after the other.
     RUNS: gl.constexpr = RATIO if schedule.MIXED else 1
     TOGETHER: gl.constexpr = 1 if schedule.MIXED else RATIO
@@ -196,19 +204,26 @@ def walk_ranges(loads, schedule):
         if SPLIT:
             column_visits = 0
             for run in range(runs):
-                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, N_RANGES)
+                steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule, kv_head * RATIO + run)
                 column_visits += steps * TOGETHER
             part_first, part_end, link = visits_of_part(part, place, column_visits, schedule.part_steps)
             runs = gl.where(part_first < part_end, runs, 0)
             passed = 0
+        rests = 0
+        if schedule.TOKENS:
+            rule = load_rule(schedule.tokens_ptr, kv_head * RATIO)
+            rests = rests_of_blocks(first, second, rule)
         tile = KeyTile(
             batch=batch, kv_head=kv_head, token=token, length=length, first=first, second=second, key_length=length,
-            link=link)
+            link=link, rests=rests)
         if runs > 0:
-            tiles = load_keys(loads, tiles, tile)
+            tiles = load_keys(loads, tiles, tile, schedule.TOKENS)
         for run in range(runs):
-            steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, N_RANGES)
+            steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule, kv_head * RATIO + run)
             visits = steps * TOGETHER
+            if schedule.TOKENS:
+                whole_first = run_end(first, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
+                whole_second = run_end(second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
             low = 0
             high = visits
             if SPLIT:
@@ -222,7 +237,12 @@ def walk_ranges(loads, schedule):
                 last = (run == RUNS - 1) & (visit == visits - 1)
                 if SPLIT:
                     last = passed + visit == part_end - 1
-                step = key_step(query_block, member, first, second, first_end, second_end, last)
+                if schedule.TOKENS:
+                    code = key_block_code(query_block, first, n_blocks, rule, whole_first)
+                    code += key_block_code(query_block, second, n_blocks, rule, whole_second) << 1
+                    step = code + gl.where(last, LAST_STEP, 0) + (query_block << ROW_SHIFT) + (member << MEMBER_SHIFT)
+                else:
+                    step = key_step(query_block, member, first, second, first_end, second_end, last)
                 count = load_queries(loads, step, count, tile, schedule)
             if SPLIT:
                 passed += visits
@@ -236,12 +256,12 @@ def produce(loads, schedule):
         tiles = walk_lists(loads, schedule)
     else:
         tiles = walk_ranges(loads, schedule)
-    end_tiles(loads, tiles)
+    end_tiles(loads, tiles, schedule.TOKENS)
 
 
 @gluon.jit
-def end_tiles(loads, tiles):
+def end_tiles(loads, tiles, TOKENS: gl.constexpr):
     loads.tiles.wait_empty(tiles)
-    end = KeyTile(batch=0, kv_head=0, token=0, length=0, first=0, second=0, key_length=-1, link=0)
-    end.send(loads.numbers, loads.tiles.stage(tiles))
+    end = KeyTile(batch=0, kv_head=0, token=0, length=0, first=0, second=0, key_length=-1, link=0, rests=0)
+    end.send(loads.numbers, loads.tiles.stage(tiles), TOKENS)
     mbarrier.arrive(loads.tiles.full_barrier(tiles), count=2)

@@ -19,8 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
-from s2_megatron.kernels.hopper.schedule import StepLists, divides, head_of_unit, load_range, quotient
-from s2_megatron.kernels.hopper.steps import ATTENDED, LAST_STEP, MEMBER_SHIFT, OWN, ROW_SHIFT
+from s2_megatron.kernels.hopper.ranges import divides, load_range, quotient
+from s2_megatron.kernels.hopper.schedule import StepLists, head_of_unit
+from s2_megatron.kernels.hopper.steps import ATTENDED, LAST_STEP, MEMBER_SHIFT, OWN, ROW_SHIFT, SINK_SLOT, SLOT_MASK
+from s2_megatron.kernels.hopper.tokens import code_of, load_rule
 
 
 @aggregate
@@ -33,6 +35,7 @@ class KeySchedule:
     distance_ptr: gl.tensor  # MIXED: between the two blocks of a tile, by KV head
     counter_ptr: gl.tensor
     lists: StepLists
+    tokens_ptr: gl.tensor
     heads: gl.tensor
     rows: gl.tensor
     key_rows: gl.tensor
@@ -52,6 +55,7 @@ class KeySchedule:
     MIXED: gl.constexpr
     LISTED: gl.constexpr
     SPLIT: gl.constexpr
+    TOKENS: gl.constexpr
 
 
 @gluon.jit
@@ -70,7 +74,7 @@ def class_block(rank, first, last_position, stride, factor):
 
 
 @gluon.jit
-def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr, TOKENS: gl.constexpr):
     """(first block, second block) of a head's column; the longest class first. A second one of n_blocks or more does
     not exist, nor does a column whose first one is."""
     first_block = n_blocks
@@ -81,6 +85,8 @@ def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
     for back in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, N_RANGES - 1 - back, N_RANGES)
         used = end > start
+        if TOKENS and back == N_RANGES - 1:  # its blocks have queries even where the window shows none of them as a whole
+            used = end >= start
         shift = gl.where(used & (next_stride == 0), offset, shift)
         position = quotient(shift + stride - 1, stride)
         first = position * stride - shift
@@ -100,14 +106,15 @@ def key_pair(column, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
-def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+def long_columns(n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr, TOKENS: gl.constexpr):
     """Columns of a head's last class."""
     columns = 0
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         first = gl.where(offset == 0, 0, stride - offset)
         members = gl.where(n_blocks > first, quotient(gl.maximum(n_blocks - first + stride - 1, 0), stride), 0)
-        columns = gl.where(end > start, (members + 1) // 2, columns)
+        used = end >= start if TOKENS and index == 0 else end > start
+        columns = gl.where(used, (members + 1) // 2, columns)
     return columns
 
 
@@ -125,14 +132,23 @@ def column_of_program(index, n_long, n_rest, units, head_group):
 
 @gluon.jit
 def listed_column(index, schedule):
-    """(batch, KV head, first slot, second slot, where its steps begin) of a program, from the lists of
+    """(batch, KV head, first slot, second slot, where its steps begin, KeyTile.rests) of a program, from the lists of
     ops/key_steps.py. A slot beyond the keys does not exist, nor does a column whose first one is."""
     lists = schedule.lists
     column, unit, is_long = column_of_program(index, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
     kv_head = unit // schedule.batches
     column += gl.where(is_long, 0, schedule.n_long)
     entry = lists.tiles_ptr + (gl.load(lists.rows_ptr + kv_head) * (schedule.n_long + schedule.n_rest) + column) * 3
-    return unit - kv_head * schedule.batches, kv_head, gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+    first = gl.load(entry)
+    second = gl.load(entry + 1)
+    rests = 0
+    if schedule.TOKENS:
+        rule = load_rule(schedule.tokens_ptr, kv_head * schedule.RATIO)
+        rests = rule.rest + (gl.where((first & SINK_SLOT) != 0, rule.sink_rest, 0) << 6)
+        rests += gl.where((second & SINK_SLOT) != 0, rule.sink_rest, 0) << 12
+        first &= SLOT_MASK
+        second &= SLOT_MASK
+    return unit - kv_head * schedule.batches, kv_head, first, second, gl.load(entry + 2), rests
 
 
 @gluon.jit
@@ -160,19 +176,19 @@ def key_tile(index, upward, schedule):
         second = first + distance
     else:
         if not schedule.PACKED:
-            head_long = long_columns(n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES)
+            head_long = long_columns(n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES, schedule.TOKENS)
             turned = head_long - 1 - column
             beyond = (column >= head_long) | ((schedule.fold != 0) & (column > turned))
             outside = is_long & (beyond | ((upward != 0) & (column == turned)))
             column = gl.where(is_long & (upward != 0), turned, column)
             column = gl.where(is_long, gl.where(outside, 1 << 28, column), column + head_long)
-        first, second = key_pair(column, n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES)
+        first, second = key_pair(column, n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES, schedule.TOKENS)
     return batch, kv_head, token, length, gl.minimum(first, n_blocks), gl.minimum(second, n_blocks)
 
 
 @gluon.jit
 def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
-    """Where the run of query blocks that attend a key block ends; 0 for a block that does not exist."""
+    """Where the run of query blocks that attend all of a key block ends; 0 for a block that does not exist."""
     limit = block
     for index in gl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
@@ -181,12 +197,24 @@ def run_end(block, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
 
 
 @gluon.jit
-def query_run(first, second, n_blocks, ranges_ptr, head, N_RANGES: gl.constexpr):
+def touched_end(block, whole_end, n_blocks, rule):
+    """TOKENS: where the run of query blocks that attend a token of a key block ends, whose `run_end` is whole_end."""
+    end = gl.maximum(whole_end, gl.minimum(block + rule.window_end(), n_blocks))
+    sink = (block < rule.sink_block) | ((block == rule.sink_block) & (rule.sink_rest > 0))
+    return gl.where(block < n_blocks, gl.where(sink, n_blocks, end), 0)
+
+
+@gluon.jit
+def query_run(first, second, n_blocks, schedule, head):
     """The query blocks that visit a key tile: (steps, top, gap, first end, second end). Step i visits top - 1 - i, less
     `gap` where that lies below the second block: from the end of the sequence on, so that tiles of different length
     read the same rows at the same time (the second column of a folded program in the opposite order)."""
-    first_end = run_end(first, n_blocks, ranges_ptr, head, N_RANGES)
-    second_end = run_end(second, n_blocks, ranges_ptr, head, N_RANGES)
+    first_end = run_end(first, n_blocks, schedule.ranges_ptr, head, schedule.N_RANGES)
+    second_end = run_end(second, n_blocks, schedule.ranges_ptr, head, schedule.N_RANGES)
+    if schedule.TOKENS:
+        rule = load_rule(schedule.tokens_ptr, head)
+        first_end = touched_end(first, first_end, n_blocks, rule)
+        second_end = touched_end(second, second_end, n_blocks, rule)
     top = gl.maximum(first_end, second_end)
     gap = gl.where(second_end > 0, gl.maximum(second - first_end, 0), 0)
     steps = gl.where(first < n_blocks, top - first - gap, 0)
@@ -202,3 +230,18 @@ def key_step(query_block, member, first, second, first_end, second_end, last):
     step = flags + gl.where(last, LAST_STEP, 0) + (query_block << ROW_SHIFT) + (member << MEMBER_SHIFT)
     own = gl.where(first_keep & (query_block == first), OWN, 0)
     return step + own + gl.where(second_keep & (query_block == second), OWN << 1, 0)
+
+
+@gluon.jit
+def key_block_code(query_block, block, n_blocks, rule, whole_end):
+    """TOKENS: the flags of half 0 for a key block, whose `run_end` is whole_end, in a query block's step."""
+    whole = (query_block < whole_end) | (block < rule.sink_block)
+    code = code_of(query_block - block, whole, rule, (block == rule.sink_block) & (rule.sink_rest > 0))
+    return gl.where((query_block >= block) & (block < n_blocks), code, 0)
+
+
+@gluon.jit
+def rests_of_blocks(first, second, rule):
+    """TOKENS: see KeyTile.rests."""
+    at_first = gl.where(first == rule.sink_block, rule.sink_rest, 0)
+    return rule.rest + (at_first << 6) + (gl.where(second == rule.sink_block, rule.sink_rest, 0) << 12)

@@ -38,6 +38,7 @@ from s2_megatron.kernels.hopper.memory import (
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, QuerySchedule, StepLists, masked_step, step_mask
 from s2_megatron.kernels.hopper.steps import attends, attends_second
+from s2_megatron.kernels.hopper.tokens import token_step_mask
 from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
@@ -58,6 +59,7 @@ class ForwardCall:
     PACKED: gl.constexpr
     PACK: gl.constexpr
     LISTED: gl.constexpr
+    TOKENS: gl.constexpr
     CONTINUE: gl.constexpr
 
 
@@ -110,7 +112,7 @@ def score_step(query, keys, zeros, pipeline, count):
 
 
 @gluon.jit
-def attend_step(state, query, call, scale, step, count, HALF: gl.constexpr, COLUMNS: gl.constexpr):
+def attend_step(state, query, call, scale, step, rests, count, HALF: gl.constexpr, COLUMNS: gl.constexpr):
     """A step by itself, with the mask of its descriptor; COLUMNS 64: its first block alone. Returns the state after
     it."""
     memory = call.memory
@@ -126,7 +128,8 @@ def attend_step(state, query, call, scale, step, count, HALF: gl.constexpr, COLU
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, s_layout))
     scores = score_step(gl.convert_layout(query, q_layout), memory.k_buffers.index(stage).slice(0, COLUMNS),
                         gl.zeros([BLOCK, COLUMNS], gl.float32, s_layout), memory.keys, count)
-    scores = gl.where(step_mask(step, row, column, HALF), scores, float("-inf"))
+    keep = token_step_mask(step, row, column, rests, HALF) if call.TOKENS else step_mask(step, row, column, HALF)
+    scores = gl.where(keep, scores, float("-inf"))
     p, maximum, total, rescale = softmax_step(scores, gl.convert_layout(state.maximum, s_rows), gl.convert_layout(state.total, s_rows), scale)
     operand = gl.convert_layout(p.to(query.dtype), p_layout)
     out = state.out * gl.convert_layout(rescale, o_rows)[:, None]
@@ -143,15 +146,15 @@ def attend_masked(state, query, call, scale, count, tile, HALF: gl.constexpr):
     """The steps with a mask, that of the diagonal among them. Returns (state, count)."""
     memory = call.memory
     for number in range(tile.masked_steps if call.LISTED else tile.masked_steps + 1):
-        if call.LISTED:
+        if call.LISTED or call.TOKENS:
             memory.keys.wait_full(count)
             step = receive_step(memory.steps, memory.keys.stage(count))
         else:
             step = masked_step(tile.marks, number, call.PACK)
         if attends_second(step, HALF):
-            state = attend_step(state, query, call, scale, step, count, HALF, 128)
+            state = attend_step(state, query, call, scale, step, tile.marks >> 2, count, HALF, 128)
         elif attends(step, HALF):
-            state = attend_step(state, query, call, scale, step, count, HALF, BLOCK)
+            state = attend_step(state, query, call, scale, step, tile.marks >> 2, count, HALF, BLOCK)
         else:  # a step of the other half alone
             memory.keys.wait_full(count)
             memory.keys.release(count)
@@ -258,11 +261,11 @@ def compute(call, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr,
-                             counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                             counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
                              heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib, stride_ih,
                              stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
-                             PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr,
-                             CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+                             PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr, KV_STEP: gl.constexpr,
+                             MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
                              num_warps: gl.constexpr):
     """Tensors are [batch, heads, rows, HEAD_DIM] with any strides, in descriptors with boxes of 64 x 64 (K, V) and 64 x
     BLOCK_D (Q, out). KV_STEP: 0 where KV heads share the rows of K and V. MORE: the rows of K and V from own_rows on
@@ -273,7 +276,7 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_mo
     CHUNKS: gl.constexpr = BLOCK_D // 64
     memory = query_tile_memory(
         dtype=dtype, BLOCK_D=BLOCK_D, TILES=2, HALVES=4, K_STAGES=STAGES, V_STAGES=STAGES, ROWS=2 * BLOCK,
-        LISTED=LISTED)
+        LISTED=LISTED or TOKENS)
     q_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
@@ -285,13 +288,13 @@ def s2_hopper_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_mo
         v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=False, SINGLE=False)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = QuerySchedule(
-        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr,
         rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
-        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
     call = ForwardCall(
         memory=memory, out=out, lse_ptr=lse_ptr, initial=initial, initial_lse_ptr=initial_lse_ptr, rows=rows,
-        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, CONTINUE=CONTINUE)
+        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS, CONTINUE=CONTINUE)
     gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
                        [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

@@ -36,7 +36,8 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_step, step_mask
-from s2_megatron.kernels.hopper.steps import ATTENDED, FLAG_BITS
+from s2_megatron.kernels.hopper.steps import ATTENDED, FLAG_BITS, HALF_FLAGS
+from s2_megatron.kernels.hopper.tokens import token_step_mask
 from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
@@ -54,12 +55,13 @@ class GradQueryCall:
     PACKED: gl.constexpr
     PACK: gl.constexpr
     LISTED: gl.constexpr
+    TOKENS: gl.constexpr
     CONTINUE: gl.constexpr
 
 
 @gluon.jit
-def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, last, COLUMNS: gl.constexpr, HALF: gl.constexpr,
-                  MASK: gl.constexpr, BLOCK_D: gl.constexpr):
+def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, last, COLUMNS: gl.constexpr, HALF: gl.constexpr,
+                  MASK: gl.constexpr, TOKENS: gl.constexpr, BLOCK_D: gl.constexpr):
     """dQ += dS K of the first COLUMNS keys of a step, one block or two. minus_lse, minus_delta: what the two
     accumulators start with. MASK: by the step's descriptor. last: the next tile's queries may be loaded already, while
     this one's dQ is finished."""
@@ -93,7 +95,8 @@ def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, l
     if MASK:  # the product, for values behind a document may be NaN
         row = gl.arange(0, BLOCK, layout=s_rows)
         column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, s_layout))
-        ds = gl.where(step_mask(step, row, column, HALF), ds, 0.0)
+        keep = token_step_mask(step, row, column, rests, HALF) if TOKENS else step_mask(step, row, column, HALF)
+        ds = gl.where(keep, ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
     dq_token = warpgroup_mma(ds, key, dq, is_async=True)  # dQ / scale += dS K, [64 queries, BLOCK_D]
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
@@ -102,15 +105,18 @@ def gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, l
 
 
 @gluon.jit
-def gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step, HALF: gl.constexpr, BLOCK_D: gl.constexpr):
+def gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, HALF: gl.constexpr, TOKENS: gl.constexpr,
+                    BLOCK_D: gl.constexpr):
     """A step of which this half may attend the first block alone, or none."""
-    attended = (step >> HALF) & (ATTENDED | ATTENDED << FLAG_BITS)
-    if attended == ATTENDED:
-        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, last=False,
-                           COLUMNS=BLOCK, HALF=HALF, MASK=True, BLOCK_D=BLOCK_D)
+    FLAGS: gl.constexpr = HALF_FLAGS if TOKENS else ATTENDED
+    attended = (step >> HALF) & (FLAGS | FLAGS << FLAG_BITS)
+    first_alone = (attended != 0) & ((attended & (FLAGS << FLAG_BITS)) == 0) if TOKENS else attended == ATTENDED
+    if first_alone:
+        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, last=False,
+                           COLUMNS=BLOCK, HALF=HALF, MASK=True, TOKENS=TOKENS, BLOCK_D=BLOCK_D)
     elif attended != 0:
-        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, last=False,
-                           COLUMNS=2 * BLOCK, HALF=HALF, MASK=True, BLOCK_D=BLOCK_D)
+        dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, last=False,
+                           COLUMNS=2 * BLOCK, HALF=HALF, MASK=True, TOKENS=TOKENS, BLOCK_D=BLOCK_D)
     else:  # a step of the other half alone
         memory.values.wait_full(count)
         memory.keys.wait_full(count)
@@ -147,17 +153,17 @@ def compute(call, out_buffers, HALF: gl.constexpr):
         if call.PACKED:
             clear_behind(memory.k_buffers, memory.keys, count, tile, PACK)
         for number in range(tile.masked_steps + 1 - call.LISTED):
-            if call.LISTED:
+            if call.LISTED or call.TOKENS:
                 memory.keys.wait_full(count)
                 step = receive_step(memory.steps, memory.keys.stage(count))
             else:
                 step = masked_step(tile.marks, number, PACK)
-            dq = gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step, HALF, BLOCK_D)
+            dq = gradient_masked(dq, minus_lse, minus_delta, memory, count, scale_log2, step, tile.marks >> 2, HALF, call.TOKENS, BLOCK_D)
             count += 1
         for number in range(tile.free_steps):
             last = number == tile.free_steps - 1
-            dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, last,
-                               COLUMNS=2 * BLOCK, HALF=HALF, MASK=False, BLOCK_D=BLOCK_D)
+            dq = gradient_step(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, 0, last,
+                               COLUMNS=2 * BLOCK, HALF=HALF, MASK=False, TOKENS=False, BLOCK_D=BLOCK_D)
             count += 1
         if tile.free_steps == 0:
             memory.tiles.release(0)
@@ -183,11 +189,11 @@ def compute(call, out_buffers, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, delta_ptr, initial_ptr,
-                                counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                                counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
                                 heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib,
                                 stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                                ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-                                MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
+                                ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr,
+                                KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
                                 STAGES: gl.constexpr, num_warps: gl.constexpr):
     """out receives dQ, with CONTINUE on top of the initial one. Descriptors and flags as in the forward; LSE and delta
     [batch * heads * rows].
@@ -197,7 +203,7 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_m
     CHUNKS: gl.constexpr = BLOCK_D // 64
     memory = query_tile_memory(
         dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=4, K_STAGES=STAGES, V_STAGES=STAGES, ROWS=2 * BLOCK,
-        LISTED=LISTED)
+        LISTED=LISTED or TOKENS)
     out_buffers = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK_D], gl.NVMMASharedLayout(128, 16, rank=2))
     tile_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES * CHUNKS * 2, 1, 1, BLOCK, 64], box)
@@ -215,13 +221,13 @@ def s2_hopper_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_m
         k_boxes=k_boxes, v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=True, SINGLE=False)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = QuerySchedule(
-        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr,
         rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
-        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
     call = GradQueryCall(
         memory=memory, sums=sums, out=out, initial=initial, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK,
-        LISTED=LISTED, CONTINUE=CONTINUE)
+        LISTED=LISTED, TOKENS=TOKENS, CONTINUE=CONTINUE)
     gl.warp_specialize([(compute, (call, out_buffers, 0)), (compute, (call, out_buffers, 1)), (produce, (loads, schedule))],
                        [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

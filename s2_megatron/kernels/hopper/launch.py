@@ -18,7 +18,7 @@ from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper.repeats import Launched, RepeatedCall
 from s2_megatron.kernels.hopper.rows import s2_scale_kernel
-from s2_megatron.kernels.step_descriptor import MOST_MEMBERS
+from s2_megatron.kernels.step_descriptor import MOST_MEMBERS, MOST_ROW_BLOCKS
 from s2_megatron.kernels.tiles import hopper_block_dim, hopper_tiles_for
 from s2_megatron.kernels.triton.launch import DELTA_ROWS
 from s2_megatron.kernels.triton.packed_rows import s2_document_tiles_kernel
@@ -27,7 +27,7 @@ from s2_megatron.printing import print_once
 
 TILE = 2 * BLOCK  # rows of a tile, of two blocks
 MOST_RANGES = 12  # for the marks of a tile
-MOST_BLOCKS = 2**19  # for the quotients of schedule.py
+MOST_BLOCKS = MOST_ROW_BLOCKS  # of a step descriptor
 PART_STEPS = 64  # a part of a column of dK and dV has a multiple of them: to hand its sums on takes as long as a few
 MOST_PARTS = 64  # of a column
 # From so many KV heads of the batch on columns are not divided; a length chooses no other variant of the kernel.
@@ -181,7 +181,8 @@ class Geometry:
     def _common(self, lists, **pointers):
         rows, tiles, steps = lists or (self.nothing,) * 3
         listed = self.steps is not None
-        return dict(ranges_ptr=self.nothing, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
+        tokens = getattr(self.layout, "tokens", None)
+        return dict(ranges_ptr=self.nothing, tokens_ptr=self.nothing if tokens is None else tokens, TOKENS=tokens is not None, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
                     N_RANGES=1 if listed else self.layout.ranges.shape[1], RATIO=self.heads // self.key.shape[1],
                     PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if _share_rows(self.key) else 1, BLOCK_D=self.block_dim,
                     num_warps=4, list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps,
@@ -263,8 +264,9 @@ class Geometry:
         at the end is shared out better."""
         if self.steps is None:
             n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
-            runs = [n_blocks if head.ranges[-1][0] is None else min(n_blocks, head.ranges[-1][0] + self.layout.largest_stride)
-                    for head in self.layout.pattern.heads]  # of a pair of key blocks, which lie a stride apart
+            ends = [None if head.sink_tokens else head.touched_bounds()[-1][1] for head in self.layout.pattern.heads]
+            runs = [n_blocks if end is None else min(n_blocks, end + self.layout.largest_stride)
+                    for end in ends]  # of a pair of key blocks, which lie a stride apart
             longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
             mean = self._mean_steps()
         else:

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from s2_megatron.kernels.hopper.gluon_versions import aggregate, reinterpret, thread_barrier, tma_load
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK
+from s2_megatron.kernels.hopper.work_tiles import NUMBERS
 
 
 @aggregate
@@ -147,7 +148,7 @@ class QueryTileMemory:
     halves: gl.shared_memory_descriptor  # [halves of query tiles, 64, BLOCK_D]
     k_buffers: gl.shared_memory_descriptor  # [stages, rows, BLOCK_D]
     v_buffers: gl.shared_memory_descriptor
-    numbers: gl.shared_memory_descriptor  # of the work tiles, eight each
+    numbers: gl.shared_memory_descriptor  # of the work tiles
     steps: gl.shared_memory_descriptor  # LISTED: the descriptor of the step in each stage of keys
     tiles: Pipeline
     keys: Pipeline
@@ -163,7 +164,7 @@ def query_tile_memory(dtype: gl.constexpr, BLOCK_D: gl.constexpr, TILES: gl.cons
     halves = gl.allocate_shared_memory(dtype, [HALVES, BLOCK, BLOCK_D], matrix)
     k_buffers = gl.allocate_shared_memory(dtype, [K_STAGES, ROWS, BLOCK_D], matrix)
     v_buffers = gl.allocate_shared_memory(dtype, [V_STAGES, ROWS, BLOCK_D], matrix)
-    numbers = gl.allocate_shared_memory(gl.int32, [TILES * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = gl.allocate_shared_memory(gl.int32, [TILES * NUMBERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     steps = gl.allocate_shared_memory(gl.int32, [K_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles = make_pipeline(STAGES=TILES, FILLS=2, READERS=2)  # filled by TMA and by the numbers
     keys = make_pipeline(STAGES=K_STAGES, FILLS=2 if LISTED else 1, READERS=2)

@@ -30,6 +30,7 @@ from s2_megatron.kernels.hopper.schedule import (
     step_blocks,
 )
 from s2_megatron.kernels.hopper.steps import FLAG_BITS, FLAG_MASK
+from s2_megatron.kernels.hopper.tokens import blocks_with_tokens, load_rule, token_step, token_steps
 from s2_megatron.kernels.hopper.work_tiles import QueryTile, send_step
 
 
@@ -191,21 +192,33 @@ def walk_ranges(loads, schedule):
         kv_head = head // schedule.RATIO * loads.sources.KV_STEP
         first_before = low
         second_before = low
-        blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
-        masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
+        if schedule.TOKENS:
+            rule = load_rule(schedule.tokens_ptr, head)
+            blocks = blocks_with_tokens(schedule.ranges_ptr, head, low, rule, N_RANGES, PACK)
+            masked_steps, free_steps, beside = token_steps(blocks, PACK)
+        else:
+            blocks = blocks_of_ranges(schedule.ranges_ptr, head, low, N_RANGES, PACK)
+            masked_steps, free_steps = count_steps(blocks, N_RANGES, PACK)
         steps = gl.where(low * BLOCK < length, 1 + masked_steps + free_steps, 0)
         if steps > 0:
-            marks = marks_of(masked_steps, low, blocks, N_RANGES)
+            if schedule.TOKENS:
+                marks = 2 * beside + (rule.rests() << 2)
+            else:
+                marks = marks_of(masked_steps, low, blocks, N_RANGES)
             tile = QueryTile(
                 batch=batch, head=head, token=token, length=length, low=low, masked_steps=masked_steps,
                 free_steps=free_steps, marks=marks)
             tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
-            first_block, second_block = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
+            step = 0
+            if schedule.TOKENS:
+                first_block, second_block, step = token_step(number, low, masked_steps, blocks, PACK)
+            else:
+                first_block, second_block = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
             first_row = token + first_block * BLOCK
             second_row = token + second_block * BLOCK
-            load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, 0, count + number,
-                      number, steps, LISTED=False)
+            load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count + number,
+                      number, steps, schedule.TOKENS)
             first_before = first_row
             second_before = second_row
         count += steps
@@ -228,9 +241,10 @@ def walk_lists(loads, schedule):
         second_before = low
         steps_ptr, masked_steps, free_steps = listed_tile(schedule.lists, head // (1 + PACK), low // (2 - PACK), schedule.n_tiles)
         steps = masked_steps + free_steps
+        marks = load_rule(schedule.tokens_ptr, head).rests() << 2 if schedule.TOKENS else 0
         tile = QueryTile(
             batch=batch, head=head, token=token, length=length, low=low, masked_steps=masked_steps,
-            free_steps=free_steps, marks=0)
+            free_steps=free_steps, marks=marks)
         tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
         for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
             entry = number if loads.GRAD else gl.minimum(number, steps - 1)

@@ -13,11 +13,14 @@ Everything follows from the ranges of the pattern by arithmetic; nothing is read
 LISTED: block masks, and queries or keys that are placed by blocks, bring their steps as lists instead
 (ops/query_steps.py): masked steps, of which one half may attend nothing, then free ones; there is no step 0. Each step
 comes with a descriptor that says who attends what.
+
+TOKENS: a window and a sink in tokens add masked blocks, which come with descriptors, too (tokens.py).
 """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
+from s2_megatron.kernels.hopper.ranges import divides, load_range, quotient
 from s2_megatron.kernels.hopper.steps import ATTENDED, BOTH_HALVES, FLAG_BITS, OWN, SLOT_BITS, SLOT_MASK
 
 BLOCK = gl.constexpr(64)
@@ -43,6 +46,7 @@ class QuerySchedule:
     documents_ptr: gl.tensor
     counter_ptr: gl.tensor  # LISTED: a zero
     lists: StepLists
+    tokens_ptr: gl.tensor
     rows: gl.tensor
     n_tiles: gl.tensor
     n_programs: gl.tensor
@@ -54,6 +58,7 @@ class QuerySchedule:
     PACKED: gl.constexpr
     PACK: gl.constexpr
     LISTED: gl.constexpr
+    TOKENS: gl.constexpr
 
 
 @aggregate
@@ -116,26 +121,6 @@ def query_tile(index, schedule):
     else:
         tile *= 2
     return batch, head, token, length, tile
-
-
-@gluon.jit
-def quotient(number, divisor):
-    """number // divisor for 0 <= number < 2**21, by a floating-point division that is exact there and several times as
-    fast. Any number will do where the result is thrown away."""
-    return ((number.to(gl.float32) + 0.5) / divisor.to(gl.float32)).to(gl.int32)
-
-
-@gluon.jit
-def divides(divisor, number):
-    """Whether number, 0 or more, is a multiple of divisor."""
-    return quotient(number, divisor) * divisor == number
-
-
-@gluon.jit
-def load_range(ranges_ptr, head, index: gl.constexpr, N_RANGES: gl.constexpr):
-    """(first distance, distance limit, stride, offset) of one range of a head, in blocks."""
-    entry = ranges_ptr + (head * N_RANGES + index) * 4
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
 
 @gluon.jit

@@ -10,10 +10,12 @@ from s2_megatron.kernels.triton.walk import (
     LENGTHS,
     LOG2E,
     SCALAR_TABLES,
+    attended,
     find_document,
     inner_products,
     load_range,
     load_rows,
+    load_tokens,
 )
 
 
@@ -71,14 +73,14 @@ def longest_first(index, n_blocks, ranges_ptr, head, N_RANGES: tl.constexpr):
 
 @triton.jit(do_not_specialize=LENGTHS, do_not_specialize_on_alignment=SCALAR_TABLES)
 def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, delta_ptr, grad_key_ptr, grad_value_ptr,
-                            ranges_ptr, column_starts_ptr, query_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, query_rank_ptr, slot_ptr,
+                            ranges_ptr, tokens_ptr, column_starts_ptr, query_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, query_rank_ptr, slot_ptr,
                             scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
                             stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
                             stride_vb, stride_vh, stride_vs, stride_vd, stride_gb, stride_gh, stride_gs, stride_gd,
                             stride_dkb, stride_dkh, stride_dks, stride_dkd, stride_dvb, stride_dvh, stride_dvs, stride_dvd,
                             BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                            N_RANGES: tl.constexpr, EFFICIENT: tl.constexpr, RATIO: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr,
-                            QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr,
+                            N_RANGES: tl.constexpr, EFFICIENT: tl.constexpr, RATIO: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr,
+                            PACKED: tl.constexpr, QUERY_IDS: tl.constexpr, KEY_SLOT: tl.constexpr, HEAD_GROUP: tl.constexpr, STAGES: tl.constexpr,
                             IEEE: tl.constexpr):
     PARTS: tl.constexpr = BLOCK // TILE_N
     DIAGONAL_ROWS: tl.constexpr = (BLOCK + TILE_M - 1) // TILE_M * TILE_M
@@ -189,6 +191,36 @@ def s2_backward_dkdv_kernel(query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr
                     grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
                                                          base, offsets, offsets >= 0, offsets[None, :] >= 0, stride_qs, stride_qd, stride_gs,
                                                          stride_gd, scale_log2, HEAD_DIM, BLOCK_D, False, False, IEEE)
+            if TOKENS:  # what a window and a sink show beside the whole blocks of the ranges
+                window, sink = load_tokens(tokens_ptr, head)
+                for part in tl.static_range(2):
+                    if part == 0:
+                        block_low = key_block + window // BLOCK
+                        block_high = tl.where(window > 0, block_low + 2, block_low)
+                    else:
+                        block_low = key_block
+                        block_high = tl.where(key_block * BLOCK < sink, 1 << 30, block_low)
+                    if QUERY_IDS:
+                        row_low = tl.load(query_rank_ptr + tl.minimum(block_low, n_blocks)) * BLOCK
+                        row_high = tl.load(query_rank_ptr + tl.minimum(block_high, n_blocks)) * BLOCK
+                    else:
+                        limit = (rows_limit + BLOCK - 1) // BLOCK
+                        row_low = tl.minimum(block_low, limit) * BLOCK
+                        row_high = tl.minimum(tl.minimum(block_high, limit) * BLOCK, rows_limit)
+                    for step in range(tl.cdiv(tl.maximum(row_high - row_low, 0), TILE_M)):
+                        rows = row_low + step * TILE_M + offsets
+                        inside = rows < row_high
+                        positions = rows
+                        if QUERY_IDS:
+                            positions = tl.load(query_ids_ptr + rows // BLOCK, mask=inside, other=0) * BLOCK + rows % BLOCK
+                        in_window = positions[None, :] - columns[:, None] < window
+                        keep = (in_window == (part == 0)) & (positions[None, :] >= columns[:, None]) & inside[None, :]
+                        if part == 1:
+                            keep = keep & (columns < sink)[:, None]
+                        whole = attended((positions // BLOCK)[None, :], (columns // BLOCK)[:, None], ranges_ptr, head, N_RANGES)
+                        grad_key, grad_value = grad_key_step(grad_key, grad_value, key, value, query_base, grad_out_base, lse_base, delta_base,
+                                                             nowhere, rows.to(tl.int64), inside, keep & (whole == 0), stride_qs, stride_qd,
+                                                             stride_gs, stride_gd, scale_log2, HEAD_DIM, BLOCK_D, True, True, IEEE)
     dims = tl.arange(0, BLOCK_D)
     store = present[:, None] & (dims < HEAD_DIM)[None, :]
     row_offsets = memory_rows[:, None]

@@ -35,6 +35,7 @@ class _Geometry:
         self.tiles = tiles_for(self.block_dim, query.dtype == torch.float32, layout.block_size, tile_blocks, _capability(query.device))
         self.packed, self.placement, self.block = packed, placement, layout.block_size
         self.documents = 0 if packed is None else len(packed.cu_seqlens) - 1
+        tokens = None if is_table else layout.tokens
         self.by_row = dict(ranges_ptr=nothing if is_table else layout.ranges, row_starts_ptr=layout.row_starts if is_table else nothing,
                            key_blocks_ptr=layout.key_blocks if is_table else nothing,
                            **_run_tensors(None if placement is None else placement.runs, nothing))
@@ -48,7 +49,7 @@ class _Geometry:
             n_tables=layout.row_starts.shape[0] if is_table else 1, table_rows=layout.row_starts.shape[1] if is_table else 0,
             n_blocks=0 if placement is None else placement.n_blocks,
             BLOCK=self.block, HEAD_DIM=self.head_dim, BLOCK_D=self.block_dim, N_RANGES=1 if is_table else layout.ranges.shape[1],
-            TABLE=is_table, PACKED=packed is not None, QUERY_IDS=placement is not None, KEY_SLOT=slots is not None,
+            TABLE=is_table, TOKENS=tokens is not None, tokens_ptr=nothing if tokens is None else tokens, PACKED=packed is not None, QUERY_IDS=placement is not None, KEY_SLOT=slots is not None,
             IEEE=query.dtype == torch.float32)
 
     def count(self, rows, tile):

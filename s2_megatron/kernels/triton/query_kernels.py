@@ -64,13 +64,13 @@ def rows_of_tile(tile, rows_end, query_ids_ptr, BLOCK: tl.constexpr, TILE_M: tl.
 def s2_forward_kernel(
         query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, initial_out_ptr, initial_lse_ptr,
         ranges_ptr, row_starts_ptr, key_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, slot_ptr,
-        run_index_ptr, run_prefix_ptr, run_slots_ptr,
+        run_index_ptr, run_prefix_ptr, run_slots_ptr, tokens_ptr,
         scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
         stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
         stride_vb, stride_vh, stride_vs, stride_vd, stride_ob, stride_oh, stride_os, stride_od,
         stride_ib, stride_ih, stride_is, stride_id,
         BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr,
+        N_RANGES: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr,
         KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr,
         STAGES: tl.constexpr, IEEE: tl.constexpr):
     """out and LSE of one query tile. CONTINUE: the softmax goes on from the initial out and LSE."""
@@ -108,8 +108,8 @@ def s2_forward_kernel(
         value_ptr + batch * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs,
         stride_ks, stride_kd, stride_vs, stride_vd, ranges_ptr, row_starts_ptr, key_blocks_ptr,
         slot_ptr + kv_head * n_blocks, run_index_ptr, run_prefix_ptr, run_slots_ptr, head, head * n_tables // n_heads,
-        table_rows, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
-        BLOCK=BLOCK, TILE_M=TILE_M, TILE_N=TILE_N, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, N_RANGES=N_RANGES, TABLE=TABLE,
+        table_rows, tokens_ptr, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
+        BLOCK=BLOCK, TILE_M=TILE_M, TILE_N=TILE_N, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, N_RANGES=N_RANGES, TABLE=TABLE, TOKENS=TOKENS,
         KEY_SLOT=KEY_SLOT, RUNS=RUNS, STAGES=STAGES, IEEE=IEEE, FORWARD=True)
     # LSE = maximum + log(sum); a row without a key has -inf, and out 0
     tl.store(lse_ptr + row_base + rows, running_max * LN2 + tl.log(running_sum), mask=inside)
@@ -122,13 +122,13 @@ def s2_forward_kernel(
 def s2_grad_query_kernel(
         query_ptr, key_ptr, value_ptr, grad_query_ptr, lse_ptr, grad_out_ptr, delta_ptr, initial_grad_query_ptr,
         ranges_ptr, row_starts_ptr, key_blocks_ptr, starts_ptr, lengths_ptr, query_ids_ptr, slot_ptr,
-        run_index_ptr, run_prefix_ptr, run_slots_ptr,
+        run_index_ptr, run_prefix_ptr, run_slots_ptr, tokens_ptr,
         scale, n_tiles, n_docs, query_rows, kv_rows, n_heads, n_kv_heads, n_tables, table_rows, n_blocks,
         stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
         stride_vb, stride_vh, stride_vs, stride_vd, stride_dqb, stride_dqh, stride_dqs, stride_dqd,
         stride_gb, stride_gh, stride_gs, stride_gd, stride_ib, stride_ih, stride_is, stride_id,
         BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        N_RANGES: tl.constexpr, TABLE: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr,
+        N_RANGES: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr, PACKED: tl.constexpr, QUERY_IDS: tl.constexpr,
         KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, CONTINUE: tl.constexpr, HEAD_GROUP: tl.constexpr,
         STAGES: tl.constexpr, IEEE: tl.constexpr):
     """dQ of one query tile, from grad_out, delta and LSE. CONTINUE: on top of the initial dQ."""
@@ -163,8 +163,8 @@ def s2_grad_query_kernel(
         value_ptr + batch * stride_vb + kv_head.to(tl.int64) * stride_vh + token * stride_vs,
         stride_ks, stride_kd, stride_vs, stride_vd, ranges_ptr, row_starts_ptr, key_blocks_ptr,
         slot_ptr + kv_head * n_blocks, run_index_ptr, run_prefix_ptr, run_slots_ptr, head, head * n_tables // n_heads,
-        table_rows, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
-        BLOCK=BLOCK, TILE_M=TILE_M, TILE_N=TILE_N, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, N_RANGES=N_RANGES, TABLE=TABLE,
+        table_rows, tokens_ptr, positions, query_low, query_high, last_position, kv_length, scale * LOG2E,
+        BLOCK=BLOCK, TILE_M=TILE_M, TILE_N=TILE_N, HEAD_DIM=HEAD_DIM, BLOCK_D=BLOCK_D, N_RANGES=N_RANGES, TABLE=TABLE, TOKENS=TOKENS,
         KEY_SLOT=KEY_SLOT, RUNS=RUNS, STAGES=STAGES, IEEE=IEEE, FORWARD=False)
     grad_query = accumulator * scale
     if CONTINUE:

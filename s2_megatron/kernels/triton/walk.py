@@ -4,6 +4,8 @@ A tile holds TILE_M query rows of one head: the query blocks query_low .. query_
 kinds: 1. the tile's own blocks (the diagonal), masked by token;
 2. the edges of ranges: blocks that the tile's first query blocks still attend and its last ones do not, masked by
 block; 3. all others, attended by every row, without a mask.
+TOKENS: two more kinds for a window and a sink in tokens, both masked by token: 4. the blocks at the window's edge; 5.
+those of the sink. Both leave out what the ranges attend as whole blocks, and 5 what 4 has.
 Kinds 2 and 3 are runs `first + t * stride`, t < count, computed from the pattern's ranges, or lists of an index table
 (block masks). The key columns of a step are TILE_N tokens: TILE_N // BLOCK neighbouring entries of a run.
 """
@@ -60,6 +62,12 @@ def attended(row_block, column_block, ranges_ptr, head, N_RANGES: tl.constexpr):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         keep = keep | ((distance >= start) & (distance < end) & ((column_block + offset) % stride == 0))
     return keep
+
+
+@triton.jit
+def load_tokens(tokens_ptr, head):
+    """(window, sink) of a head in tokens; 0 for none."""
+    return tl.load(tokens_ptr + head * 2), tl.load(tokens_ptr + head * 2 + 1)
 
 
 @triton.jit
@@ -151,10 +159,10 @@ def visit(accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
 def walk_query_tile(accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     ranges_ptr, row_starts_ptr, key_blocks_ptr, slot_ptr, run_index_ptr, run_prefix_ptr, run_slots_ptr, head,
-                    table, table_rows, positions, query_low, query_high, last_position, kv_length, scale_log2,
+                    table, table_rows, tokens_ptr, positions, query_low, query_high, last_position, kv_length, scale_log2,
                     BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, KEY_SLOT: tl.constexpr, RUNS: tl.constexpr, STAGES: tl.constexpr,
-                    IEEE: tl.constexpr, FORWARD: tl.constexpr):
+                    N_RANGES: tl.constexpr, TABLE: tl.constexpr, TOKENS: tl.constexpr, KEY_SLOT: tl.constexpr, RUNS: tl.constexpr,
+                    STAGES: tl.constexpr, IEEE: tl.constexpr, FORWARD: tl.constexpr):
     """Visits every key tile of a query tile. Returns (accumulator, row_sum, row_base).
 
     accumulator: fp32 [TILE_M, BLOCK_D], the sum of P V in the forward, dQ / scale in dQ.
@@ -187,12 +195,39 @@ def walk_query_tile(accumulator, row_sum, row_base, query, grad_out, key_ptr, va
         rows, in_slot = key_rows(columns, tl.where(present, block, query_low), slot_ptr, BLOCK, KEY_SLOT)
         present = present & in_slot
         keep = (positions[:, None] >= columns[None, :]) & present[None, :]
-        if SHARED:
-            keep = keep & attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES)
+        if SHARED or TOKENS:
+            seen = attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES)
+            if TOKENS:
+                window, sink = load_tokens(tokens_ptr, head)
+                seen = seen | (positions[:, None] - columns[None, :] < window) | (columns < sink)[None, :]
+            keep = keep & seen
         accumulator, row_sum, row_base = visit(
             accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
             stride_ks, stride_kd, stride_vs, stride_vd, rows, present, keep, scale_log2,
             HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
+    if TOKENS:
+        window, sink = load_tokens(tokens_ptr, head)
+        for part in tl.static_range(2):
+            if part == 0:  # 4. the window's edge
+                low = tl.maximum(query_low - window // BLOCK - 1, 0) * BLOCK
+                high = tl.where(window > 0, tl.minimum(query_high - window // BLOCK + 1, query_low) * BLOCK, 0)
+            else:  # 5. the sink
+                low = query_low * 0
+                high = tl.minimum(sink, query_low * BLOCK)
+            for column in range(low, high, TILE_N):
+                columns = column + offsets
+                block = columns // BLOCK
+                present = columns < high
+                rows, in_slot = key_rows(columns, tl.where(present, block, low // BLOCK), slot_ptr, BLOCK, KEY_SLOT)
+                present = present & in_slot
+                if tl.max(present.to(tl.int32), 0) > 0:
+                    in_window = positions[:, None] - columns[None, :] < window
+                    keep = (in_window == (part == 0)) & present[None, :]
+                    keep = keep & (attended(row_block[:, None], block[None, :], ranges_ptr, head, N_RANGES) == 0)
+                    accumulator, row_sum, row_base = visit(
+                        accumulator, row_sum, row_base, query, grad_out, key_ptr, value_ptr,
+                        stride_ks, stride_kd, stride_vs, stride_vd, rows, present, keep, scale_log2,
+                        HEAD_DIM, BLOCK_D, MASK=True, IEEE=IEEE, FORWARD=FORWARD)
     for index in tl.static_range(N_RANGES):
         start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
         # 2. the edge of this range

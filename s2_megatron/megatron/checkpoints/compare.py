@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.sinks import without_sink
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoints.folder import CheckpointError, checkpoint_to_load, remedy
 from s2_megatron.megatron.model.rope_scaling import DEFAULT, computed_factor
@@ -216,3 +217,6 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
         )
     how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
     print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")
+    was_dense = stored in (None, dense_sparsity(checkpoint.args).canonical_json())
+    if sparsity is not None and was_dense and (hidden := without_sink(sparsity)) is not None:
+        print_once(f"S2: WARNING: {hidden}")

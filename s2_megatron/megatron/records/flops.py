@@ -28,6 +28,7 @@ import torch
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.ranges import Pattern
+from s2_megatron.patterns.tokens import joined
 
 
 class PairTable:
@@ -40,26 +41,28 @@ class PairTable:
     def __init__(self, patterns: list[Pattern], block_size: int, limit: int):
         self.block_size = block_size
         n_blocks = -(-limit // block_size)
-        below = np.zeros(n_blocks + 1, dtype=np.int64)  # attended blocks of a query block, without the diagonal one
-        diagonal = np.zeros(n_blocks + 1, dtype=np.int64)  # heads that attend the diagonal block
+        terms = []
         for pattern, layers in _counted(patterns):
             assert pattern.block_size == block_size, (pattern.block_size, block_size)
-            rows_below, rows_diagonal = pattern.row_counts(n_blocks)
-            below[:-1] += layers * rows_below
-            diagonal[:-1] += layers * rows_diagonal
-        whole = below * block_size**2 + diagonal * (block_size * (block_size + 1) // 2)
-        before = np.concatenate([[0], np.cumsum(whole[:-1])])  # pairs of all query blocks before this one
+            terms += [(layers * weights, keys) for weights, keys in pattern.row_terms(n_blocks)]
+        terms = joined(terms)
+        before = np.concatenate([[0], np.cumsum(sum(weights * keys.sum() for weights, keys in terms))])
+        weights = np.stack([np.append(weights, 0) for weights, _ in terms])
+        rows = np.stack([np.append(0, np.cumsum(keys[:-1])) for _, keys in terms])
         # fp64 holds these integers exactly up to 2^53 pairs; float, because Megatron's other two sums are.
-        self.columns = torch.from_numpy(np.stack([before, below, diagonal]).astype(np.float64))
+        self.before, self.weights, self.rows = (
+            torch.from_numpy(table.astype(np.float64))
+            for table in (before, weights, rows)  # of the query blocks before this one; of the first rows of a block
+        )
 
     def pairs(self, lengths: torch.Tensor) -> torch.Tensor:
         """lengths: integers [n], tokens of each document, on any device. Returns fp64 [n]: attended pairs."""
-        if self.columns.device != lengths.device:
-            self.columns = self.columns.to(lengths.device)
+        if self.before.device != lengths.device:
+            tables = self.before, self.weights, self.rows
+            self.before, self.weights, self.rows = (table.to(lengths.device) for table in tables)
         lengths = lengths.to(torch.int64)
-        before, below, diagonal = self.columns[:, lengths // self.block_size]
-        rest = (lengths % self.block_size).to(torch.float64)
-        return before + rest * self.block_size * below + diagonal * rest * (rest + 1) / 2
+        block, row = lengths // self.block_size, lengths % self.block_size
+        return self.before[block] + (self.weights[:, block] * self.rows[:, row]).sum(0)
 
 
 def _counted(patterns: list[Pattern]) -> list[tuple[Pattern, int]]:

@@ -35,6 +35,7 @@ from rich.table import Table
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.config.sinks import without_sink
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.tools.choose_dense.kept import Kept, weights_sha256
@@ -265,6 +266,8 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
     count = len(units) + 2 + len(units).bit_length()
     positions = f" (the model has positions for {trained.seq_length})" if beside.seq_length < trained.seq_length else ""
     print(f"choose-dense: {about}{positions}: {len(units)} candidates, about {count} measurements", file=sys.stderr)
+    if (hidden := without_sink(beside)) is not None:
+        print(f"warning: {source}: {hidden}", file=sys.stderr)
     with working("measuring the dense model, and the plan"):
         dense_loss = kept.loss(all_dense(beside))
         began = time.monotonic()

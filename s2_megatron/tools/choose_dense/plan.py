@@ -12,7 +12,8 @@ import yaml
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.schema import S2Config, SpecConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
-from s2_megatron.patterns.ranges import DENSE, HeadPattern, RangePattern
+from s2_megatron.patterns.head import DENSE, HeadPattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.choose_dense.search import Unit
 
 HEAD, LAYER = "head", "layer"  # of --by
@@ -133,7 +134,7 @@ def _base_offset(spec: SpecConfig, first: RangePattern, pattern: RangePattern) -
     """The base_offset with which the first layer of a spec has the offsets of `pattern`, another of its layers."""
     sparse = next(at for at, head in enumerate(first.heads) if not head.is_dense)
     moved = pattern.heads[sparse].offset - first.heads[sparse].offset
-    period = math.lcm(*(stride for _, stride in first.heads[sparse].ranges))
+    period = math.lcm(*(stride for _, stride in first.heads[sparse].touched_ranges))
     return (spec.base_offset + moved) % period if moved else spec.base_offset
 
 

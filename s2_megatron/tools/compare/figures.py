@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from s2_megatron.config.sparsity import joined_layers
+from s2_megatron.config.stored import head_of_group
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
-from s2_megatron.patterns.ranges import HeadPattern, RangePattern
+from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, VALIDATION_LOSS, Run, number
 from s2_megatron.tools.compare.settings import DENSE, Arm
@@ -303,7 +304,7 @@ def pattern_of(form: dict) -> RangePattern | None:
     if form["kind"] != "ranges":
         return None
     heads = {
-        head: HeadPattern(tuple(map(tuple, group["ranges"])), offset)
+        head: head_of_group(group, offset, form["block_size"])
         for group in form["groups"]
         for head, offset in zip(group["heads"], group["offsets"])
     }

@@ -22,8 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from s2_megatron.context_parallel.plan import make_plan
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
@@ -131,8 +129,7 @@ def _nonzeros(pattern: Pattern, n_blocks: int) -> int:
     """(query block, key block) pairs that are stored: of a mask each table's once, of ranges each head's."""
     if isinstance(pattern, BlockMaskPattern):
         return sum(int(indptr[min(n_blocks, len(indptr) - 1)]) for indptr, _ in pattern.tables)
-    below, diagonal = pattern.row_counts(n_blocks)
-    return int(np.sum(below + diagonal))
+    return pattern.nonzeros(n_blocks)
 
 
 def index_bytes(run: TrainingRun, stage: int) -> int:

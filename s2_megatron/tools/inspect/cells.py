@@ -50,10 +50,10 @@ def cell_counts(pattern: Pattern, heads: Sequence[int], n_blocks: int, edges: np
     return parts
 
 
-def _range_rows(pattern: RangePattern, heads: Sequence[int], n_blocks: int, edges: np.ndarray) -> np.ndarray:
+def _range_rows(pattern: RangePattern, heads: Sequence[int], n_blocks: int, edges: np.ndarray) -> np.ndarray | None:
     own = list({pattern.heads[head].canonical: pattern.heads[head] for head in heads}.values())
-    kinds = max(len(head.ranges) for head in own)
-    ends = {end for head in own for _, end, _ in head.bounds() if end is not None and end < n_blocks}
+    kinds = max(len(head.touched_ranges) for head in own)
+    ends = {end for head in own for _, end, _ in head.touched_bounds() if end is not None and end < n_blocks}
     starts = sorted({0, *ends})
     found = np.zeros((kinds, len(edges) - 1, len(edges) - 1))
     keys, low_edges, high_edges = np.arange(n_blocks), edges[:-1], edges[1:]
@@ -61,9 +61,12 @@ def _range_rows(pattern: RangePattern, heads: Sequence[int], n_blocks: int, edge
         # The kind of each key at these distances; `kinds` where no head attends it.
         nearest = np.full(n_blocks, kinds)
         for head in own:
-            for kind, (first, limit, stride) in enumerate(head.bounds()):
-                if first <= start and (limit is None or start < limit):
-                    nearest = np.where((keys + head.offset) % stride == 0, np.minimum(nearest, kind), nearest)
+            bounds = head.touched_bounds()
+            within = [kind for kind, (first, limit, _) in enumerate(bounds) if limit is None or start < limit]
+            shown = keys < head.sink_blocks  # at any distance; beyond the last range they are of its kind
+            if within:
+                shown = shown | ((keys + head.offset) % bounds[within[0]][2] == 0)
+            nearest = np.where(shown, np.minimum(nearest, within[0] if within else len(bounds) - 1), nearest)
         for kind in range(kinds):
             before = np.concatenate([[0], np.cumsum(nearest == kind)])  # such keys in front of each block
             if not before[-1]:

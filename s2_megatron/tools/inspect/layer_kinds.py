@@ -9,6 +9,7 @@ import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern
 
 
@@ -51,7 +52,7 @@ def window_blocks(pattern: Pattern, n_blocks: int) -> int:
             gaps = np.flatnonzero(keys != n_blocks - 1 - np.arange(len(keys)))
             run = int(gaps[0]) if len(gaps) else len(keys)
         else:
-            (end, _), *_ = pattern.heads[heads[0]].canonical[0]
+            end, _ = HeadPattern(*pattern.heads[heads[0]].canonical).touched_ranges[0]
             run = n_blocks if end is None else min(end, n_blocks)
         least = min(least, run)
     return least
@@ -70,7 +71,8 @@ def kept_blocks(pattern: Pattern, n_blocks: int) -> np.ndarray:
         else:
             head = pattern.heads[heads[0]]
             row = np.zeros(n_blocks, dtype=bool)
-            for _, end, stride in head.bounds():
+            row[: head.sink_blocks] = True
+            for _, end, stride in head.touched_bounds():
                 residue = (keys + head.offset) % stride == 0
                 row |= residue if end is None else residue & (distance < end)
         for group in {head // ratio for head in heads}:

@@ -40,7 +40,7 @@ def block_grid(pattern: Pattern, heads: Sequence[int], n_blocks: int, first: int
             keys = keys[keys >= first]
             kind = np.zeros(len(keys), dtype=np.int64)
             if isinstance(pattern, RangePattern):
-                ends = [end for end, _ in pattern.heads[head].ranges[:-1]]
+                ends = [end for end, _ in pattern.heads[head].touched_ranges[:-1]]
                 kind = np.searchsorted(ends, query - keys, side="right")
             attended = np.minimum(LOCAL + kind, len(COLOURS) - 1)
             # Heads with other ranges may attend the same block: the nearest range is shown.
@@ -223,7 +223,10 @@ def _bare(axis, title: str) -> None:
 def _range_label(pattern: Pattern, index: int) -> str:
     if not isinstance(pattern, RangePattern):
         return "attended"
-    ranges = next((head.ranges for head in pattern.heads if not head.is_dense), pattern.heads[0].ranges)
+    head = next((head for head in pattern.heads if not head.is_dense), pattern.heads[0])
+    ranges = head.touched_ranges
+    if index == 0 and head.window is not None:
+        return f"window of {head.window} tokens"
     end, stride = ranges[min(index, len(ranges) - 1)]
     if stride == 1:
         return "dense" if end is None else f"window of {end} blocks"

@@ -37,9 +37,10 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.pipeline import Pipeline, make_pipeline
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, StepLists
-from s2_megatron.kernels.hopper.steps import attends, goes_on, own_flag, row_block_of
+from s2_megatron.kernels.hopper.steps import HALF_FLAGS, attends, goes_on, masked_flags_of, row_block_of
+from s2_megatron.kernels.hopper.tokens import key_token_mask
 from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
-from s2_megatron.kernels.hopper.work_tiles import receive_key_tile, receive_step
+from s2_megatron.kernels.hopper.work_tiles import NUMBERS, receive_key_tile, receive_step
 
 
 @aggregate
@@ -55,17 +56,21 @@ class BlockCall:
     BLOCK_D: gl.constexpr
     PACKED: gl.constexpr
     LISTED: gl.constexpr
+    TOKENS: gl.constexpr
     RETURNED: gl.constexpr
     GRAD_STEP: gl.constexpr  # 0 where KV heads share the rows of dK and dV
 
 
 @gluon.jit
-def keep_of(step, length, PACKED: gl.constexpr, layout: gl.constexpr):
+def keep_of(step, length, rests, PACKED: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
     """bool [64 keys, 64 queries] of a step that is masked: by token in the block's own step, and of a document what it
     has."""
     key_row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, layout))
     query_row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
-    keep = (query_row[None, :] >= key_row[:, None]) | (own_flag(step, 0) == 0)
+    if TOKENS:
+        keep = key_token_mask(step & HALF_FLAGS, key_row, query_row, rests, 0)
+    else:
+        keep = (query_row[None, :] >= key_row[:, None]) | (masked_flags_of(step, 0, False) == 0)
     if PACKED:
         keep = keep & (row_block_of(step) * BLOCK + query_row < length)[None, :]
     return keep
@@ -90,7 +95,7 @@ def compute(call, result, KEYS: gl.constexpr):
     count = 0
     passes = 0
     call.tiles.wait_full(0)
-    tile = receive_key_tile(call.numbers, 0)
+    tile = receive_key_tile(call.numbers, 0, call.TOKENS)
     while tile.key_length >= 0:
         full_blocks = tile.length // BLOCK
         out = gl.zeros([BLOCK, BLOCK_D], gl.float32, out_layout)
@@ -108,6 +113,7 @@ def compute(call, result, KEYS: gl.constexpr):
                 key = call.key_buffers.index(nothing)
                 # Rows behind a sequence are zeros, whatever their probabilities; behind a document there is another
                 # one.
+                masked = masked_flags_of(step, 0, call.TOKENS) != 0
                 partial = False
                 if PACKED:
                     partial = row_block_of(step) >= full_blocks
@@ -130,8 +136,8 @@ def compute(call, result, KEYS: gl.constexpr):
                     dp = warpgroup_mma_wait(0, deps=[dp_token])
                     memory.grads.release(count)
                     ds = p * (dp - delta[None, :])  # dS^T = P^T * (dP^T - delta)
-                    if (own_flag(step, 0) != 0) | partial:  # the product, for gradients behind a document may be NaN
-                        ds = gl.where(keep_of(step, tile.length, PACKED, s_layout), ds, 0.0)
+                    if masked | partial:  # the product, for gradients behind a document may be NaN
+                        ds = gl.where(keep_of(step, tile.length, tile.rests, PACKED, call.TOKENS, s_layout), ds, 0.0)
                     factor = gl.convert_layout(ds.to(dtype), operand)
                     out_token = warpgroup_mma(factor, query, out, is_async=True)  # dK / scale += dS^T Q, [64, BLOCK_D]
                     out, factor = warpgroup_mma_wait(0, deps=[out_token, factor])
@@ -140,8 +146,8 @@ def compute(call, result, KEYS: gl.constexpr):
                     scores = warpgroup_mma_wait(0, deps=[s_token])
                     memory.queries.release(count)
                     p = gl.exp2(scores * scale_log2)
-                    if (own_flag(step, 0) != 0) | partial:
-                        p = gl.where(keep_of(step, tile.length, PACKED, s_layout), p, 0.0)
+                    if masked | partial:
+                        p = gl.where(keep_of(step, tile.length, tile.rests, PACKED, call.TOKENS, s_layout), p, 0.0)
                     factor = gl.convert_layout(p.to(dtype), operand)
                     memory.grads.wait_full(count)
                     if PACKED:
@@ -181,18 +187,18 @@ def compute(call, result, KEYS: gl.constexpr):
                 call.tiles.release(0)
         passes += 1
         call.tiles.wait_full(passes)
-        tile = receive_key_tile(call.numbers, 0)
+        tile = receive_key_tile(call.numbers, 0, call.TOKENS)
     tma.store_wait(0)
 
 
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group"])
 def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
-                                   returned_ptr, returned_starts_ptr, returned_entries_ptr, ranges_ptr, order_ptr, documents_ptr,
+                                   returned_ptr, returned_starts_ptr, returned_entries_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr,
                                    distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, key_rows, heads, n_long, n_rest,
                                    n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
                                    stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
-                                   PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
+                                   PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr, KV_STEP: gl.constexpr,
                                    GRAD_STEP: gl.constexpr, BY_ROWS: gl.constexpr, RETURNED: gl.constexpr, BLOCK_D: gl.constexpr,
                                    Q_STAGES: gl.constexpr, GRAD_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in backward.py, without those of dQ and of columns in parts."""
@@ -205,15 +211,15 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
     memory = step_memory(dtype, BLOCK_D, Q_STAGES, GRAD_STAGES)
     q_boxes = reinterpret(memory.q_buffers, dtype, [Q_STAGES, 1, 1, BLOCK, BLOCK_D], box)
     grad_boxes = reinterpret(memory.grad_buffers, dtype, [GRAD_STAGES, 1, 1, BLOCK, BLOCK_D], box)
-    numbers = gl.allocate_shared_memory(gl.int32, [8, 1], vector)
+    numbers = gl.allocate_shared_memory(gl.int32, [NUMBERS + 1 if TOKENS else NUMBERS, 1], vector)
     tiles = make_pipeline(STAGES=1, FILLS=2, READERS=2)  # filled by TMA and by the numbers
     fence_async_shared()
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = KeySchedule(
         ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, distance_ptr=distance_ptr,
-        counter_ptr=counter_ptr, lists=lists, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
+        counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
         n_long=n_long, n_rest=n_rest, units=units, batches=batches, head_group=head_group, fold=0, n_split=0,
-        part_steps=0, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED, LISTED=LISTED,
+        part_steps=0, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED, LISTED=LISTED, TOKENS=TOKENS,
         SPLIT=False)
     loads = KeyLoads(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, grad_desc=grad_desc, lse_ptr=lse_ptr, delta_ptr=delta_ptr,
@@ -224,7 +230,7 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
         kv_heads=heads // RATIO)
     call = BlockCall(
         memory=memory, key_buffers=key_buffers, tiles=tiles, numbers=numbers, returned=returned, scale=scale,
-        BLOCK_D=BLOCK_D, PACKED=PACKED, LISTED=LISTED, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP)
+        BLOCK_D=BLOCK_D, PACKED=PACKED, LISTED=LISTED, TOKENS=TOKENS, RETURNED=RETURNED, GRAD_STEP=GRAD_STEP)
     dk = Result(dk_desc, HeadRows(dk_ptr, stride_dkb, stride_dkh, stride_dks), HEAD_DIM, BY_ROWS)
     dv = Result(dv_desc, HeadRows(dv_ptr, stride_dvb, stride_dvh, stride_dvs), HEAD_DIM, BY_ROWS)
     gl.warp_specialize([(compute, (call, dv, False)), (compute, (call, dk, True)), (produce, (loads, schedule))],

@@ -27,7 +27,8 @@ from s2_megatron.kernels.hopper.gluon_versions import reinterpret, tma_store
 from s2_megatron.kernels.hopper.memory import HeadRows, Result, clear_rows, query_tile_memory, store_rows
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LN2, LOG2E, QuerySchedule, StepLists, masked_flags
-from s2_megatron.kernels.hopper.steps import attends, own_flag
+from s2_megatron.kernels.hopper.steps import attends, is_own
+from s2_megatron.kernels.hopper.tokens import token_step_mask
 from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
@@ -61,22 +62,26 @@ def attend_masked(state, call, scale, count, tile, first_row, HALF: gl.constexpr
     out, maximum, total = state.out, state.maximum, state.total
     for number in range(2 * tile.masked_steps if call.LISTED else 2 * tile.masked_steps + 2):  # with those of step 0
         value = memory.v_buffers.index(memory.values.stage(count))
-        if call.LISTED:
+        if call.LISTED or call.TOKENS:
             memory.keys.wait_full(count)
             step = receive_step(memory.steps, memory.keys.stage(count))
         else:
             step = masked_flags(tile.marks, number, call.PACK)
         if attends(step, HALF):
             scores = score_block(memory, count, HALF)
-            own = own_flag(step, HALF)
-            scores = gl.where((row[:, None] >= column[None, :]) | (own == 0), scores, float("-inf"))
+            own = is_own(step, HALF, call.TOKENS)
+            if call.TOKENS:
+                keep = token_step_mask(step, row, column, tile.marks >> 2, HALF)
+            else:
+                keep = (row[:, None] >= column[None, :]) | (own == 0)
+            scores = gl.where(keep, scores, float("-inf"))
             p, maximum, total, rescale = softmax_step(scores, maximum, total, scale)
             operand = gl.convert_layout(p.to(dtype), p_layout)
             out = out * gl.convert_layout(rescale, o_rows)[:, None]
             memory.values.wait_full(count)
             if call.PACKED:
                 # Rows behind the document may hold anything, and 0 * NaN is NaN.
-                if (own != 0) & (first_row + BLOCK > tile.length):
+                if own & (first_row + BLOCK > tile.length):
                     clear_rows(value, tile.length - first_row, BLOCK, BLOCK)
             o_token = warpgroup_mma(operand, value, out, is_async=True)  # out += P V, [64 queries, BLOCK_D]
             out, operand = warpgroup_mma_wait(0, deps=[o_token, operand])
@@ -177,17 +182,17 @@ def compute(call, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_d256_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, initial_ptr, initial_lse_ptr,
-                                  counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
+                                  counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows,
                                   heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob, stride_oh, stride_os, stride_ib,
                                   stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr,
-                                  ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, KV_STEP: gl.constexpr,
-                                  MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
+                                  ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr,
+                                  KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr, BLOCK_D: gl.constexpr,
                                   STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in forward.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     memory = query_tile_memory(
-        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=2, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED)
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=2, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED or TOKENS)
     q_boxes = reinterpret(memory.halves, dtype, [2, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
@@ -199,13 +204,13 @@ def s2_hopper_d256_forward_kernel(q_desc, k_desc, v_desc, out_desc, k_more_desc,
         v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=False, SINGLE=True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = QuerySchedule(
-        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr,
         rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
-        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
     call = ForwardCall(
         memory=memory, out=out, lse_ptr=lse_ptr, initial=initial, initial_lse_ptr=initial_lse_ptr, rows=rows,
-        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, CONTINUE=CONTINUE)
+        heads=heads, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS, CONTINUE=CONTINUE)
     gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
                        [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

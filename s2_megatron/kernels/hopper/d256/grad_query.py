@@ -32,16 +32,17 @@ from s2_megatron.kernels.hopper.memory import (
 )
 from s2_megatron.kernels.hopper.query_loads import KeySources, QueryLoads, RowSums, produce
 from s2_megatron.kernels.hopper.schedule import BLOCK, LOG2E, QuerySchedule, StepLists, masked_flags
-from s2_megatron.kernels.hopper.steps import attends, own_flag
+from s2_megatron.kernels.hopper.steps import attends, is_own
+from s2_megatron.kernels.hopper.tokens import token_step_mask
 from s2_megatron.kernels.hopper.warps import COMPUTE_REGISTERS, COMPUTE_WARPS, LOAD_REGISTERS, LOAD_WARPS
 from s2_megatron.kernels.hopper.work_tiles import receive_query_tile, receive_step
 
 
 @gluon.jit
-def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own, present, HALF: gl.constexpr, MASK: gl.constexpr,
-                   PACKED: gl.constexpr, BLOCK_D: gl.constexpr):
-    """dQ += dS K of one key block. minus_lse, minus_delta: what the two accumulators start with. MASK: by token if own
-    is not 0. present: rows of a document from the query block's first row on, which may be any number."""
+def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, rests, present, HALF: gl.constexpr, MASK: gl.constexpr,
+                   PACKED: gl.constexpr, TOKENS: gl.constexpr, BLOCK_D: gl.constexpr):
+    """dQ += dS K of one key block. minus_lse, minus_delta: what the two accumulators start with. MASK: by
+    the step's flags. present: rows of a document from the query block's first row on, which may be any number."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
@@ -56,7 +57,7 @@ def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own, p
     start_dp = zeros + minus_delta[:, None]
     memory.keys.wait_full(count)
     if MASK and PACKED:
-        if (own != 0) & (present < BLOCK):  # keys behind the document may hold anything, and 0 * NaN is NaN
+        if is_own(step, HALF, TOKENS) & (present < BLOCK):  # keys behind the document may hold anything, and 0 * NaN is NaN
             clear_rows(key, present, BLOCK, BLOCK)
     # S = Q K^T - LSE / scale and dP - delta = dO V^T - delta, [64 queries, 64 keys]
     s_token = warpgroup_mma(query, key.permute((1, 0)), start_s, is_async=True)
@@ -71,7 +72,11 @@ def gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own, p
     if MASK:  # the product, for values behind a document may be NaN
         row = gl.arange(0, BLOCK, layout=gl.SliceLayout(1, s_layout))
         column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, s_layout))
-        ds = gl.where((row[:, None] >= column[None, :]) | (own == 0), ds, 0.0)
+        if TOKENS:
+            keep = token_step_mask(step, row, column, rests, HALF)
+        else:
+            keep = (row[:, None] >= column[None, :]) | (is_own(step, HALF, TOKENS) == 0)
+        ds = gl.where(keep, ds, 0.0)
     ds = gl.convert_layout(ds.to(query.dtype), operand)
     dq_token = warpgroup_mma(ds, key, dq, is_async=True)  # dQ / scale += dS K, [64 queries, BLOCK_D]
     dq, ds = warpgroup_mma_wait(0, deps=[dq_token, ds])
@@ -106,14 +111,15 @@ def compute(call, HALF: gl.constexpr):
         tiles += 1
         # With those of step 0.
         for number in range(2 * tile.masked_steps if call.LISTED else 2 * tile.masked_steps + 2):
-            if call.LISTED:
+            if call.LISTED or call.TOKENS:
                 memory.keys.wait_full(count)
                 step = receive_step(memory.steps, memory.keys.stage(count))
             else:
                 step = masked_flags(tile.marks, number, PACK)
             if attends(step, HALF):
-                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, own_flag(step, HALF),
-                                    tile.length - first_row, HALF=HALF, MASK=True, PACKED=PACKED, BLOCK_D=BLOCK_D)
+                dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, step, tile.marks >> 2,
+                                    tile.length - first_row, HALF=HALF, MASK=True, PACKED=PACKED, TOKENS=call.TOKENS,
+                                    BLOCK_D=BLOCK_D)
             else:
                 memory.keys.wait_full(count)
                 memory.values.wait_full(count)
@@ -121,8 +127,8 @@ def compute(call, HALF: gl.constexpr):
                 memory.keys.release(count)
             count += 1
         for number in range(2 * tile.free_steps):
-            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, BLOCK,
-                                HALF=HALF, MASK=False, PACKED=PACKED, BLOCK_D=BLOCK_D)
+            dq = gradient_block(dq, minus_lse, minus_delta, memory, count, scale_log2, 0, 0, BLOCK,
+                                HALF=HALF, MASK=False, PACKED=PACKED, TOKENS=False, BLOCK_D=BLOCK_D)
             count += 1
         dq = dq * scale
         if call.CONTINUE:
@@ -146,17 +152,17 @@ def compute(call, HALF: gl.constexpr):
 # Arguments that differ from batch to batch are not specialised.
 @gluon.jit(do_not_specialize=["rows", "n_tiles", "n_programs", "head_group", "own_rows"])
 def s2_hopper_d256_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc, k_more_desc, v_more_desc, out_ptr, lse_ptr, delta_ptr,
-                                     initial_ptr, counter_ptr, ranges_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr,
+                                     initial_ptr, counter_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr, list_rows_ptr, list_tiles_ptr,
                                      list_steps_ptr, scale, rows, heads, n_tiles, n_programs, batches, head_group, own_rows, stride_ob,
                                      stride_oh, stride_os, stride_ib, stride_ih, stride_is, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr,
                                      RATIO: gl.constexpr, ORDERED: gl.constexpr, PACKED: gl.constexpr, PACK: gl.constexpr, LISTED: gl.constexpr,
-                                     KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr,
+                                     TOKENS: gl.constexpr, KV_STEP: gl.constexpr, MORE: gl.constexpr, CONTINUE: gl.constexpr, BY_ROWS: gl.constexpr,
                                      BLOCK_D: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, num_warps: gl.constexpr):
     """Arguments as in grad_query.py, but all boxes are 64 x BLOCK_D, and STAGES are those of the keys."""
     dtype: gl.constexpr = q_desc.dtype
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
     memory = query_tile_memory(
-        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=4, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED)
+        dtype=dtype, BLOCK_D=BLOCK_D, TILES=1, HALVES=4, K_STAGES=STAGES, V_STAGES=V_STAGES, ROWS=BLOCK, LISTED=LISTED or TOKENS)
     tile_boxes = reinterpret(memory.halves, dtype, [4, 1, 1, BLOCK, BLOCK_D], box)
     k_boxes = reinterpret(memory.k_buffers, dtype, [STAGES, 1, 1, BLOCK, BLOCK_D], box)
     v_boxes = reinterpret(memory.v_buffers, dtype, [V_STAGES, 1, 1, BLOCK, BLOCK_D], box)
@@ -173,13 +179,13 @@ def s2_hopper_d256_grad_query_kernel(q_desc, k_desc, v_desc, grad_desc, out_desc
         k_boxes=k_boxes, v_boxes=v_boxes, BLOCK_D=BLOCK_D, GRAD=True, SINGLE=True)
     lists = StepLists(list_rows_ptr, list_tiles_ptr, list_steps_ptr)
     schedule = QuerySchedule(
-        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists,
+        ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr,
         rows=rows, n_tiles=n_tiles, n_programs=n_programs, batches=batches, head_group=head_group, N_RANGES=N_RANGES,
-        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED)
+        RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, PACK=PACK, LISTED=LISTED, TOKENS=TOKENS)
     out = Result(out_desc, HeadRows(out_ptr, stride_ob, stride_oh, stride_os), HEAD_DIM, BY_ROWS)
     initial = HeadRows(initial_ptr, stride_ib, stride_ih, stride_is)
     call = GradQueryCall(
         memory=memory, sums=sums, out=out, initial=initial, scale=scale, BLOCK_D=BLOCK_D, PACKED=PACKED, PACK=PACK,
-        LISTED=LISTED, CONTINUE=CONTINUE)
+        LISTED=LISTED, TOKENS=TOKENS, CONTINUE=CONTINUE)
     gl.warp_specialize([(compute, (call, 0)), (compute, (call, 1)), (produce, (loads, schedule))],
                        [COMPUTE_WARPS, LOAD_WARPS], [COMPUTE_REGISTERS, LOAD_REGISTERS])

@@ -1,0 +1,36 @@
+"""Whether a plan leaves the first token in sight: what to say where a dense model goes on with one that does not."""
+
+from __future__ import annotations
+
+from s2_megatron.config.sparsity import ResolvedSparsity
+
+MEASURED = (
+    "SmolLM2-135M at 4,096 tokens, before any step: with a window of 1024 its loss was 16.8 % (prose) and 26.1 % "
+    "(code) above dense, with the first block of 64 tokens in sight 2.2 and 0.7 %"
+)
+
+
+def without_sink(sparsity: ResolvedSparsity) -> str | None:
+    """A sentence about the specs of which a query head does not see the first token at the end of a sequence; None
+    where all heads do."""
+    last = sparsity.n_blocks - 1
+    known: dict[int, int] = {}  # by pattern: of how many heads
+    hidden: dict[str, int] = {}
+    heads: dict[str, int] = {}
+    for layer in sparsity.all_layers:
+        pattern = layer.pattern
+        if pattern is None:
+            continue
+        if id(pattern) not in known:
+            known[id(pattern)] = sum(pattern.key_blocks(head, last)[0] > 0 for head in range(sparsity.num_heads))
+        hidden[layer.spec] = hidden.get(layer.spec, 0) + known[id(pattern)]
+        heads[layer.spec] = heads.get(layer.spec, 0) + sparsity.num_heads
+    if not any(hidden.values()):
+        return None
+    specs = " and ".join(
+        f"{count} of {heads[spec]} query heads in the layers of spec {spec}" for spec, count in hidden.items() if count
+    )
+    return (
+        f"{specs} do not see the first token, on which dense models put the weight that belongs nowhere ({MEASURED}); "
+        "use sink_tokens: 64"
+    )
