@@ -28,7 +28,8 @@ class QueryTile:
 
     @gluon.jit
     def send(self, numbers, slot):
-        _send(numbers, slot, (self.batch, self.head, self.token, self.length, self.low, self.masked_steps, self.free_steps, self.marks))
+        values = (self.batch, self.head, self.token, self.length, self.low, self.masked_steps, self.free_steps, self.marks)
+        _send(numbers, slot, values, NUMBERS)
 
 
 @aggregate
@@ -48,15 +49,15 @@ class KeyTile:
 
     @gluon.jit
     def send(self, numbers, slot, TOKENS: gl.constexpr):
-        values = (self.batch, self.kv_head, self.token, self.length, self.first, self.second, self.key_length, self.link)
-        _send(numbers, slot, values + (self.rests,) if TOKENS else values)
+        values = (self.batch, self.kv_head, self.token, self.length, self.first, self.second, self.key_length, self.link, self.rests)
+        _send(numbers, slot, values, NUMBERS + 1 if TOKENS else NUMBERS)
 
 
 @gluon.jit
-def _send(numbers, slot, values):
+def _send(numbers, slot, values, COUNT: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for index in gl.static_range(len(values)):
-        numbers.index(slot * len(values) + index).store(gl.full([1], values[index], gl.int32, layout))
+    for index in gl.static_range(COUNT):
+        numbers.index(slot * COUNT + index).store(gl.full([1], values[index], gl.int32, layout))
 
 
 @gluon.jit
