@@ -30,7 +30,7 @@ from s2_megatron.kernels.hopper.schedule import (
     step_blocks,
 )
 from s2_megatron.kernels.hopper.steps import FLAG_BITS, FLAG_MASK
-from s2_megatron.kernels.hopper.tokens import blocks_with_tokens, load_rule, token_step, token_steps
+from s2_megatron.kernels.hopper.tokens import blocks_with_tokens, free_token_step, load_rule, masked_token_step, token_steps
 from s2_megatron.kernels.hopper.work_tiles import QueryTile, send_step
 
 
@@ -177,6 +177,25 @@ def load_step(loads, batch, kv_head, first_row, second_row, first_before, second
 
 
 @gluon.jit
+def load_token_steps(loads, batch, kv_head, token, low, first_before, second_before, blocks, begin, end, steps, count, MASKED: gl.constexpr,
+                     PACK: gl.constexpr):
+    """TOKENS: the steps from `begin` to `end` of a tile, MASKED or free (then low: of the first free one). Returns the
+    rows of the last one."""
+    for number in range(begin, end):
+        if MASKED:
+            first_block, second_block, step = masked_token_step(number, low, blocks, PACK)
+        else:
+            first_block, second_block, step = free_token_step(number - low, blocks)
+        first_row = token + first_block * BLOCK
+        second_row = token + second_block * BLOCK
+        load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count + number, number, steps,
+                  LISTED=True)
+        first_before = first_row
+        second_before = second_row
+    return first_before, second_before
+
+
+@gluon.jit
 def walk_ranges(loads, schedule):
     """Every programs-th tile, whose steps follow from the ranges. Returns how many there were."""
     N_RANGES: gl.constexpr = schedule.N_RANGES
@@ -209,18 +228,23 @@ def walk_ranges(loads, schedule):
                 batch=batch, head=head, token=token, length=length, low=low, masked_steps=masked_steps,
                 free_steps=free_steps, marks=marks)
             tiles = load_halves(loads, tiles, tile, schedule.rows, PACK)
-        for number in range(steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)):
-            step = 0
-            if schedule.TOKENS:
-                first_block, second_block, step = token_step(number, low, masked_steps, blocks, PACK)
-            else:
+        numbers = steps if loads.GRAD else steps + gl.where(steps > 0, 1, 0)
+        if schedule.TOKENS:  # in two loops: what masked steps take is too much for the registers of this warp
+            free_from = gl.minimum(1 + masked_steps, numbers)
+            first_before, second_before = load_token_steps(
+                loads, batch, kv_head, token, low, first_before, second_before, blocks, 0, free_from, steps, count,
+                MASKED=True, PACK=PACK)
+            load_token_steps(loads, batch, kv_head, token, 1 + masked_steps, first_before, second_before, blocks, free_from, numbers,
+                             steps, count, MASKED=False, PACK=PACK)
+        else:
+            for number in range(numbers):
                 first_block, second_block = step_blocks(number, low, masked_steps, blocks, N_RANGES, PACK)
-            first_row = token + first_block * BLOCK
-            second_row = token + second_block * BLOCK
-            load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, step, count + number,
-                      number, steps, schedule.TOKENS)
-            first_before = first_row
-            second_before = second_row
+                first_row = token + first_block * BLOCK
+                second_row = token + second_block * BLOCK
+                load_step(loads, batch, kv_head, first_row, second_row, first_before, second_before, 0, count + number, number, steps,
+                          LISTED=False)
+                first_before = first_row
+                second_before = second_row
         count += steps
     return tiles
 

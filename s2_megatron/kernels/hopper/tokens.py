@@ -13,6 +13,7 @@ from s2_megatron.kernels.hopper.steps import (
     EDGE,
     FAR,
     FLAG_BITS,
+    FLAG_MASK,
     HALF_FLAGS,
     NEAR,
     OWN,
@@ -81,11 +82,12 @@ def token_step_mask(step, row, column, rests, HALF: gl.constexpr):
     sink_rest = (rests >> 6) & 63
     sink_a = gl.where((step & SINK) != 0, sink_rest, 0)
     sink_b = gl.where((step & (SINK << FLAG_BITS)) != 0, sink_rest, 0)
-    first = column < 64
-    place = column & 63
-    difference = place[None, :] - row[:, None]
-    seen = (difference >= gl.where(first, least_a, least_b)[None, :]) | (place < gl.where(first, sink_a, sink_b))[None, :]
-    return seen & (difference <= gl.where(first, most_a, most_b)[None, :])
+    # Bounds by row: ptxas would take the differences of rows and columns out of the loops, and spill them.
+    first = (column < 64)[None, :]
+    place = (column & 63)[None, :]
+    seen = place >= gl.where(first, (row + least_a)[:, None], (row + least_b)[:, None])
+    seen = seen | (place < gl.where(first, sink_a, sink_b))
+    return seen & (place <= gl.where(first, (row + most_a)[:, None], (row + most_b)[:, None]))
 
 
 @gluon.jit
@@ -93,45 +95,62 @@ def key_token_mask(flags, key_row, query_row, rests, HALF: gl.constexpr):
     """bool [64 keys, 64 queries]: what a step's queries see of one half of a key tile, by the flags of half 0."""
     least, most = place_bounds(flags, rests & 63)
     sink_rest = (rests >> (6 + 6 * HALF)) & 63
-    difference = key_row[:, None] - query_row[None, :]
-    return ((difference >= least) | (key_row < sink_rest)[:, None]) & (difference <= most)
+    last = gl.where(key_row < sink_rest, 63, key_row - least)
+    return (query_row[None, :] <= last[:, None]) & (query_row[None, :] >= (key_row - most)[:, None])
+
+
+@aggregate
+class HeadRanges:
+    """The ranges of a head. The first one begins at distance 0 and has stride 1."""
+
+    first_end: gl.tensor
+    starts: gl.tuple  # of the others
+    ends: gl.tuple
+    strides: gl.tuple
+    offsets: gl.tuple
+
+    @gluon.jit
+    def show(self, key_block, query_block, last_query):
+        """Whether one range shows the query blocks from query_block to last_query all of a key block before them, or
+        of query_block's own."""
+        shown = last_query - key_block < self.first_end
+        for index in gl.static_range(len(self.ends)):
+            inside = (query_block - key_block >= self.starts[index]) & (last_query - key_block < self.ends[index])
+            shown = shown | (inside & divides(self.strides[index], gl.maximum(key_block, 0) + self.offsets[index]))
+        return shown
+
+
+@gluon.jit
+def load_ranges(ranges_ptr, head, N_RANGES: gl.constexpr):
+    starts, ends, strides, offsets = (), (), (), ()
+    for index in gl.static_range(1, N_RANGES):
+        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+        starts, ends, strides, offsets = starts + (start,), ends + (end,), strides + (stride,), offsets + (offset,)
+    return HeadRanges(gl.load(ranges_ptr + head * N_RANGES * 4 + 1), starts, ends, strides, offsets)
 
 
 @aggregate
 class TokenBlocks:
-    """The key blocks of a query tile. Of each free run the first block, the stride, and how many blocks this run and the
-    ones before it have, the first run the sink's; of the other blocks before the tile the block, and its flags, 0 for
-    none; and the flags of the tile's own blocks."""
+    """The key blocks of a query tile that it sees as a whole, those of the sink first, then those of each range (entry
+    e of range i is bases[i] + e * strides[i], the first one without a stride), and the masked ones."""
 
-    firsts: gl.tuple
+    sinks: gl.tensor
+    bases: gl.tuple
     strides: gl.tuple
-    ends: gl.tuple
-    masked: gl.tuple
-    flags: gl.tuple
-    own: gl.tensor
-    next: gl.tensor
+    ends: gl.tuple  # how many entries the sink and the ranges up to this one have
+    masked: gl.tuple  # (block << FLAG_BITS) + flags, which are 0 where there is none
+    own: gl.tensor  # the flags of the tile's own blocks, a step's descriptor
 
 
 @gluon.jit
-def shows_whole(key_block, query_block, rule, ranges_ptr, head, N_RANGES: gl.constexpr):
-    """Whether ranges or sink show a query block all of a key block, which comes before it or is its own."""
-    distance = query_block - key_block
-    whole = key_block < rule.sink_block
-    for index in gl.static_range(N_RANGES):
-        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
-        whole = whole | ((distance >= start) & (distance < end) & divides(stride, gl.maximum(key_block, 0) + offset))
-    return whole
-
-
-@gluon.jit
-def block_flags(key_block, low, rule, ranges_ptr, head, N_RANGES: gl.constexpr, PACK: gl.constexpr):
+def block_flags(key_block, low, rule, ranges, PACK: gl.constexpr):
     """The flags of a key block for both halves of the tile whose first query block is `low`."""
     at_sink = (key_block == rule.sink_block) & (rule.sink_rest > 0)
-    first = code_of(low - key_block, shows_whole(key_block, low, rule, ranges_ptr, head, N_RANGES), rule, at_sink)
-    first = gl.where(key_block > low, 0, first)
+    in_sink = key_block < rule.sink_block
+    first = code_of(low - key_block, ranges.show(key_block, low, low) | in_sink, rule, at_sink)
     second = first
     if not PACK:
-        second = code_of(low + 1 - key_block, shows_whole(key_block, low + 1, rule, ranges_ptr, head, N_RANGES), rule, at_sink)
+        second = code_of(low + 1 - key_block, ranges.show(key_block, low + 1, low + 1) | in_sink, rule, at_sink)
     return first + (second << 1) + gl.where(at_sink, SINK, 0)
 
 
@@ -139,44 +158,55 @@ def block_flags(key_block, low, rule, ranges_ptr, head, N_RANGES: gl.constexpr, 
 def blocks_with_tokens(ranges_ptr, head, low, rule, N_RANGES: gl.constexpr, PACK: gl.constexpr):
     """The key blocks of the tile whose first query block is `low`."""
     high = low + 1 - PACK
+    ranges = load_ranges(ranges_ptr, head, N_RANGES)
     sinks = gl.minimum(rule.sink_block, low)
-    firsts, strides, ends = (low * 0,), (low * 0 + 1,), (sinks,)
-    total = sinks
     candidates = (low - rule.edge, low - rule.edge - 1, rule.sink_block)
-    for index in gl.static_range(N_RANGES):
-        start, end, stride, offset = load_range(ranges_ptr, head, index, N_RANGES)
+    if not PACK:
+        candidates = candidates + (low + 1 - ranges.first_end,)
+    first = gl.maximum(high - ranges.first_end + 1, rule.sink_block)
+    bases = (first - sinks,)
+    total = sinks + gl.maximum(low - first, 0)
+    strides, ends = (), (total,)
+    for index in gl.static_range(N_RANGES - 1):
+        end, stride, offset = ranges.ends[index], ranges.strides[index], ranges.offsets[index]
         bottom = gl.maximum(high - end + 1, rule.sink_block)
-        top = gl.minimum(low - start, low - 1)
+        top = gl.minimum(low - ranges.starts[index], low - 1)
         first = quotient(bottom + offset + stride - 1, stride) * stride - offset
+        bases, strides = bases + (first - total * stride,), strides + (stride,)
         total += gl.where(top >= first, quotient(gl.maximum(top - first, 0), stride) + 1, 0)
-        firsts, strides, ends = firsts + (first,), strides + (stride,), ends + (total,)
+        ends = ends + (total,)
         if not PACK:
             candidates = candidates + (low + 1 - end,)
-    masked, flags = (), ()
+    masked = ()
     for index in gl.static_range(len(candidates)):
         block = candidates[index]
         new = (block >= rule.sink_block) & (block < low)
         for before in gl.static_range(index):
             new = new & (block != candidates[before])
-        found = block_flags(gl.maximum(block, 0), low, rule, ranges_ptr, head, N_RANGES, PACK)
-        # Both halves see all of it by one range: it is in the free run of that. By two ranges, at the end of one: not.
-        run = low * 0
-        for other in gl.static_range(N_RANGES):
-            start, end, stride, offset = load_range(ranges_ptr, head, other, N_RANGES)
-            run = gl.where((low - block >= start) & (high - block < end) & divides(stride, gl.maximum(block, 0) + offset), 1, run)
-        masked, flags = masked + (block,), flags + (gl.where(new & (run == 0), found, 0),)
-    own = block_flags(low, low, rule, ranges_ptr, head, N_RANGES, PACK)
-    following = block_flags(low + 1, low, rule, ranges_ptr, head, N_RANGES, PACK)
-    return TokenBlocks(firsts, strides, ends, masked, flags, own, following)
+        # What both halves see by one range is among its entries; what they see by two ranges, at the end of one, is not.
+        new = new & (ranges.show(block, low, high) == 0)
+        block = gl.maximum(block, 0)
+        masked = masked + ((block << FLAG_BITS) + gl.where(new, block_flags(block, low, rule, ranges, PACK), 0),)
+    own = block_flags(low, low, rule, ranges, PACK)
+    if not PACK:  # of the block behind `low` the first half sees nothing
+        following = block_flags(low + 1, low + 1, rule, ranges, True)
+        own += (following & ~HALF_FLAGS) << FLAG_BITS
+    return TokenBlocks(sinks, bases, strides, ends, masked, own)
 
 
 @gluon.jit
 def free_entry(entry, blocks):
-    """The key block of one entry of the joined runs."""
-    block = blocks.firsts[0] + entry
-    for index in gl.static_range(1, len(blocks.firsts)):
-        block = gl.where(entry >= blocks.ends[index - 1], blocks.firsts[index] + (entry - blocks.ends[index - 1]) * blocks.strides[index], block)
+    """The key block of one entry."""
+    block = gl.where(entry >= blocks.sinks, blocks.bases[0] + entry, entry)
+    for index in gl.static_range(len(blocks.strides)):
+        block = gl.where(entry >= blocks.ends[index], blocks.bases[index + 1] + entry * blocks.strides[index], block)
     return block
+
+
+@gluon.jit
+def attended(entry):
+    """Whether a masked entry attends more than the sink's tokens say."""
+    return (entry & FLAG_MASK & ~SINK) != 0
 
 
 @gluon.jit
@@ -184,48 +214,47 @@ def token_steps(blocks, PACK: gl.constexpr):
     """(masked steps, free steps, whether there is a masked block beside the diagonal) beside step 0."""
     total = blocks.ends[len(blocks.ends) - 1]
     masked = total % 2
-    for index in gl.static_range(len(blocks.flags)):
-        masked += gl.where((blocks.flags[index] & ~SINK) != 0, 1, 0)
+    for index in gl.static_range(len(blocks.masked)):
+        masked += gl.where(attended(blocks.masked[index]), 1, 0)
     return masked // 2 if PACK else (masked + 1) // 2, total // 2, gl.minimum(masked, PACK)
 
 
 @gluon.jit
-def token_entry(entry, low, blocks):
+def token_entry(number, low, blocks):
     """(block, flags) of a masked entry: the free block that is left over, then the others; past the end, for no half, a
     block that lies wholly in the document."""
     total = blocks.ends[len(blocks.ends) - 1]
-    block = gl.maximum(low - 1, 0)
     seen = total % 2
-    keep = gl.where(entry < seen, BOTH_HALVES, 0)
-    if entry < seen:
-        block = free_entry(total - 1, blocks)
+    entry = gl.maximum(low - 1, 0) << FLAG_BITS
+    if number < seen:
+        entry = (free_entry(total - 1, blocks) << FLAG_BITS) + BOTH_HALVES
     for index in gl.static_range(len(blocks.masked)):
-        here = (blocks.flags[index] & ~SINK) != 0
-        take = here & (seen == entry)
-        block = gl.where(take, blocks.masked[index], block)
-        keep = gl.where(take, blocks.flags[index], keep)
+        here = attended(blocks.masked[index])
+        entry = gl.where(here & (seen == number), blocks.masked[index], entry)
         seen += gl.where(here, 1, 0)
-    return block, keep
+    return entry >> FLAG_BITS, entry & FLAG_MASK
 
 
 @gluon.jit
-def token_step(step, low, masked_steps, blocks, PACK: gl.constexpr):
-    """(first block, second block, descriptor) of a step, counted from step 0 on."""
-    entry = 2 * (step - 1 - masked_steps)
-    first = free_entry(entry, blocks)
-    second = free_entry(entry + 1, blocks)
-    flags = low * 0 + (BOTH_HALVES + (BOTH_HALVES << FLAG_BITS))
-    if step == 0:
+def masked_token_step(number, low, blocks, PACK: gl.constexpr):
+    """(first block, second block, descriptor) of a masked step, counted from step 0 on."""
+    if number == 0:
         first = low
+        second = low + 1
+        step = blocks.own
         if PACK:
             second, flags = token_entry(0, low, blocks)
             second = gl.where(flags == 0, low, second)
-        else:
-            second = low + 1
-            flags = blocks.next
-        flags = blocks.own + (flags << FLAG_BITS)
-    elif step <= masked_steps:
-        first, flags = token_entry(2 * (step - 1) + PACK, low, blocks)
-        second, second_flags = token_entry(2 * (step - 1) + PACK + 1, low, blocks)
-        flags += second_flags << FLAG_BITS
-    return first, second, flags
+            step += flags << FLAG_BITS
+    else:
+        first, flags = token_entry(2 * (number - 1) + PACK, low, blocks)
+        second, second_flags = token_entry(2 * (number - 1) + PACK + 1, low, blocks)
+        step = flags + (second_flags << FLAG_BITS)
+    return first, second, step
+
+
+@gluon.jit
+def free_token_step(number, blocks):
+    """The same of a free step, counted from 0 on."""
+    step = blocks.sinks * 0 + (BOTH_HALVES + (BOTH_HALVES << FLAG_BITS))
+    return free_entry(2 * number, blocks), free_entry(2 * number + 1, blocks), step
