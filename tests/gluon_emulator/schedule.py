@@ -64,7 +64,7 @@ def on_memory(arguments):
     """Lays the tensors of a launch into TABLE. Returns what stands for the kernel's schedule: its arguments, tensors as
     where they begin in TABLE."""
     TABLE.clear()
-    found = dict(fold=0, n_split=0, part_steps=0, SPLIT=False)
+    found = dict(fold=0, n_split=0, part_steps=0, sink_parts=1, SPLIT=False)
     for name, value in arguments.items():
         found[name] = len(TABLE) if isinstance(value, torch.Tensor) else value
         TABLE.extend(value.flatten().tolist() if isinstance(value, torch.Tensor) else [])
@@ -91,7 +91,7 @@ def joined(tiles, arguments):
             assert key not in columns
             columns[key] = tile
             continue
-        assert len(tile.steps) <= arguments["part_steps"] and place < arguments["n_split"] * arguments["units"]
+        assert len(tile.steps) <= arguments["part_steps"] and place < (arguments["n_split"] + arguments["n_sink"]) * arguments["units"]
         assert (part, key) == places.get(place, (0, key))
         places[place] = (None if last else part + 1), key
         if part == 0:

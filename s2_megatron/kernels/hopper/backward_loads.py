@@ -10,13 +10,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from s2_megatron.kernels.hopper.columns import (
-    key_block_code,
+    codes_of_block,
     key_step,
     key_tile,
     listed_column,
     query_run,
     rests_of_blocks,
     run_end,
+    sink_columns,
 )
 from s2_megatron.kernels.hopper.gluon_versions import aggregate, copy_to_shared, tma_load
 from s2_megatron.kernels.hopper.parts import part_of_program, place_of_column, steps_of_column, visits_of_part
@@ -184,18 +185,20 @@ def walk_ranges(loads, schedule):
     count = 0
     tiles = 0
     upward = 0
-    index = gl.atomic_add(schedule.counter_ptr, 1)
-    while index < schedule.n_programs:
+    program = gl.atomic_add(schedule.counter_ptr, 1)
+    while program < schedule.n_programs:
+        index = program
         part = 0
         if SPLIT:
-            index, part = part_of_program(index, schedule)
+            index, part = part_of_program(program, schedule)
             place = place_of_column(index, schedule)
         batch, kv_head, token, length, first, second = key_tile(index, upward, schedule)
         direction = upward
-        if (schedule.fold != 0) & (index < schedule.n_long * schedule.units) & (upward == 0):
+        ordinary = index - sink_columns(schedule) if schedule.TOKENS else index
+        if (schedule.fold != 0) & (ordinary >= 0) & (ordinary < schedule.n_long * schedule.units) & (upward == 0):
             upward = 1
         else:
-            index = gl.atomic_add(schedule.counter_ptr, 1)
+            program = gl.atomic_add(schedule.counter_ptr, 1)
             upward = 0
         n_blocks = (length + BLOCK - 1) // BLOCK
         runs = gl.where(first < n_blocks, RUNS, 0)
@@ -222,8 +225,10 @@ def walk_ranges(loads, schedule):
             steps, top, gap, first_end, second_end = query_run(first, second, n_blocks, schedule, kv_head * RATIO + run)
             visits = steps * TOGETHER
             if schedule.TOKENS:
-                whole_first = run_end(first, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
-                whole_second = run_end(second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
+                whole_end = run_end(first, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
+                first_codes = codes_of_block(first, n_blocks, rule, whole_end)
+                whole_end = run_end(second, n_blocks, schedule.ranges_ptr, kv_head * RATIO + run, schedule.N_RANGES)
+                second_codes = codes_of_block(second, n_blocks, rule, whole_end)
             low = 0
             high = visits
             if SPLIT:
@@ -238,8 +243,7 @@ def walk_ranges(loads, schedule):
                 if SPLIT:
                     last = passed + visit == part_end - 1
                 if schedule.TOKENS:
-                    code = key_block_code(query_block, first, n_blocks, rule, whole_first)
-                    code += key_block_code(query_block, second, n_blocks, rule, whole_second) << 1
+                    code = first_codes.at(query_block) + (second_codes.at(query_block) << 1)
                     step = code + gl.where(last, LAST_STEP, 0) + (query_block << ROW_SHIFT) + (member << MEMBER_SHIFT)
                 else:
                     step = key_step(query_block, member, first, second, first_end, second_end, last)

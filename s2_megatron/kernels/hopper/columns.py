@@ -12,6 +12,9 @@ its own block up. Both together are of the same length for every j where the las
 of a head meet the same queries at the same time: those come from L2. If each column started when another one ends, with
 hundreds of different lengths, they would come from memory again and again.
 
+TOKENS: the columns of the sink, which every query visits, come first (n_sink of a unit at most, 0 for documents, where
+they have their places in the classes); in the classes their blocks are left out.
+
 LISTED: block masks, and queries or keys that are placed by blocks, bring their tiles and steps as lists instead
 (ops/key_steps.py). Either way each step comes with a descriptor that says who attends what.
 """
@@ -21,8 +24,20 @@ from triton.experimental.gluon import language as gl
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
 from s2_megatron.kernels.hopper.ranges import divides, load_range, quotient
 from s2_megatron.kernels.hopper.schedule import StepLists, head_of_unit
-from s2_megatron.kernels.hopper.steps import ATTENDED, LAST_STEP, MEMBER_SHIFT, OWN, ROW_SHIFT, SINK_SLOT, SLOT_MASK
-from s2_megatron.kernels.hopper.tokens import code_of, load_rule
+from s2_megatron.kernels.hopper.steps import (
+    ATTENDED,
+    EDGE,
+    FAR,
+    LAST_STEP,
+    MEMBER_SHIFT,
+    NEAR,
+    OWN,
+    OWN_EDGE,
+    ROW_SHIFT,
+    SINK_SLOT,
+    SLOT_MASK,
+)
+from s2_megatron.kernels.hopper.tokens import load_rule
 
 
 @aggregate
@@ -48,6 +63,8 @@ class KeySchedule:
     fold: gl.tensor
     n_split: gl.tensor  # SPLIT, see parts.py
     part_steps: gl.tensor
+    n_sink: gl.tensor  # TOKENS: columns of a unit
+    sink_parts: gl.tensor  # SPLIT, too: the most parts of one
     N_RANGES: gl.constexpr
     RATIO: gl.constexpr  # query heads of a KV head
     ORDERED: gl.constexpr
@@ -131,6 +148,25 @@ def column_of_program(index, n_long, n_rest, units, head_group):
 
 
 @gluon.jit
+def sink_columns(schedule):
+    """TOKENS: how many programs have the columns of the sink, in a launch without parts."""
+    return schedule.n_sink * schedule.units
+
+
+@gluon.jit
+def pair_beside_sink(first, second, column, at_sink, n_blocks, rule, n_sink):
+    """The pair of a column of the sink, or what an ordinary one has beside it."""
+    end = gl.where(n_sink > 0, rule.sink_block + gl.where(rule.sink_rest > 0, 1, 0), 0)
+    sink_first, sink_second = 2 * column, 2 * column + 1
+    other = gl.where(second < end, n_blocks, second)
+    other_first = gl.where(first < end, other, first)
+    other_second = gl.where(first < end, n_blocks, other)
+    sink_first = gl.where(sink_first < end, sink_first, n_blocks)
+    sink_second = gl.where(sink_second < end, sink_second, n_blocks)
+    return gl.where(at_sink, sink_first, other_first), gl.where(at_sink, sink_second, other_second)
+
+
+@gluon.jit
 def listed_column(index, schedule):
     """(batch, KV head, first slot, second slot, where its steps begin, KeyTile.rests) of a program, from the lists of
     ops/key_steps.py. A slot beyond the keys does not exist, nor does a column whose first one is."""
@@ -167,7 +203,11 @@ def key_tile(index, upward, schedule):
         length = gl.load(schedule.documents_ptr + tile * 4 + 1)
         column = gl.load(schedule.documents_ptr + tile * 4 + 2)
     else:
-        column, unit, is_long = column_of_program(index, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+        sinks = sink_columns(schedule) if schedule.TOKENS else 0
+        column, unit, is_long = column_of_program(
+            index - sinks, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+        if schedule.TOKENS:
+            unit = gl.where(index < sinks, index // gl.maximum(schedule.n_sink, 1), unit)
         batch, kv_head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)
     n_blocks = (length + 63) // 64
     if schedule.MIXED:
@@ -183,6 +223,9 @@ def key_tile(index, upward, schedule):
             column = gl.where(is_long & (upward != 0), turned, column)
             column = gl.where(is_long, gl.where(outside, 1 << 28, column), column + head_long)
         first, second = key_pair(column, n_blocks, schedule.ranges_ptr, kv_head * RATIO, N_RANGES, schedule.TOKENS)
+    if schedule.TOKENS and not schedule.PACKED:
+        rule = load_rule(schedule.tokens_ptr, kv_head * RATIO)
+        first, second = pair_beside_sink(first, second, index - unit * schedule.n_sink, index < sinks, n_blocks, rule, schedule.n_sink)
     return batch, kv_head, token, length, gl.minimum(first, n_blocks), gl.minimum(second, n_blocks)
 
 
@@ -232,12 +275,33 @@ def key_step(query_block, member, first, second, first_end, second_end, last):
     return step + own + gl.where(second_keep & (query_block == second), OWN << 1, 0)
 
 
+@aggregate
+class BlockCodes:
+    """TOKENS: the flags of half 0 for a key block, by query block."""
+
+    block: gl.tensor
+    whole_end: gl.tensor  # the query blocks before it see all of the key block
+    near: gl.tensor  # the query block that is the window's `edge` away
+    own: gl.tensor  # the flags of the key block's own query block,
+    far: gl.tensor  # of the one behind `near`,
+    rest: gl.tensor  # and of the others
+
+    @gluon.jit
+    def at(self, query_block):
+        code = gl.where(query_block == self.near + 1, self.far, self.rest)
+        code = gl.where(query_block == self.near, NEAR, code)
+        code = gl.where(query_block < self.whole_end, ATTENDED, code)
+        code = gl.where(query_block == self.block, self.own, code)
+        return gl.where(query_block < self.block, 0, code)
+
+
 @gluon.jit
-def key_block_code(query_block, block, n_blocks, rule, whole_end):
-    """TOKENS: the flags of half 0 for a key block, whose `run_end` is whole_end, in a query block's step."""
-    whole = (query_block < whole_end) | (block < rule.sink_block)
-    code = code_of(query_block - block, whole, rule, (block == rule.sink_block) & (rule.sink_rest > 0))
-    return gl.where((query_block >= block) & (block < n_blocks), code, 0)
+def codes_of_block(block, n_blocks, rule, whole_end):
+    """Of a key block whose `run_end` is whole_end. One that does not exist, n_blocks, comes before no query block."""
+    whole_end = gl.where(block < rule.sink_block, n_blocks, whole_end)
+    rest = gl.where((block == rule.sink_block) & (rule.sink_rest > 0), EDGE, 0)
+    own = gl.where(whole_end > block, ATTENDED | OWN, gl.where(rule.edge == 0, OWN_EDGE, rest))
+    return BlockCodes(block, whole_end, block + rule.edge, own, gl.where(rule.rest > 1, FAR, rest), rest)
 
 
 @gluon.jit

@@ -143,7 +143,7 @@ class Geometry:
 
     def columns_in_parts(self) -> int:
         arguments = self.key_tiles.arguments
-        return arguments["units"] * arguments.get("n_split", 0)
+        return arguments["units"] * (arguments["n_split"] + arguments["n_sink"]) if arguments.get("SPLIT") else 0
 
     def key_counters(self) -> int:
         """How many counters the kernel with a program per key tile has: of the tiles that are taken, and flags of the
@@ -232,19 +232,41 @@ class Geometry:
                 fold = int(distances is None and self._folds())
                 n_long = triton.cdiv(n_long, 2) if fold else n_long
         few = self.packed is None and not self.single and units < FEW_UNITS
-        n_split, part_steps, parts = self._parts(n_long, units) if few and not fold else (0, 0, 1)
+        n_sink = self._sink_columns(units, few)
+        n_split, part_steps, parts = self._parts(n_long, units, n_sink) if few and not fold else (0, 0, 1)
+        sink_parts = 1
+        if n_sink and few:
+            visits = self.heads // self.key.shape[1] * triton.cdiv(self.rows, BLOCK)
+            part_steps = part_steps or self._part_steps(visits, self._mean_steps())
+            sink_parts = triton.cdiv(visits, part_steps)
         if n_split and self.steps is not None:
             n_long, n_rest = n_split, n_long + n_rest - n_split
         if self.packed is None:
-            programs = (n_long + n_rest + n_split * (parts - 1)) * units
+            programs = (n_long + n_rest + n_split * (parts - 1) + n_sink * sink_parts) * units
         else:
             documents, n_tiles = _documents(self.packed, self.rows, 1 + self.layout.spare_columns, TILE)
             programs = n_tiles * units
         common = self._common(lists, order_ptr=order, documents_ptr=documents, distance_ptr=distances)
         return Launches(min(programs, _multiprocessors(self.query.device)), dict(
             common, n_long=n_long, n_rest=n_rest, n_programs=programs, units=units, key_rows=key_rows,
-            head_group=_group(units, tile.heads), MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
-            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, SPLIT=few))))
+            head_group=_group(units, tile.heads), n_sink=n_sink, MIXED=distances is not None, Q_STAGES=tile.stages, GRAD_STAGES=tile.grad_stages,
+            **({} if self.single else dict(fold=fold, n_split=n_split, part_steps=part_steps, sink_parts=sink_parts, SPLIT=few))))
+
+    def _sink_columns(self, units, few):
+        """How many columns of a unit are the sink's, which go first; 0 where they have their places among the others: in
+        lists and documents, and where so many would have no room for the sums of their parts."""
+        if self.steps is not None or self.packed is not None:
+            return 0
+        sink = min(self.rows, max(head.sink_tokens for head in self.layout.pattern.heads))
+        n_sink = triton.cdiv(sink, TILE)
+        return 0 if few and n_sink * self._bytes_in_parts(units) > MOST_SUMS else n_sink
+
+    def _bytes_in_parts(self, units):
+        """Of the sums of one column of each unit in parts."""
+        return units * 2 * TILE * self.block_dim * 4
+
+    def _part_steps(self, longest, mean):
+        return PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))
 
     def _folds(self):
         """Whether a program takes two long columns of dK and dV: not where one would have more than its share of all
@@ -258,13 +280,13 @@ class Geometry:
         steps = self.batch * self.layout.pattern.attended_pairs(self.rows) / (2 * BLOCK * BLOCK)
         return steps / _multiprocessors(self.query.device)
 
-    def _parts(self, n_long, units):
+    def _parts(self, n_long, units, n_sink):
         """(columns of a unit that are divided into parts, steps of a part, the most parts of a column). Not where
         columns are about as long as what a multiprocessor has to do; a quarter of that makes a part, for what is left
         at the end is shared out better."""
         if self.steps is None:
             n_blocks, ratio = triton.cdiv(self.rows, BLOCK), self.heads // self.key.shape[1]
-            ends = [None if head.sink_tokens else head.touched_bounds()[-1][1] for head in self.layout.pattern.heads]
+            ends = [None if head.sink_tokens and not n_sink else head.touched_bounds()[-1][1] for head in self.layout.pattern.heads]
             runs = [n_blocks if end is None else min(n_blocks, end + self.layout.largest_stride)
                     for end in ends]  # of a pair of key blocks, which lie a stride apart
             longest = max(sum(runs[group : group + ratio]) for group in range(0, self.heads, ratio))
@@ -273,12 +295,12 @@ class Geometry:
             steps = self.steps.column_steps()
             longest, mean = int(steps.max()), self.batch * int(steps.sum()) / _multiprocessors(self.query.device)
         # No step at all: nothing is placed.
-        part_steps = PART_STEPS * max(1, math.ceil(max(longest / MOST_PARTS, mean / 4) / PART_STEPS))
+        part_steps = self._part_steps(longest, mean)
         parts = triton.cdiv(longest, part_steps)
         # A column that is divided has another one behind it in the lists, which says where it ends.
         if self.steps is not None:
             n_long = min(int((steps > part_steps).sum(1).max()), steps.shape[1] - 1)
-        n_split = min(n_long, MOST_SUMS // (units * 2 * TILE * self.block_dim * 4))
+        n_split = min(n_long, MOST_SUMS // self._bytes_in_parts(units) - n_sink)
         return (n_split, part_steps, parts) if n_split and longest > 1.25 * max(mean, PART_STEPS) else (0, 0, 1)
 
     def key_boxes(self):

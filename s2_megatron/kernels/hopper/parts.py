@@ -14,7 +14,7 @@ and the lowest tile that is not done waits for nothing but its own program's loa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from s2_megatron.kernels.hopper.columns import column_of_program
+from s2_megatron.kernels.hopper.columns import column_of_program, sink_columns
 from s2_megatron.kernels.hopper.gluon_versions import aggregate, thread_barrier
 from s2_megatron.kernels.hopper.schedule import BLOCK
 
@@ -29,24 +29,39 @@ class PartSums:
 
 @gluon.jit
 def part_of_program(index, schedule):
-    """(index of the column, part): the long columns or their first parts, then each further part of the first n_split
-    columns of every unit, then the short columns. An index of a column is that of its program in a launch without
-    parts."""
+    """(index of the column, part): all parts of the sink's columns, then the long columns or their first parts, then
+    each further part of the first n_split columns of every unit, then the short columns. An index of a column is that
+    of its program in a launch without parts."""
     n_split, n_long, units, head_group = schedule.n_split, schedule.n_long, schedule.units, schedule.head_group
-    further = schedule.n_programs - (n_long + schedule.n_rest) * units
+    sinks, sink_programs, program = 0, 0, index
+    if schedule.TOKENS:
+        sinks = sink_columns(schedule)
+        sink_programs = sinks * schedule.sink_parts
+        index -= sink_programs
+    further = schedule.n_programs - sink_programs - (n_long + schedule.n_rest) * units
     beyond = index - n_long * units
     part = gl.where((beyond >= 0) & (beyond < further), 1 + beyond // gl.maximum(n_split * units, 1), 0)
     rest = beyond - (part - 1) * n_split * units
     group = rest // gl.maximum(n_split * head_group, 1)
     column_index = gl.where(beyond < 0, index, index - further)
-    return gl.where(part > 0, rest + group * (n_long - n_split) * head_group, column_index), part
+    column_index = gl.where(part > 0, rest + group * (n_long - n_split) * head_group, column_index)
+    if schedule.TOKENS:
+        sink_part = program // gl.maximum(sinks, 1)
+        column_index = gl.where(index < 0, program - sink_part * sinks, sinks + column_index)
+        part = gl.where(index < 0, sink_part, part)
+    return column_index, part
 
 
 @gluon.jit
 def place_of_column(index, schedule):
     """Which sums and flags are a column's; -1 for one that has no parts."""
-    column, unit, is_long = column_of_program(index, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
-    return gl.where(is_long & (column < schedule.n_split), unit * schedule.n_split + column, -1)
+    sinks = sink_columns(schedule) if schedule.TOKENS else 0
+    column, unit, is_long = column_of_program(
+        index - sinks, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+    place = gl.where(is_long & (column < schedule.n_split), sinks + unit * schedule.n_split + column, -1)
+    if schedule.TOKENS:
+        place = gl.where(index < sinks, index, place)
+    return place
 
 
 @gluon.jit

@@ -30,7 +30,13 @@ from s2_megatron.kernels.hopper.schedule import (
     step_blocks,
 )
 from s2_megatron.kernels.hopper.steps import FLAG_BITS, FLAG_MASK
-from s2_megatron.kernels.hopper.tokens import blocks_with_tokens, free_token_step, load_rule, masked_token_step, token_steps
+from s2_megatron.kernels.hopper.tokens import (
+    blocks_with_tokens,
+    free_token_step,
+    load_rule,
+    masked_token_step,
+    token_steps,
+)
 from s2_megatron.kernels.hopper.work_tiles import QueryTile, send_step
 
 

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
+from s2_megatron.kernels.hopper.ranges import divides, load_range, quotient
 from s2_megatron.kernels.hopper.steps import (
     ATTENDED,
     BOTH_HALVES,
@@ -20,8 +21,6 @@ from s2_megatron.kernels.hopper.steps import (
     OWN_EDGE,
     SINK,
 )
-
-from s2_megatron.kernels.hopper.ranges import divides, load_range, quotient
 
 NOWHERE = gl.constexpr(1 << 30)  # a distance that no two blocks have
 

@@ -9,7 +9,6 @@ from triton.experimental.gluon import language as gl
 
 from s2_megatron.kernels.hopper.gluon_versions import aggregate
 
-
 NUMBERS = gl.constexpr(8)  # of a tile; a key tile has one more with TOKENS
 
 

@@ -192,11 +192,11 @@ def compute(call, result, KEYS: gl.constexpr):
 
 
 # Arguments that differ from batch to batch are not specialised.
-@gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group"])
+@gluon.jit(do_not_specialize=["rows", "key_rows", "n_long", "n_rest", "n_programs", "head_group", "n_sink"])
 def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, dv_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, counter_ptr,
                                    returned_ptr, returned_starts_ptr, returned_entries_ptr, ranges_ptr, tokens_ptr, order_ptr, documents_ptr,
                                    distance_ptr, list_rows_ptr, list_tiles_ptr, list_steps_ptr, scale, rows, key_rows, heads, n_long, n_rest,
-                                   n_programs, units, batches, head_group, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
+                                   n_programs, units, batches, head_group, n_sink, stride_dkb, stride_dkh, stride_dks, stride_dvb, stride_dvh,
                                    stride_dvs, HEAD_DIM: gl.constexpr, N_RANGES: gl.constexpr, RATIO: gl.constexpr, ORDERED: gl.constexpr,
                                    PACKED: gl.constexpr, MIXED: gl.constexpr, LISTED: gl.constexpr, TOKENS: gl.constexpr, KV_STEP: gl.constexpr,
                                    GRAD_STEP: gl.constexpr, BY_ROWS: gl.constexpr, RETURNED: gl.constexpr, BLOCK_D: gl.constexpr,
@@ -219,7 +219,7 @@ def s2_hopper_d256_backward_kernel(q_desc, k_desc, v_desc, grad_desc, dk_desc, d
         ranges_ptr=ranges_ptr, order_ptr=order_ptr, documents_ptr=documents_ptr, distance_ptr=distance_ptr,
         counter_ptr=counter_ptr, lists=lists, tokens_ptr=tokens_ptr, heads=heads, rows=rows, key_rows=key_rows, n_programs=n_programs,
         n_long=n_long, n_rest=n_rest, units=units, batches=batches, head_group=head_group, fold=0, n_split=0,
-        part_steps=0, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED, LISTED=LISTED, TOKENS=TOKENS,
+        part_steps=0, n_sink=n_sink, sink_parts=1, N_RANGES=N_RANGES, RATIO=RATIO, ORDERED=ORDERED, PACKED=PACKED, MIXED=MIXED, LISTED=LISTED, TOKENS=TOKENS,
         SPLIT=False)
     loads = KeyLoads(
         q_desc=q_desc, k_desc=k_desc, v_desc=v_desc, grad_desc=grad_desc, lse_ptr=lse_ptr, delta_ptr=delta_ptr,

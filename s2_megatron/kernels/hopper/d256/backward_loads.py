@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from s2_megatron.kernels.hopper.backward_loads import end_tiles, load_queries
 from s2_megatron.kernels.hopper.columns import (
-    key_block_code,
+    codes_of_block,
     key_step,
     key_tile,
     listed_column,
@@ -100,12 +100,15 @@ def walk_ranges(loads, schedule):
                 passes = load_pass(loads, passes, tile, schedule.TOKENS)
             for member in range(members):
                 whole_end = run_end(block, n_blocks, schedule.ranges_ptr, kv_head * RATIO + member, schedule.N_RANGES)
-                end = touched_end(block, whole_end, n_blocks, rule) if schedule.TOKENS else whole_end
+                end = whole_end
+                if schedule.TOKENS:
+                    end = touched_end(block, whole_end, n_blocks, rule)
+                    codes = codes_of_block(block, n_blocks, rule, whole_end)
                 for number in range(end - block):  # from the end of the run on, one query head after the other
                     last = (member == RATIO - 1) & (number == end - block - 1)
                     step = key_step(end - 1 - number, member, block, n_blocks, end, 0, last)
                     if schedule.TOKENS:
-                        step = (step & ~HALF_FLAGS) + key_block_code(end - 1 - number, block, n_blocks, rule, whole_end)
+                        step = (step & ~HALF_FLAGS) + codes.at(end - 1 - number)
                     count = load_queries(loads, step, count, tile, schedule)
     return passes
 
