@@ -91,7 +91,8 @@ def joined(tiles, arguments):
             assert key not in columns
             columns[key] = tile
             continue
-        assert len(tile.steps) <= arguments["part_steps"] and place < (arguments["n_split"] + arguments["n_sink"]) * arguments["units"]
+        assert len(tile.steps) <= arguments["part_steps"]
+        assert place < (arguments["n_split"] + arguments["n_sink"]) * arguments["units"]
         assert (part, key) == places.get(place, (0, key))
         places[place] = (None if last else part + 1), key
         if part == 0:

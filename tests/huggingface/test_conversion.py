@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
@@ -97,6 +98,19 @@ def test_megatron_and_transformers_compute_the_same(made, name):
         expected = stored[f"logits_{length}"]
         assert np.abs(logits - expected[:, :WORDS]).max() < 1e-4, length
         assert (expected[:, WORDS:] == 0).all() and np.abs(expected).max() > 0.5  # rows that are no words
+
+
+@pytest.mark.parametrize("name", ["dense", "s2"])
+def test_the_checkpoint_has_what_transformer_engine_asks_for(made, name):
+    """Its norms have an _extra_state, too: a launch with it ended in "Missing key in checkpoint state_dict"."""
+    folder = next((made / f"{name}-mcore").glob("*/.metadata")).parent
+    keys = FileSystemReader(folder).read_metadata().state_dict_metadata
+    norms = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    if name == "s2":  # has norms of queries and keys
+        in_layers = "decoder.layers.self_attention.{}_layernorm._extra_state/shard_{}_{}"
+        layers = keys["decoder.layers.self_attention.q_layernorm.weight"].size[0]
+        norms += [in_layers.format(part, layer, layers) for part in "qk" for layer in range(layers)]
+    assert {key for key in keys if "layernorm._extra_state" in key} == set(norms)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -104,3 +104,17 @@ class Launches:
         if raw is not None:
             repeat = self._repeats[kind] = Repeat(raw)
         return repeat
+
+
+def share_rows(tensor) -> bool:
+    """Whether the heads of a [B, heads, rows, D] view lie in the same memory: blocks in slots, each of one head."""
+    return tensor.shape[1] > 1 and tensor.stride(1) == 0
+
+
+def loadable(tensor) -> bool:
+    """Whether TMA can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
+    *strides, unit = tensor.stride()
+    whole = 16 // tensor.element_size()  # elements in 16 bytes
+    return (unit == 1 and tensor.data_ptr() % 16 == 0
+            and all((0 < stride < 2**36 and stride % whole == 0) or size == 1 or (dim == 1 and stride == 0)
+                    for dim, (size, stride) in enumerate(zip(tensor.shape, strides))))

@@ -13,7 +13,7 @@ from s2_megatron.kernels.hopper.backward import s2_hopper_backward_kernel
 from s2_megatron.kernels.hopper.d256.backward import s2_hopper_d256_backward_kernel
 from s2_megatron.kernels.hopper.d256.forward import s2_hopper_d256_forward_kernel
 from s2_megatron.kernels.hopper.d256.grad_query import s2_hopper_d256_grad_query_kernel
-from s2_megatron.kernels.hopper.descriptors import BLOCK, MATRIX_FP32, Box, Launches
+from s2_megatron.kernels.hopper.descriptors import BLOCK, MATRIX_FP32, Box, Launches, loadable, share_rows
 from s2_megatron.kernels.hopper.forward import s2_hopper_forward_kernel
 from s2_megatron.kernels.hopper.grad_query import s2_hopper_grad_query_kernel
 from s2_megatron.kernels.hopper.repeats import Launched, RepeatedCall
@@ -38,20 +38,6 @@ MOST_SUMS = 14 * 2**20  # bytes, of the columns in parts
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _share_rows(tensor) -> bool:
-    """Whether the heads of a [B, heads, rows, D] view lie in the same memory: blocks in slots, each of one head."""
-    return tensor.shape[1] > 1 and tensor.stride(1) == 0
-
-
-def _loadable(tensor) -> bool:
-    """Whether TMA can address a [B, heads, rows, D] view: contiguous head dims, all else on 16 bytes."""
-    *strides, unit = tensor.stride()
-    whole = 16 // tensor.element_size()  # elements in 16 bytes
-    return (unit == 1 and tensor.data_ptr() % 16 == 0
-            and all((0 < stride < 2**36 and stride % whole == 0) or size == 1 or (dim == 1 and stride == 0)
-                    for dim, (size, stride) in enumerate(zip(tensor.shape, strides))))
 
 
 def _needs_lists(layout, placement, initial) -> bool:
@@ -79,9 +65,9 @@ def refusal(query, key, value, call, initial=None, more=None) -> str | None:
         return "keys or queries are placed by blocks without their pattern"
     if max(query.shape[2], 0 if listed else layout.largest_stride * BLOCK) >= MOST_BLOCKS * BLOCK:
         return f"the sequence or a stride has {MOST_BLOCKS} blocks or more"
-    if _share_rows(key) != _share_rows(value):
+    if share_rows(key) != share_rows(value):
         return "the heads of only one of key and value share their rows"
-    if _share_rows(query) or not all(_loadable(tensor) for tensor in (query, key, value, *(more or ()))):
+    if share_rows(query) or not all(loadable(tensor) for tensor in (query, key, value, *(more or ()))):
         return "query, key or value are not aligned to 16 bytes, or not contiguous in the head dim"
     return None
 
@@ -173,7 +159,7 @@ class Geometry:
             launches.repeated = False  # its tables are this batch's
             return launches
         cache = (self.layout if self.steps is None else self.steps).cache
-        entry = (kind, tile, self.query.shape, self.key.shape, _share_rows(self.key), self.kv_heads, self.own_rows)
+        entry = (kind, tile, self.query.shape, self.key.shape, share_rows(self.key), self.kv_heads, self.own_rows)
         if entry not in cache:
             cache[entry] = make(tile)
         return cache[entry]
@@ -184,7 +170,7 @@ class Geometry:
         tokens = getattr(self.layout, "tokens", None)
         return dict(ranges_ptr=self.nothing, tokens_ptr=self.nothing if tokens is None else tokens, TOKENS=tokens is not None, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
                     N_RANGES=1 if listed else self.layout.ranges.shape[1], RATIO=self.heads // self.key.shape[1],
-                    PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if _share_rows(self.key) else 1, BLOCK_D=self.block_dim,
+                    PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if share_rows(self.key) else 1, BLOCK_D=self.block_dim,
                     num_warps=4, list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps,
                     ORDERED=pointers["order_ptr"] is not None,
                     **{name: self.nothing if tensor is None else tensor for name, tensor in pointers.items()})
@@ -319,7 +305,7 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
     """Writes out and lse. Returns how to do it again for (query, key, value, out, lse), or None."""
     geometry = Geometry(query, key, value, call, initial, kv_heads, more)
     initial_out, initial_lse = (out, lse) if initial is None else initial
-    by_rows = out.dtype != query.dtype or not _loadable(out)
+    by_rows = out.dtype != query.dtype or not loadable(out)
     own, further = geometry.key_boxes()
     boxes = [Box(query, geometry.block_dim), *own, Box(query if by_rows else out, geometry.block_dim), *further]
     geometry.start(
@@ -361,7 +347,7 @@ def backward_dq(grad_out, query, key, value, lse, delta, grad_query, call, initi
 
 
 def _loadable_gradient(grad_out):
-    if _loadable(grad_out) and not _share_rows(grad_out):
+    if loadable(grad_out) and not share_rows(grad_out):
         return grad_out
     print_once(f"S2 attention copies the gradient of its output, whose strides {grad_out.stride()} TMA cannot read")
     return grad_out.contiguous()
@@ -380,8 +366,8 @@ def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters,
     """counters: zeros, geometry.key_counters() of them. sums: fp32 zeros [B, H, rows, D], to which dQ / scale is added."""
     launches = geometry.key_tiles
     boxes = [Box(tensor, geometry.block_dim) for tensor in (geometry.query, geometry.key, geometry.value, grad_out)]
-    joined = [_share_rows(tensor) for tensor in (grad_key, grad_value)]
-    by_rows = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and _loadable(tensor) for tensor in (grad_key, grad_value))
+    joined = [share_rows(tensor) for tensor in (grad_key, grad_value)]
+    by_rows = joined[0] != joined[1] or not all(tensor.dtype == geometry.key.dtype and loadable(tensor) for tensor in (grad_key, grad_value))
     grad_boxes = boxes[1:3] if by_rows else [Box(tensor, geometry.block_dim) for tensor in (grad_key, grad_value)]
     columns = geometry.columns_in_parts()
     pointers = [lse, delta, grad_key, grad_value, counters, *((lse, counters, counters) if returned is None else returned)]
@@ -397,7 +383,7 @@ def _launch_dkdv(geometry, grad_out, lse, delta, grad_key, grad_value, counters,
 
 
 def _launch_dq(geometry, grad_out, lse, delta, grad_query, initial=None):
-    by_rows = grad_query.dtype != geometry.query.dtype or not _loadable(grad_query)
+    by_rows = grad_query.dtype != geometry.query.dtype or not loadable(grad_query)
     start = grad_query if initial is None else initial
     own, further = geometry.key_boxes()
     boxes = [Box(geometry.query, geometry.block_dim), *own, Box(grad_out, geometry.block_dim), Box(geometry.query if by_rows else grad_query, geometry.block_dim),
