@@ -312,8 +312,16 @@ def test_what_the_last_query_sees():
     assert sparse.layers == "1, 3"
 
 
+@pytest.mark.parametrize("window, sink", [(100, 0), (96, 5), (16, 40), (7, 16)])
+def test_windows_and_sinks_are_counted_to_the_token(window, sink):
+    config = {"block_size": 16, "layers": "S", "specs": {"S": {"window": window, "sink_tokens": sink}}}
+    sparsity = SparsityConfig.from_data(config).resolve(num_layers=1, num_heads=4, num_kv_heads=2, seq_length=320)
+    (kind,) = layer_kinds.layer_kinds(sparsity)
+    assert (kind.window, kind.head_beyond, kind.all_beyond) == (window, sink, sink)
+
+
 def test_windows_of_masks():
     rows = [np.arange(query + 1) if query < 3 else np.array([0, query - 1, query]) for query in range(8)]
     mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
-    assert layer_kinds.window_blocks(mask, 8) == 2 and layer_kinds.head_groups(mask) == [[0, 1, 2, 3]]
+    assert layer_kinds.window_tokens(mask, 8) == 32 and layer_kinds.head_groups(mask) == [[0, 1, 2, 3]]
     assert layer_kinds.kept_blocks(mask, 8).sum() == 2 * 3

@@ -43,17 +43,19 @@ def head_groups(pattern: Pattern) -> list[list[int]]:
     return list(groups.values())
 
 
-def window_blocks(pattern: Pattern, n_blocks: int) -> int:
-    """Blocks up to the last query's that every head attends without a gap."""
-    least = n_blocks
+def window_tokens(pattern: Pattern, n_blocks: int) -> int:
+    """Tokens up to the last query of so many blocks that every head attends without a gap."""
+    least = n_blocks * pattern.block_size
     for heads in head_groups(pattern):
         if isinstance(pattern, BlockMaskPattern):
             keys = pattern.key_blocks(heads[0], n_blocks - 1)[::-1]
             gaps = np.flatnonzero(keys != n_blocks - 1 - np.arange(len(keys)))
-            run = int(gaps[0]) if len(gaps) else len(keys)
+            run = (int(gaps[0]) if len(gaps) else len(keys)) * pattern.block_size
         else:
-            end, _ = HeadPattern(*pattern.heads[heads[0]].canonical).touched_ranges[0]
-            run = n_blocks if end is None else min(end, n_blocks)
+            head = HeadPattern(*pattern.heads[heads[0]].canonical)
+            end = head.touched_ranges[0][0]
+            run = least if end is None else end * pattern.block_size
+            run = run if head.window is None else head.window
         least = min(least, run)
     return least
 
@@ -80,6 +82,22 @@ def kept_blocks(pattern: Pattern, n_blocks: int) -> np.ndarray:
     return kept
 
 
+def tokens_beyond(pattern: Pattern, head: int, n_blocks: int, window: int) -> np.ndarray:
+    """int64[n_blocks]: how many tokens of each key block a head shows the last query beyond a window of so many."""
+    block, seen = pattern.block_size, np.zeros(n_blocks, dtype=np.int64)
+    keys, distance = np.arange(n_blocks), n_blocks - 1 - np.arange(n_blocks)
+    if isinstance(pattern, BlockMaskPattern) or not pattern.heads[head].by_token:
+        seen[pattern.key_blocks(head, n_blocks - 1)] = block
+    else:
+        rule = pattern.heads[head]
+        for start, end, stride in rule.bounds():
+            inside = (distance >= start) & (distance < (n_blocks if end is None else end))
+            seen[inside & ((keys + rule.offset) % stride == 0)] = block
+        seen = np.maximum(seen, np.clip(rule.sink_tokens - keys * block, 0, block))
+        seen = np.maximum(seen, np.clip((rule.window or 0) - distance * block, 0, block))
+    return np.maximum(seen - np.clip(window - distance * block, 0, block), 0)
+
+
 def layer_kinds(sparsity: ResolvedSparsity) -> list[LayerKind]:
     """One entry per spec, in the order of their first layers."""
     found = []
@@ -96,13 +114,12 @@ def layer_kinds(sparsity: ResolvedSparsity) -> list[LayerKind]:
                 LayerKind(spec, "dense", joined_layers(names), "dense", 1.0, 1.0, length, 0.0, 0, float(length))
             )
             continue
-        window = window_blocks(pattern, n_blocks)
-        beyond, union = [], np.zeros(n_blocks, dtype=bool)
+        window = window_tokens(pattern, n_blocks)
+        beyond, union = [], np.zeros(n_blocks, dtype=np.int64)
         for heads in head_groups(pattern):
-            keys = pattern.key_blocks(heads[0], n_blocks - 1)
-            far = keys[keys < n_blocks - window]
-            union[far] = True
-            beyond += [len(far)] * len(heads)
+            seen = tokens_beyond(pattern, heads[0], n_blocks, window)
+            union = np.maximum(union, seen)
+            beyond += [seen.sum()] * len(heads)
         kept = kept_blocks(pattern, n_blocks).sum(1)
         found.append(
             LayerKind(
@@ -112,9 +129,9 @@ def layer_kinds(sparsity: ResolvedSparsity) -> list[LayerKind]:
                 pattern.describe(),
                 pattern.density(length),
                 pattern.coverage(n_blocks),
-                min(window * block, length),
-                float(np.mean(beyond)) * block,
-                int(union.sum()) * block,
+                min(window, length),
+                float(np.mean(beyond)),
+                int(union.sum()),
                 float(np.minimum(kept * block, length).mean()),
             )
         )
