@@ -5,6 +5,7 @@ parser."""
 from __future__ import annotations
 
 import argparse
+import logging
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -63,6 +64,7 @@ def moe_freq_type(text: str) -> int | list:
 
 def _megatrons_type(name: str):
     """The one import of Megatron: nobody else knows what lists and rules its window flags take."""
+    logging.disable(logging.WARNING)  # Megatron's imports report every package that is not installed
     try:
         with warnings.catch_warnings(action="ignore"):
             return getattr(import_module("megatron.training.arguments"), name)
@@ -71,6 +73,8 @@ def _megatrons_type(name: str):
             f"Megatron's windows are read by megatron-core, which cannot be imported here ({error}); install it, or "
             "name a YAML with `window:`"
         ) from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 # flag: (default, settings of add_argument). None: Megatron works it out, or it has to be given.
