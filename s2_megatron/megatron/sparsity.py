@@ -27,8 +27,8 @@ def check_windows(args: Namespace) -> None:
     window, skipped = args.window_size, args.window_attn_skip_freq
     if window is None:
         raise ValueError(
-            f"--s2-config {FROM_FLAGS} without --window-size; expected the window in Megatron's flag; add --window-size "
-            "1023,0 (a query then sees 1024 keys), or name a YAML"
+            f"--s2-config {FROM_FLAGS} without --window-size; expected the window in Megatron's flag; add "
+            "--window-size 1023,0 (a query then sees 1024 keys), or name a YAML"
         )
     given = f"--window-size {','.join(map(str, window))}"
     if len(window) != 2 or window[1] != 0:
@@ -45,7 +45,7 @@ def check_windows(args: Namespace) -> None:
     if isinstance(skipped, list) and all(type(item) is int for item in skipped):
         if len(skipped) != args.num_layers:
             raise ValueError(
-                f"{given}: {len(skipped)} entries; expected one for each layer, as --num-layers {args.num_layers} says; "
+                f"{given}: {len(skipped)} entries; expected one for each of the {args.num_layers} layers; "
                 "use a number N (every N-th layer sees all keys), or a list of that length"
             )
         if (mtp_layers := _mtp_layers(args)[0]) > len(skipped):

@@ -39,7 +39,7 @@ REFUSED = {
     "no limit": ({"--window-size": "(-1,0)"}, "--window-size -1,0: no window, every layer attends everything"),
     "a frequency of 0": ({"--window-size": "16,0", "--window-attn-skip-freq": "0"}, "expected a number N from 1"),
     "a short list": ({"--window-size": "16,0", "--window-attn-skip-freq": "[1,0]"}, "2 entries; expected one for each"),
-    "lists in a list": ({"--window-size": "16,0", "--window-attn-skip-freq": "[[1],[0]]*2"}, "a list with a 1 for each"),
+    "lists in a list": ({"--window-size": "16,0", "--window-attn-skip-freq": "[[1],[0]]*2"}, "a list with a 1 for"),
     "too many predictions": (
         {"--window-size": "16,0", "--window-attn-skip-freq": "[1,0,1,0]", "--mtp-num-layers": "5"},
         "--mtp-num-layers 5 with --window-attn-skip-freq [1, 0, 1, 0]: 4 entries",
@@ -124,7 +124,7 @@ def test_a_layer_is_what_the_model_config_says(layer_number, same):
         make_range_pattern(block_size=16, **SHAPE, ranges=(), window=100, sink_tokens=1),
         make_range_pattern(block_size=16, **SHAPE, ranges=(), window=100, dense_heads=[1]),
     ):
-        with pytest.raises(ValueError, match="^layer: window_size=.*use --s2-config window-size, or drop --window-size"):
+        with pytest.raises(ValueError, match=r"^layer: window_size=.*use --s2-config window-size, or drop"):
             check_layer_window(other, config, layer_number, "layer")
     check_layer_window(other, namespace(window_size=None), layer_number, "layer")
 

@@ -1,5 +1,4 @@
-"""On a GPU: --s2-config window-size trains what Transformer Engine's own windows train, in fp32. Run by `make test-gpu`.
-"""
+"""On a GPU --s2-config window-size trains what Transformer Engine's own windows train, in fp32 (`make test-gpu`)."""
 
 from __future__ import annotations
 

@@ -347,6 +347,6 @@ def test_what_is_no_window_is_one_line(flags, words, capsys):
 
 
 def test_windows_without_megatron_are_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("s2_megatron.tools.forecast.flags.import_module", lambda name: __import__("no_such_module"))
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert commands.main(["inspect", "--", *LINE, "--window-size", "1023,0"]) == 2
     assert "are read by megatron-core, which cannot be imported here" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """Megatron's flags that a forecast needs, by Megatron's names, with Megatron's defaults, and the values that a training
-refuses. Neither Megatron nor torch is imported, but for its windows; a test compares names, defaults, types and choices with Megatron's own
-parser."""
+refuses. Neither Megatron nor torch is imported, unless a line has Megatron's windows; a test compares names, defaults,
+types and choices with Megatron's own parser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import argparse
 import logging
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
@@ -51,7 +50,6 @@ UNKNOWN = {
 }
 
 
-
 def tuple_type(text: str) -> tuple[int, ...]:
     """Megatron's type of this name."""
     return _megatrons_type("tuple_type")(text)
@@ -67,7 +65,9 @@ def _megatrons_type(name: str):
     logging.disable(logging.WARNING)  # Megatron's imports report every package that is not installed
     try:
         with warnings.catch_warnings(action="ignore"):
-            return getattr(import_module("megatron.training.arguments"), name)
+            from megatron.training import arguments
+
+            return getattr(arguments, name)
     except ImportError as error:
         raise argparse.ArgumentTypeError(
             f"Megatron's windows are read by megatron-core, which cannot be imported here ({error}); install it, or "
