@@ -10,6 +10,7 @@ import pytest
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.megatron.sparsity import check_layer_window, check_windows, stock_sparsity
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
+from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
 from tests.megatron.arguments import arguments, parse_cases
 from tests.tiers import mostly_slow
 
@@ -103,6 +104,20 @@ def test_what_megatrons_own_model_computes():
     old = namespace()
     del old.window_size, old.window_attn_skip_freq, old.mtp_num_layers
     assert stock_sparsity(old).canonical_json() == dense
+
+
+def test_an_exported_model_has_megatrons_windows():
+    """Of a checkpoint that was trained under the flag, and of one of Megatron's own."""
+    ours = yaml_sparsity("WWDW").canonical_json()
+    sizes = dict(hidden_size=64, ffn_hidden_size=128, kv_channels=16, padded_vocab_size=128, add_qkv_bias=False)
+    form = dict(qk_layernorm=False, untie_embeddings_and_output_weights=True)
+    for stored in (None, ours):
+        args = namespace(s2_sparsity=stored, **sizes, **form)
+        shape = shape_of_arguments(args, "checkpoint", None)
+        assert sparsity_of_arguments(args, shape, None).canonical_json() == ours
+    args = namespace(window_size=(16, 16), **sizes, **form)
+    with pytest.raises(ValueError, match="--window-size 16,16: expected two numbers"):
+        sparsity_of_arguments(args, shape, None)
 
 
 def test_a_model_without_a_window_is_said_to_be_dense():
