@@ -4,7 +4,7 @@
 #   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_hybrid.yaml \
 #       examples/pretrain_7b.sh
 #
-#   CONFIG           the sparsity YAML
+#   CONFIG           the sparsity YAML; or window-size, beside Megatron's --window-size
 #   DATA_PATH        Megatron's --data-path: prefixes of indexed datasets, with weights when there are several
 #   TOKENIZER        a Hugging Face tokenizer: its folder
 #   MOCK_DATA=1      instead of the two: random tokens, to try a layout or measure a speed
@@ -61,7 +61,7 @@ is_one_copy() {
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
     require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_hybrid.yaml"
-    [[ $CONFIG == /* || -f $CONFIG ]] || CONFIG=$ROOT/$CONFIG
+    [[ $CONFIG == /* || $CONFIG == window-size || -f $CONFIG ]] || CONFIG=$ROOT/$CONFIG
     local output=${OUTPUT:-$ROOT/runs/$(basename "$CONFIG" .yaml)}
 
     local data=()

@@ -100,6 +100,14 @@ def test_a_dry_run_needs_no_slurm(cluster):
     assert done.returncode == 0 and nodes == ["node 0:", "node 1:"]
 
 
+def test_megatrons_windows_need_no_yaml(cluster):
+    windows = ("--window-size", "1023,0")
+    done = submit(cluster, "examples/pretrain_7b.sh", *windows, DRY_RUN="1", CONFIG="window-size")
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if "torch.distributed.run" in line]
+    assert len(lines) == 4 and all(line[-2:] == [*windows] for line in lines)
+    assert {dict(pairwise(line))["--s2-config"] for line in lines} == {"window-size"}
+
+
 MISTAKES = [
     # (what is changed, what is left out, arguments, what the line says)
     ({}, ["SLURM_JOB_ID"], ["examples/pretrain_7b.sh"], ("SLURM_JOB_ID", "sbatch --nodes 4")),

@@ -13,10 +13,9 @@ import sys
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 
 from s2_megatron.config.errors import shown
-from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
-from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint, dense_sparsity
+from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 from s2_megatron.megatron.patches import (
     guard_processes,
@@ -37,6 +36,7 @@ from s2_megatron.megatron.records.report import (
 from s2_megatron.megatron.refusals.sparsity import refuse_layers, refuse_softmax_scale
 from s2_megatron.megatron.refusals.table import refuse_unsupported, refuse_yaml_command_line
 from s2_megatron.megatron.settings import DENSE_CORES, RunFlags, S2Run, S2Settings
+from s2_megatron.megatron.sparsity import FROM_FLAGS, resolve_sparsity, stock_sparsity
 from s2_megatron.ops.api import BACKENDS, resolve_backend
 from s2_megatron.ops.checks import check_dtype, softmax_scale_of
 from s2_megatron.printing import print_once
@@ -72,7 +72,8 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         action=_Config,
         metavar="YAML",
         default=None,
-        help="Sparsity of every layer (see configs/). Without it the model is Megatron's own.",
+        help="Sparsity of every layer (see configs/). Without it the model is Megatron's own. "
+        f"{FROM_FLAGS}: that of Megatron's --window-size and --window-attn-skip-freq, without a YAML.",
     )
     group.add_argument(
         "--s2-backend",
@@ -159,24 +160,6 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         "have ids of their own. Works without --s2-config too.",
     )
     return parser
-
-
-def resolve_sparsity(args: Namespace) -> ResolvedSparsity:
-    """The sparsity of every layer from --s2-config, for the model of `args`. Raises ValueError when they do not fit."""
-    config = load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns)
-    # --mtp-use-repeated-layer runs one layer several times.
-    mtp_runs = args.mtp_num_layers or 0
-    mtp_layers = min(mtp_runs, 1) if args.mtp_use_repeated_layer else mtp_runs
-    sparsity = config.resolve(
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        seq_length=args.seq_length,
-        mtp_num_layers=mtp_layers,
-    )
-    if args.mtp_use_repeated_layer:
-        sparsity = dataclasses.replace(sparsity, mtp_layers=sparsity.mtp_layers * mtp_runs)
-    return sparsity
 
 
 def _apply_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> ResolvedSparsity:
@@ -297,7 +280,7 @@ def prepare_s2(args: Namespace) -> S2Run | None:
     args.flight_recorder_extra_dump_on_exec = False
     if run is not None:
         args.s2_sparsity, args.s2_density = run.sparsity.canonical_json(), run.sparsity.density()
-    sparsity = dense_sparsity(args) if run is None else run.sparsity
+    sparsity = stock_sparsity(args) if run is None else run.sparsity
 
     report_missing_flags(args)
     (report_ignored_flags if run is None else report_flags_without_effect)(args)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
+from s2_megatron.megatron.sparsity import FROM_FLAGS
 from s2_megatron.printing import held
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
@@ -153,7 +154,7 @@ class _Check:
         check_datasets(self.args, own_data=self.own)
 
     def yaml(self) -> None:
-        if self.args.s2_config is not None:
+        if self.args.s2_config not in (None, FROM_FLAGS):  # whose windows `model` resolves
             load_config(self.args.s2_config, allow_python_patterns=True)  # none is called
 
     def megatron(self) -> None:

@@ -25,7 +25,7 @@ HONOURED: dict[str, str] = {
     "apply_query_key_layer_scaling": "divides before and multiplies after the mask, so the result is the same; the "
     "softmax is in fp32 anyway",
     "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
-    "window_attn_skip_freq": "read only with --window-size, which is refused",
+    "window_attn_skip_freq": "read only with --window-size, as --s2-config window-size does",
     "no_rope_freq": "applied before the core attention",
     "hidden_dropout": "outside of the core attention",
     "bias_dropout_fusion": "outside of the core attention",

@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from megatron.training import global_vars, training  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from s2_megatron.megatron.arguments import resolve_sparsity  # noqa: E402
 from s2_megatron.megatron.patches import install_flop_accounting  # noqa: E402
+from s2_megatron.megatron.sparsity import resolve_sparsity  # noqa: E402
 from tests.megatron.arguments import parse  # noqa: E402
 
 LOGGED: list[dict] = []

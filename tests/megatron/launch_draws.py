@@ -128,7 +128,10 @@ GROUPS = {
         --multi-latent-attention ; --q-lora-rank 8 ; --kv-lora-rank 8 ;
         --qk-head-dim 8 + --qk-pos-emb-head-dim 8 + --v-head-dim 8 ;
         --experimental-attention-variant gated_delta_net|dsa ; --linear-attention-freq 2 ;
-        --window-size 16,0|(16,0)|[16,0] ; --window-attn-skip-freq 2 ; --softmax-type vanilla|off-by-one|learnable ;
+        --window-size 16,0|(16,0)|[16,0] ; --window-attn-skip-freq 2 ;
+        --s2-config window-size ; --s2-config window-size + --window-size 16,0|0,0|(-1,0)|16,1|16 ;
+        --s2-config window-size + --window-size 16,0 + --window-attn-skip-freq 1|2|-1|[1,0]|[1,0,1,0] ;
+        --softmax-type vanilla|off-by-one|learnable ;
         --attention-backend flash|fused|unfused|auto|local ; --use-flash-attn ; --flash-attention-version 2|3|4 ;
         --qk-clip ; --log-max-attention-logit ; -s2-config
     """,

@@ -37,7 +37,10 @@ CASES = {
     "megatron_version": (dict(version="0.18.3"), "pip install 'megatron-core"),
     "attention_dropout": (dict(without=["--attention-dropout"]), "--attention-dropout 0"),
     "softmax_type": (dict(flags={"--softmax-type": "learnable"}), "--softmax-type vanilla"),
-    "window_size": (dict(flags={"--window-size": "128,0"}), "remove --window-size"),
+    "window_size": (
+        dict(flags={"--window-size": "128,0"}),
+        "--window-size 128,0 beside the sparsity",
+    ),
     "reset_attention_mask": (dict(flags={"--reset-attention-mask": None}), "--dataloader-inter-document-masking"),
     "create_attention_mask_in_dataloader": (
         dict(flags={"--seq-length": "16384"}, without=["--no-create-attention-mask-in-dataloader"]),

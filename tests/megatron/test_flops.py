@@ -53,6 +53,7 @@ PATTERNS = {
         ["dense"],
         ["mask"],
         ["tokens"],
+        [],
         ["range", "range", "mask", "range_dense_head", "tokens"],
     ],
 )

@@ -195,6 +195,9 @@ BAD = {
     "no value": Bad({"--seq-length": None}, ("--seq-length: expected one argument",)),
     "yaml_cfg": Bad({"--yaml-cfg": "x.yaml"},
         ("--yaml-cfg makes Megatron drop every other flag", "remove --yaml-cfg")),
+    "no window": Bad({"--s2-config": "window-size"}, ("--s2-config window-size without --window-size; expected",)),
+    "keys behind the query": Bad(
+        {"--s2-config": "window-size", "--window-size": "16,16"}, ("--window-size 16,16: expected two numbers",)),
     "a config twice": Bad({"--s2-config": ["{tmp}/config.yaml", "--s2-config", "x"]}, ("given twice",)),
     "a wrong config": Bad({"--s2-config": "{tmp}/wrong.yaml"}, ("specs.S.stride", "got 0; expected")),
     "a function": Bad({"--s2-config": "{tmp}/function.yaml"}, ("no Python pattern without permission",)),

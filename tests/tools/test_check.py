@@ -81,6 +81,8 @@ FINE = {
     "data of one's own": (Bad({"--split": "100,0,0"}, (), (), "torchrun mine.py"), ("nothing wrong found",)),
     "a script of one's own": (Bad({"--my-flag": "3"}, (), (), "torchrun mine.py"),
         ("note: mine.py is not pretrain_gpt_s2.py", "nothing wrong found")),
+    "Megatron's windows": (Bad({"--s2-config": "window-size", "--window-size": "511,0", "--window-attn-skip-freq": "4"},
+        ()), ("window 512", "nothing wrong found")),
     "a plan against a rule": (Bad({"--s2-config": "{tmp}/windows.yaml"}, ()),
         ("note: the windows of all 4 layers, one after the other, reach 64 of ", "nothing wrong found")),
     "a tokenizer of the hub": (Bad({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nobody/none"}, (),

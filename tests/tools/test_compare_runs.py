@@ -211,6 +211,16 @@ def test_runs_that_differ_in_more_than_sparsity_are_refused(tmp_path, changes, k
     check_comparable(runs, ["all"])
 
 
+def test_megatrons_windows_are_a_part_of_an_s2_runs_sparsity(tmp_path):
+    """Those of --s2-config window-size; without S2 they are a setting of the model."""
+    windows = dict(window_size=[127, 0], window_attn_skip_freq=2)
+    one, plain = run_with(tmp_path, "one"), run_with(tmp_path, "plain", **windows)
+    s2_run = run_with(tmp_path, "two", **s2_arguments() | windows)
+    check_comparable([one, s2_run], [])
+    with pytest.raises(ValueError, match="model: window_size None and"):
+        check_comparable([s2_run, plain], [])
+
+
 def test_what_may_differ(tmp_path):
     one = run_with(tmp_path, "one")
     two = run_with(

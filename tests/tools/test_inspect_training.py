@@ -325,3 +325,36 @@ def test_windows_of_masks():
     mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])
     assert layer_kinds.window_tokens(mask, 8) == 32 and layer_kinds.head_groups(mask) == [[0, 1, 2, 3]]
     assert layer_kinds.kept_blocks(mask, 8).sum() == 2 * 3
+
+
+WINDOWS = ["--s2-config", "window-size", "--window-size", "1023,0", "--window-attn-skip-freq", "4"]
+
+
+def test_megatrons_windows_are_inspected_without_a_yaml(tmp_path, capsys):
+    at = LINE.index("--s2-config")
+    line = [*LINE[:at], *LINE[at + 2 :]]
+    (tmp_path / "same.yaml").write_text("layers: SSSD\nspecs:\n  S: {window: 1024}\n")
+    found = []
+    for flags in (WINDOWS, ["--s2-config", str(tmp_path / "same.yaml")]):
+        assert commands.main(["inspect", "--json", "--", *line, *flags]) == 0
+        found.append(capsys.readouterr().out.replace('"W"', '"S"'))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("flags, words", [
+    (WINDOWS[2:], "--window-size without --s2-config: Megatron's own windows, which inspect does not know"),
+    ([*WINDOWS, "--window-attn-skip-freq", "0"], "--window-attn-skip-freq 0: expected a number N from 1"),
+    ([*WINDOWS, "--window-size", "x"], "launch line: --window-size: invalid tuple_type value: 'x'"),
+    (WINDOWS[:2], "--s2-config window-size without --window-size; expected"),
+])  # fmt: skip
+def test_what_is_no_window_is_one_line(flags, words, capsys):
+    at = LINE.index("--s2-config")
+    assert commands.main(["inspect", "--", *LINE[:at], *LINE[at + 2 :], *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and words in error and error.count("\n") == 1
+
+
+def test_windows_without_megatron_are_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
+    assert commands.main(["inspect", "--", *LINE, "--window-size", "1023,0"]) == 2
+    assert "are read by megatron-core, which cannot be imported here" in capsys.readouterr().err

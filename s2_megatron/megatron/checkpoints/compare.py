@@ -2,8 +2,8 @@
 built.
 
 Megatron stores its arguments in every checkpoint; `args.s2_sparsity` (`ResolvedSparsity.canonical_json()`) is one of
-them. A checkpoint without it is dense. Attention modules have no weights, so a checkpoint's weights fit every sparsity:
-only resuming is at stake.
+them. A checkpoint without it is dense, or has Megatron's own windows. Attention modules have no weights, so a
+checkpoint's weights fit every sparsity: only resuming is at stake.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sinks import without_sink
-from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
+from s2_megatron.config.sparsity import ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoints.folder import CheckpointError, checkpoint_to_load, remedy
 from s2_megatron.megatron.model.rope_scaling import DEFAULT, computed_factor
+from s2_megatron.megatron.sparsity import dense_sparsity, stock_sparsity
 from s2_megatron.printing import print_once
 
 # What a checkpoint's weights have to agree on with the model: the arguments' names.
@@ -86,20 +87,6 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     return StoredCheckpoint(folder, stored, iteration, weights_only, scheduler)
 
 
-def dense_sparsity(args: Namespace) -> ResolvedSparsity:
-    """What a model without --s2-config computes. args: Megatron's."""
-    dense = LayerSparsity("D", None)
-    return ResolvedSparsity(
-        layers=(dense,) * args.num_layers,
-        mtp_layers=(dense,) * (getattr(args, "mtp_num_layers", None) or 0),
-        softmax_scale=getattr(args, "softmax_scale", None),
-        block_size=64,  # plays no part in dense layers' canonical form
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_attention_heads,
-        seq_length=args.seq_length,
-    )
-
-
 def _padding(args: Namespace) -> int:
     return args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
 
@@ -128,7 +115,7 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> StoredCheckpoint | None:
-    """Compares this run's sparsity (None: a dense run without --s2-config) and shapes with those of the checkpoint
+    """Compares this run's sparsity (None: Megatron's own, without --s2-config) and shapes with those of the checkpoint
     that it is about to load.
 
     Local checkpoints (--non-persistent-ckpt-type local) can only be read by Megatron's ranks together; theirs is
@@ -179,7 +166,7 @@ def dropout_note(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
 
 
 def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpoint: StoredCheckpoint) -> None:
-    """Compares this run's sparsity (None: dense, without --s2-config) with a checkpoint's.
+    """Compares this run's sparsity (None: Megatron's own, without --s2-config) with a checkpoint's.
 
     Prints the differences when only weights are loaded, or when --s2-allow-sparsity-change says that they are meant.
     Otherwise raises CheckpointError with one line for each kind of change and the layers it concerns. The backend, the
@@ -189,9 +176,10 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
     if stored is None and sparsity is None:
         return
     allowed = checkpoint.weights_only or args.s2_allow_sparsity_change
-    ours = (sparsity or dense_sparsity(args)).canonical_json()
+    theirs = stock_sparsity(checkpoint.args).canonical_json() if stored is None else stored
+    ours = (sparsity or stock_sparsity(args)).canonical_json()
     try:
-        differences = diff_sparsity(stored or dense_sparsity(checkpoint.args).canonical_json(), ours)
+        differences = diff_sparsity(theirs, ours)
     except ValueError as error:
         if not allowed:
             raise CheckpointError(
@@ -217,6 +205,6 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
         )
     how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
     print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")
-    was_dense = stored in (None, dense_sparsity(checkpoint.args).canonical_json())
+    was_dense = theirs == dense_sparsity(checkpoint.args).canonical_json()
     if sparsity is not None and was_dense and (hidden := without_sink(sparsity)) is not None:
         print_once(f"S2: WARNING: {hidden}")

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
 from s2_megatron.megatron.settings import S2Settings
+from s2_megatron.megatron.sparsity import check_layer_window
 from s2_megatron.ops.api import make_call
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout
 from s2_megatron.ops.recompute import layer_output, recompute_attention
@@ -32,7 +33,6 @@ HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
     ("multi_latent_attention", False, "drop --multi-latent-attention"),
     ("softmax_type", "vanilla", "--softmax-type vanilla"),
-    ("window_size", None, "drop --window-size and give the window in the S2 config (local_tokens)"),
     ("experimental_attention_variant", None, "drop --experimental-attention-variant"),
     ("fp8_dot_product_attention", False, "set fp8_dot_product_attention=False"),
     ("fp8_multi_head_attention", False, "set fp8_multi_head_attention=False"),
@@ -143,6 +143,7 @@ class S2CoreAttention(MegatronModule):
                 f"groups, its pattern {pattern.num_heads} and {pattern.num_kv_heads}; expected the same; resolve the "
                 "S2 config for this model's shape"
             )
+        check_layer_window(pattern, config, layer_number, self._name)
         self.use_pattern(pattern.tensor_parallel_slice(tp_rank, tp_size))
         self.context_parallel = None
         if config.context_parallel_size > 1:

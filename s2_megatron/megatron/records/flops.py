@@ -41,7 +41,7 @@ class PairTable:
     def __init__(self, patterns: list[Pattern], block_size: int, limit: int):
         self.block_size = block_size
         n_blocks = -(-limit // block_size)
-        terms = []
+        terms = [(np.zeros(n_blocks, np.int64), np.zeros(block_size, np.int64))]  # of a model without S2 layers
         for pattern, layers in _counted(patterns):
             assert pattern.block_size == block_size, (pattern.block_size, block_size)
             terms += [(layers * weights, keys) for weights, keys in pattern.row_terms(n_blocks)]

@@ -43,7 +43,7 @@ def report_run(args: Namespace, sparsity: ResolvedSparsity) -> None:
     """Tells wandb's config and TensorBoard what every run is compared by, S2 or not: its density, FLOPs per
     token and device.
 
-    sparsity: dense_sparsity(args) for a run without --s2-config.
+    sparsity: stock_sparsity(args) for a run without --s2-config.
     """
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 

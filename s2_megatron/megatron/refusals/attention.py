@@ -36,12 +36,6 @@ def _fused_softmax_is_missing(args: Namespace) -> bool:
 
 REFUSALS = (
     Refusal(
-        "window_size",
-        lambda args: args.window_size is not None,
-        "--window-size {args.window_size}: windows are part of the sparsity config",
-        "remove --window-size and give the layers `local_tokens` in the YAML of --s2-config",
-    ),
-    Refusal(
         "reset_attention_mask",
         is_set("reset_attention_mask"),
         "--reset-attention-mask puts document boundaries into an attention mask, which S2 attention does not read",

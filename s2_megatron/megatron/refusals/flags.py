@@ -7,6 +7,7 @@ from argparse import Namespace
 
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.megatron.refusals.refusal import Refusal, is_set, listed
+from s2_megatron.megatron.sparsity import FROM_FLAGS
 from s2_megatron.patterns.checks import HEAD_DIM_LIMIT
 
 
@@ -36,6 +37,14 @@ REFUSALS = (
         lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla",
         "--softmax-type {args.softmax_type}: S2 attention adds no offset to the softmax's sum",
         "use --softmax-type vanilla",
+    ),
+    Refusal(
+        "window_size",
+        lambda args: getattr(args, "window_size", None) is not None and args.s2_config != FROM_FLAGS,
+        "--window-size {window} beside the sparsity {args.s2_config}, and a model has its windows from one of them",
+        f"use --s2-config {FROM_FLAGS}, or remove --window-size and give `window:` in the YAML (--window-size W,0 is "
+        "`window:` W+1)",
+        lambda args: {"window": ",".join(map(str, args.window_size))},
     ),
     Refusal(
         "position_embedding_type",

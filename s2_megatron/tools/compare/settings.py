@@ -61,6 +61,8 @@ CHECKED = {
     ),
     "precision": ("bf16", "fp16", "fp8", "fp8_recipe", "fp4", "fp32_residual_connection", "grad_reduce_in_bf16"),
 }  # fmt: skip
+WINDOWS = ("window_size", "window_attn_skip_freq")
+NOT_LOGGED = (None, "", "None")
 ALL = "all"  # --vary all: nothing is checked
 DENSE = "dense"
 # In the header of a thinned log (studies): the hash of the losses of the run whose weights it begins with.
@@ -90,6 +92,8 @@ def _value(arguments: dict, name: str):
     value = arguments.get(name)
     if name == "lr_decay_iters" and str(value) == "None":
         return arguments.get("train_iters")  # as Megatron's scheduler takes it
+    if name in WINDOWS and arguments.get("s2_sparsity") not in NOT_LOGGED:
+        return None  # the windows of --s2-config window-size: a part of the sparsity, which may differ
     return value
 
 
@@ -164,7 +168,7 @@ def begins_with(run: Run) -> tuple | None:
 def sparsity_of(run: Run) -> str:
     """The canonical JSON of the run's sparsity, or "dense": a dense YAML and no YAML are the same attention."""
     text = (run.arguments or {}).get("s2_sparsity")
-    if text in (None, "", "None"):
+    if text in NOT_LOGGED:
         return DENSE
     content = json.loads(text)
     if content.get("softmax_scale") is None and all(form["kind"] == "dense" for form in content["patterns"]):

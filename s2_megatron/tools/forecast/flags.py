@@ -1,10 +1,12 @@
 """Megatron's flags that a forecast needs, by Megatron's names, with Megatron's defaults, and the values that a training
-refuses. Neither Megatron nor torch is imported; a test compares names, defaults, types and choices with Megatron's own
-parser."""
+refuses. Neither Megatron nor torch is imported, unless a line has Megatron's windows; a test compares names, defaults,
+types and choices with Megatron's own parser."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +48,34 @@ UNKNOWN = {
     "--cuda-graph-impl": "forecast without CUDA graphs",
     "--distribute-saved-activations": "forecast without distributing them",
 }
+
+
+def tuple_type(text: str) -> tuple[int, ...]:
+    """Megatron's type of this name."""
+    return _megatrons_type("tuple_type")(text)
+
+
+def moe_freq_type(text: str) -> int | list:
+    """Megatron's type of this name."""
+    return _megatrons_type("moe_freq_type")(text)
+
+
+def _megatrons_type(name: str):
+    """The one import of Megatron: nobody else knows what lists and rules its window flags take."""
+    logging.disable(logging.WARNING)  # Megatron's imports report every package that is not installed
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            from megatron.training import arguments
+
+            return getattr(arguments, name)
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(
+            f"Megatron's windows are read by megatron-core, which cannot be imported here ({error}); install it, or "
+            "name a YAML with `window:`"
+        ) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
 
 # flag: (default, settings of add_argument). None: Megatron works it out, or it has to be given.
 _whole, _switch = dict(type=int), dict(action="store_true")
@@ -96,6 +126,8 @@ FLAGS: dict[str, tuple[object, dict]] = {
     "--recompute-method": (None, dict(choices=("uniform", "block"))),
     "--recompute-num-layers": (None, _whole),
     "--recompute-modules": (None, dict(nargs="+")),
+    "--window-size": (None, dict(type=tuple_type)),
+    "--window-attn-skip-freq": (None, dict(type=moe_freq_type)),
     "--s2-config": (None, {}),
     "--s2-dense-core": ("auto", dict(choices=("auto", "stock", "s2"))),
     "--s2-cp-comm-type": (["sparse"], dict(nargs="+", type=comm_type_of, choices=COMM_TYPES)),

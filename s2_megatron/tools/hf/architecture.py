@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from s2_megatron.config.errors import printable
@@ -11,6 +12,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
 from s2_megatron.megatron.model.rope_scaling import computed_factor
+from s2_megatron.megatron.sparsity import resolve_windows
 from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
 from s2_megatron.tools.hf.config_types import check_types, is_count
 from s2_megatron.tools.hf.weights import Shape
@@ -23,7 +25,7 @@ _WANTED = {
     "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
     "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "is_hybrid_model": False,
     "layernorm_zero_centered_gamma": False, "attention_output_gate": False,
-    "apply_residual_connection_post_layernorm": False, "softmax_type": "vanilla", "window_size": None,
+    "apply_residual_connection_post_layernorm": False, "softmax_type": "vanilla",
     "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False,
     "experimental_attention_variant": None, "heterogeneous_layers_config_path": None, "glu_linear_offset": 0.0,
     "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
@@ -91,7 +93,11 @@ def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) ->
             )
         return _given(path, args, shape, stored)
     if content is None:
-        sparsity = _dense(shape, getattr(args, "softmax_scale", None), args.seq_length)
+        scale = getattr(args, "softmax_scale", None)
+        if getattr(args, "window_size", None) is not None:  # Megatron's own windows
+            sparsity = replace(resolve_windows(args), softmax_scale=scale)
+        else:
+            sparsity = _dense(shape, scale, args.seq_length)
     else:
         content |= dict(
             num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, seq_length=args.seq_length,

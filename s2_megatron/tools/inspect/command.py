@@ -18,7 +18,7 @@ FLOPs, memory and a forecast of the step time. A single - behind the -- reads th
     DRY_RUN=1 examples/pretrain_7b.sh | s2-megatron inspect -- -
 
 Flags before the -- override those of the line, and CONFIG its --s2-config. The flags are named as Megatron's own.
-No GPU and no Megatron is needed. docs/inspect.md explains every table and the forecast.
+No GPU is needed, and Megatron only for its --window-size. docs/inspect.md explains every table and the forecast.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from s2_megatron.config.resolve import MOST_LAYERS
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.megatron.refusals.flags import refuse_flags
+from s2_megatron.megatron.sparsity import FROM_FLAGS, resolve_windows
 from s2_megatron.tools.forecast.flags import add_flags, check_line, integer, read_flags
 from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
 from s2_megatron.tools.inspect.context_picture import draw_context
@@ -115,8 +116,15 @@ def _sparsity(args: argparse.Namespace, flags: argparse.Namespace) -> ResolvedSp
                 "CONFIG: not given; expected a sparsity YAML; name one (configs/ has some), or give a training's "
                 "launch line behind --"
             )
+        if flags.window_size is not None:
+            raise ValueError(
+                f"--window-size without --s2-config: Megatron's own windows, which inspect does not know; expected "
+                f"S2's; add --s2-config {FROM_FLAGS}"
+            )
         return dense_sparsity(flags)
     refuse_flags(flags)
+    if str(config) == FROM_FLAGS:
+        return resolve_windows(flags)
     return load_config(config, allow_python_patterns=flags.s2_allow_python_patterns).resolve(**sizes)
 
 
