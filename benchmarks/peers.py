@@ -117,8 +117,10 @@ def flash_attention_4(case, tensors):
 
 def window_tokens(pattern) -> int | None:
     """The window of a pattern that is nothing but a sliding window, in tokens."""
-    kinds = {head.canonical[0] for head in getattr(pattern, "heads", ())}
-    ranges = kinds.pop() if len(kinds) == 1 else ()
+    kinds = {head.canonical for head in getattr(pattern, "heads", ())}
+    ranges, _, window, sink, _ = kinds.pop() if len(kinds) == 1 else ((), 0, None, 0, None)
+    if window is not None or sink:
+        return None if ranges or sink else window
     return ranges[0][0] * pattern.block_size if len(ranges) == 1 and ranges[0][0] is not None else None
 
 

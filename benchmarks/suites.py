@@ -106,7 +106,40 @@ def crossover(quick: bool = False) -> list[Group]:
     return [Group(f"crossover {named(length)}", ((_main(length), entries),)) for length in lengths]
 
 
-SUITES: dict[str, Callable[[bool], list[Group]]] = {"hopper": hopper, "crossover": crossover}
+def windows(quick: bool = False) -> list[Group]:
+    """Windows of blocks beside windows and sinks in tokens: of as many tokens, and of as many pairs."""
+    entries = ("S2", "S2 deterministic") if quick else ("S2", "S2 deterministic", "FA-4 window")
+    shapes = {
+        "32K 32/8 D128": (32 * K, 32, 128),
+        "128K 32/8 D128": (128 * K, 32, 128),
+        "32K 64/8 D64": (32 * K, 64, 64),
+    }
+    groups = []
+    for name, (length, heads, head_dim) in shapes.items():
+        for window in (128, 1024, 4096) if length == 32 * K and heads == 32 else (1024,) if heads == 32 else (128,):
+            patterns = {
+                f"blocks {window}": s2_pattern(heads, 8, ((window // 64, 1),)),
+                f"tokens {window}": s2_pattern(heads, 8, (), window=window),
+                f"tokens {window - 32}": s2_pattern(heads, 8, (), window=window - 32),
+                f"tokens {window}, sink 4": s2_pattern(heads, 8, (), window=window, sink_tokens=4),
+                f"tokens {window}, sink 64": s2_pattern(heads, 8, (), window=window, sink_tokens=64),
+            }
+            cases = [Case(f"{name} {kind}", pattern, length, head_dim=head_dim) for kind, pattern in patterns.items()]
+            groups.append(Group(f"{name} W {window}", tuple((case, entries) for case in cases)))
+    stripes = {"blocks": {}, "tokens": dict(window=K), "tokens, sink 4": dict(window=K, sink_tokens=4)}
+    cases = [
+        Case(
+            f"128K stripes {kind}",
+            s2_pattern(32, 8, ((None, 16),) if options else ((16, 1), (None, 16)), **options),
+            128 * K,
+        )
+        for kind, options in stripes.items()
+    ]
+    groups.append(Group("128K stripes", tuple((case, ("S2", "S2 deterministic")) for case in cases)))
+    return groups
+
+
+SUITES: dict[str, Callable[[bool], list[Group]]] = {"hopper": hopper, "crossover": crossover, "windows": windows}
 
 
 class Verdict(NamedTuple):

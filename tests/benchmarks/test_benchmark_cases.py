@@ -142,6 +142,9 @@ def test_index_tables_of_peers():
 
 def test_what_counts_as_a_sliding_window():
     assert peers.window_tokens(s2_pattern(ranges=((16, 1),))) == 1024
+    assert peers.window_tokens(s2_pattern(ranges=(), window=1000)) == 1000
+    assert peers.window_tokens(s2_pattern(ranges=(), window=1000, sink_tokens=4)) is None
+    assert peers.window_tokens(s2_pattern(ranges=((None, 16),), window=1000)) is None
     assert peers.window_tokens(s2_pattern()) is None
     assert peers.window_tokens(RangePattern.dense(64, 4, 4)) is None
     assert peers.window_tokens(s2_pattern(ranges=((16, 1),), dense_heads={"spread": 1})) is None
