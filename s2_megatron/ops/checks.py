@@ -58,11 +58,12 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
         if tensor.ndim != dims:
             raise ValueError(f"{name} has {tensor.ndim} dimensions; expected {dims}, tensor_format={tensor_format}")
     _check_alike(query, key, value)  # here, too: with one of them on meta, PyTorch calls none of the op's own code
-    if not query.shape[FORMATS[tensor_format][2]] or not query.shape[-1]:
-        raise ValueError(
-            f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
-            "call without rows out"
-        )
+    for name, tensor in (("query", query), ("value", value)):
+        if not tensor.shape[FORMATS[tensor_format][2]] or not tensor.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}; expected at least one row and one element of the head dim; "
+                "leave a call without rows out"
+            )
     if not isinstance(layout, _LAYOUTS):
         raise ValueError(
             f"layout={shown(layout)}; expected a Layout or a pattern; use build_layout(pattern), or the pattern of "
@@ -198,13 +199,13 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.
             f"{layout.num_kv_heads}; use the pattern of these heads (tensor_parallel_slice), and tensor_format={form} "
             "with the heads where it says"
         )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected "
-            "the same batch and head dim, and key like value"
+            "the same batch, one head dim of query and key, and key like value but for its head dim"
         )
-    if q.shape[3] > HEAD_DIM_LIMIT:
-        raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
+    if max(q.shape[3], v.shape[3]) > HEAD_DIM_LIMIT:
+        raise ValueError(f"head dim {max(q.shape[3], v.shape[3])}; expected at most {HEAD_DIM_LIMIT}")
     if (form == "thd") != (call.packed is not None):
         raise ValueError(
             f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), "
