@@ -58,12 +58,13 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
         if tensor.ndim != dims:
             raise ValueError(f"{name} has {tensor.ndim} dimensions; expected {dims}, tensor_format={tensor_format}")
     _check_alike(query, key, value)  # here, too: with one of them on meta, PyTorch calls none of the op's own code
-    for name, tensor in (("query", query), ("value", value)):
-        if not tensor.shape[FORMATS[tensor_format][2]] or not tensor.shape[-1]:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)}; expected at least one row and one element of the head dim; "
-                "leave a call without rows out"
-            )
+    if not query.shape[FORMATS[tensor_format][2]] or not query.shape[-1]:
+        raise ValueError(
+            f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
+            "call without rows out"
+        )
+    if not value.shape[-1]:
+        raise ValueError(f"value has shape {list(value.shape)}; expected a head dim of 1 or more; use key's")
     if not isinstance(layout, _LAYOUTS):
         raise ValueError(
             f"layout={shown(layout)}; expected a Layout or a pattern; use build_layout(pattern), or the pattern of "

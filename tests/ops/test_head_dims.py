@@ -130,7 +130,7 @@ def test_the_cost_is_printed_once(dims, words, monkeypatch, capsys, device):
     [
         ((32, 24, 16), "shapes do not fit: query [20, 1, 4, 32], key [20, 1, 2, 24]"),
         ((32, 32, 264), "head dim 264; expected at most 256"),
-        ((32, 32, 0), "value has shape [20, 1, 2, 0]; expected at least one row and one element of the head dim"),
+        ((32, 32, 0), "value has shape [20, 1, 2, 0]; expected a head dim of 1 or more"),
     ],
 )
 def test_what_does_not_fit_is_refused(dims, words, backend):
