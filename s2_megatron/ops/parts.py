@@ -189,6 +189,7 @@ def attention_backward_dkdv(
         *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value)),
     ]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
+    assert not _is_padded(query, value, call), "context parallelism pads before"
     if query.numel():
         _implementation(call.backend).backward_dkdv(*views, lse, row_sums, *grads, call, returned)
 
@@ -200,6 +201,7 @@ def attention_backward_dq(
     more, into (dQ, of any type): as in attention_forward."""
     grad_query = _empty_for_queries(query, query.shape[-1], call) if into is None else into
     form = call.tensor_format
+    assert not _is_padded(query, value, call), "context parallelism pads before"
     views = [_gradient_view(grad_out, call), *(canonical_view(tensor, form) for tensor in (query, key, value))]
     if query.numel():
         _implementation(call.backend).backward_dq(
