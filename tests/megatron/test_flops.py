@@ -67,6 +67,11 @@ def test_pair_table_equals_the_masks(names):
     ]
 
 
+def test_pair_table_of_dense_layers_alone():
+    lengths = torch.tensor([0, 1, BLOCK, 200])
+    assert PairTable([], BLOCK, 200).pairs(lengths).tolist() == [0, 0, 0, 0]
+
+
 def test_pair_table_refuses_longer_documents_than_it_knows():
     with pytest.raises((IndexError, RuntimeError)):
         PairTable([PATTERNS["range"]], BLOCK, 64).pairs(torch.tensor([256]))

@@ -45,7 +45,8 @@ class PairTable:
         for pattern, layers in _counted(patterns):
             assert pattern.block_size == block_size, (pattern.block_size, block_size)
             terms += [(layers * weights, keys) for weights, keys in pattern.row_terms(n_blocks)]
-        terms = joined(terms)
+        nothing = np.zeros(n_blocks, dtype=np.int64), np.zeros(block_size, dtype=np.int64)
+        terms = joined(terms) or [nothing]  # every layer is dense
         before = np.concatenate([[0], np.cumsum(sum(weights * keys.sum() for weights, keys in terms))])
         weights = np.stack([np.append(weights, 0) for weights, _ in terms])
         rows = np.stack([np.append(0, np.cumsum(keys[:-1])) for _, keys in terms])
