@@ -35,11 +35,22 @@ VERSION = Refusal(
 
 REFUSALS = (
     Refusal(
-        "multi_latent_attention",
-        is_set("multi_latent_attention"),
-        "--multi-latent-attention (MLA) has other head dims for keys than for values, which S2 attention does not "
-        "compute",
-        "remove --multi-latent-attention",
+        "mla_down_proj_fusion",
+        lambda args: args.mla_down_proj_fusion and args.transformer_impl != "local",  # which ignores the flag
+        "--mla-down-proj-fusion makes Megatron build another module than the multi-latent attention that S2 replaces",
+        "remove --mla-down-proj-fusion",
+    ),
+    Refusal(
+        "cache_mla_latents",
+        is_set("cache_mla_latents"),
+        "--cache-mla-latents is for the dynamic inference engine, which goes around the core attention",
+        "remove --cache-mla-latents",
+    ),
+    Refusal(
+        "mla_rope_scaling",
+        lambda args: args.multi_latent_attention and args.use_rope_scaling,
+        "--use-rope-scaling with --multi-latent-attention, which makes its own RoPE without that scaling",
+        "remove --use-rope-scaling; --rope-type yarn with --rotary-scaling-factor stretches the positions",
     ),
     Refusal(
         "experimental_attention_variant",
