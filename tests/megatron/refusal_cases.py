@@ -63,6 +63,10 @@ CASES = {
         "remove --mla-down-proj-fusion",
     ),
     "cache_mla_latents": (dict(flags={"--cache-mla-latents": None}), "remove --cache-mla-latents"),
+    "mla_tensor_parallel": (
+        dict(flags={**LATENT, "--tensor-model-parallel-size": "2"}, without=["--group-query-attention"], world_size=2),
+        "use --tensor-model-parallel-size 1",
+    ),
     "mla_rope_scaling": (
         dict(flags={**LATENT, "--use-rope-scaling": None}, without=["--group-query-attention"]),
         "remove --use-rope-scaling",

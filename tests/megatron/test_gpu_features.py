@@ -16,6 +16,7 @@ import sys
 
 import pytest
 
+from tests.megatron.conftest import SCRIPTS
 from tests.megatron.features import (
     ATTENTION_RECOMPUTE,
     FSDP_CLASSES,
@@ -345,6 +346,17 @@ def test_multi_latent_attention(gpu_lab, has_engine, spec):
     )
     assert_same_training(*found, **CLOSE, s2_calls=calls())
     assert "head dim 128 of value, 192 of query and key" in found[0].run.output
+
+
+def test_tensor_parallel_ranks_of_multi_latent_attention(gpu_lab, has_engine, count_gpus, same_training):
+    """Megatron's local layers train otherwise then (refusals/model.py); are Transformer Engine's right?"""
+    if not has_engine or count_gpus < 2:
+        pytest.skip("needs Transformer Engine and two GPUs")
+    folder, options = gpu_lab.folder / "latent_start", dict(model=LATENT, spec=ENGINE)
+    options.update(script=SCRIPTS / "watched_pretrain.py", environment={"NVIDIA_TF32_OVERRIDE": "0"})
+    one = gpu_lab.run("latent_one", f"--train-iters 20 --save {folder} --save-interval 10", **options)
+    flags = f"--train-iters 20 --load {folder} --ckpt-step 10 --tensor-model-parallel-size 2 --sequence-parallel"
+    same_training(gpu_lab.run("latent_tp2", flags, processes=2, **options), one)
 
 
 def test_dense_layers_of_multi_latent_attention(gpu_lab, has_engine):

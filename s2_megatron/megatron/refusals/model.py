@@ -47,6 +47,16 @@ REFUSALS = (
         "remove --cache-mla-latents",
     ),
     Refusal(
+        "mla_tensor_parallel",
+        lambda args: (
+            args.multi_latent_attention and args.transformer_impl == "local" and args.tensor_model_parallel_size > 1
+        ),
+        "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
+        "{args.tensor_model_parallel_size}: Megatron does not add up the gradients of the keys' RoPE part, which all "
+        "heads share, over the ranks (core/transformer/multi_latent_attention.py), and trains otherwise than one rank",
+        "use --tensor-model-parallel-size 1, and --context-parallel-size for longer sequences",
+    ),
+    Refusal(
         "mla_rope_scaling",
         lambda args: args.multi_latent_attention and args.use_rope_scaling,
         "--use-rope-scaling with --multi-latent-attention, which makes its own RoPE without that scaling",
