@@ -55,6 +55,8 @@ def test_layout_equals_one_process(lab, latent_start, same_training, name):
         model=LATENT,
     )
     same_training(run, whole)
+    if CP2 in flags:
+        assert "S2 attention: head dim 16 of value, 24 of query and key" in run.output
 
 
 @pytest.mark.slow
