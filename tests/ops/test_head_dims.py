@@ -138,3 +138,14 @@ def test_what_does_not_fit_is_refused(dims, words, backend):
     with pytest.raises(ValueError) as error:
         s2_attention(*tensors, pattern_of(PAPER, 16, 4, 2), backend=backend)
     assert words in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "auto"])
+@pytest.mark.parametrize("dims", [(192, 128), (128, 192), (64, 128)])
+@pytest.mark.usefixtures("nan_scratch")
+def test_gradients_in_bf16(dims, backend):
+    pattern = pattern_of(((4, 1), (None, 4)), 64, 4, 2)
+    tensors, grad_lse = inputs_of(pattern, dims, torch.bfloat16, "cuda", 1028, batch=2)
+    mask = token_mask(pattern, 1028, "cuda")
+    check_against_eager(tensors, grad_lse, pattern, "sbhd", mask, 2 * dims[0] ** -0.5, backend=backend)
