@@ -32,6 +32,7 @@ from s2_megatron.context_parallel.plan import check_block_count, check_comm_type
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, resolve_backend
 from s2_megatron.ops.call import AttentionCall
+from s2_megatron.ops.head_dims import differ, padded
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
 from s2_megatron.ops.parts import prepare_placement
@@ -88,8 +89,8 @@ class ContextParallel:
         """Makes what the calls of a length share, on their device and before the first of them: the plan, and what
         kernels read of it.
 
-        head_dim, dtype, backend: of the calls. Raises ValueError for a length that cannot be cut, and as
-        resolve_backend does.
+        head_dim, dtype, backend: of the calls; the larger head dim where value has another one. Raises ValueError for a
+        length that cannot be cut, and as resolve_backend does.
         """
         if self.comm_type == "a2a":
             return
@@ -118,8 +119,9 @@ class ContextParallel:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
-        documents of all ranks' tokens together. output: of a layer that is recomputed, to launch no second forward.
-        The other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as
+        documents of all ranks' tokens together; another head dim of value travels with zeros up to the larger one.
+        output: of a layer that is recomputed, to launch no second forward. The other arguments as in s2_attention.
+        Returns out, of query's shape (with value's head dim) and dtype. Raises ValueError as
         s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
         """
         call = make_call(
@@ -140,6 +142,12 @@ class ContextParallel:
             )
         # What travels is memory, which a lazily negated tensor is the negative of.
         query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
+        if differ(query, value):
+            return self._attend(*padded(query, key, value), call, output)[..., : value.shape[-1]]
+        return self._attend(query, key, value, call, output)
+
+    def _attend(self, query, key, value, call: AttentionCall, output):
+        packed = call.packed
         if packed is None and self.comm_type != "a2a":
             return self._own_queries(query, key, value, call, output)
         if self.comm_type == "sparse":

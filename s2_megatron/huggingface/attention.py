@@ -258,7 +258,7 @@ def attend_rows(query, key, value, pattern: Pattern | None, starts: torch.Tensor
     if starts is None:
         return attend(query, key, value, pattern, scale)
     total, length = key.shape[2], query.shape[2]
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for rows, start in rows_by_start(starts, query.device):
         if start >= total:
             continue

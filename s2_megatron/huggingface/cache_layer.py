@@ -78,15 +78,15 @@ class S2CacheLayer(CacheLayerMixin):
         self.groups: list[Slots] = []
         self.keys, self.values, self.seen, self.has_graph = [], [], 0, False
 
-    def _take_memory(self, key) -> None:
+    def _take_memory(self, key, value) -> None:
         """For this batch, unless it is there."""
         if not self.is_initialized or (self.seen == 0 and len(self.keys[0]) != len(key)):
-            self.lazy_initialization(key)
+            self.lazy_initialization(key, value)
 
     @torch.inference_mode(False)
     def lazy_initialization(self, key_states, value_states=None) -> None:
-        batch, _, _, dim = key_states.shape
-        for store in (self.keys, self.values):
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            batch, _, _, dim = (key_states if states is None else states).shape
             store[:] = [
                 key_states.new_zeros(batch, len(slots.kv_heads), slots.n_slots * slots.block_size, dim)
                 for slots in self.groups
@@ -127,10 +127,10 @@ class S2CacheLayer(CacheLayerMixin):
 
     def extend(self, query, key, value, starts, scale: float) -> torch.Tensor:
         """Attention of T tokens to what is kept and to each other; keeps of them what will be needed. [B, H, T, D]."""
-        self._take_memory(key)
+        self._take_memory(key, value)
         length, after = query.shape[2], self.seen + query.shape[2]
         whole = [(slice(None), 0)] if starts is None else rows_by_start(starts, query.device)
-        out = torch.zeros_like(query)
+        out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for rows, start in whole:
             new, past = min(length, after - start), max(0, self.seen - start)
             if new <= 0:
@@ -175,7 +175,7 @@ class S2CacheLayer(CacheLayerMixin):
     def decode(self, query, key, value, steps, scale: float) -> torch.Tensor:
         """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask).
         [B, H, 1, D]."""
-        self._take_memory(key)
+        self._take_memory(key, value)
         batch, heads, _, dim = query.shape
         kv_heads = key.shape[1]
         query = query.view(batch, kv_heads, heads // kv_heads, dim)
@@ -183,16 +183,16 @@ class S2CacheLayer(CacheLayerMixin):
         for index, (slots, (place, mask)) in enumerate(zip(self.groups, steps)):
             for store, new in ((self.keys, key), (self.values, value)):
                 new = self._heads(new, slots)
-                places = place[..., None].expand(batch, new.shape[1], -1, dim)
+                places = place[..., None].expand(batch, new.shape[1], -1, new.shape[3])
                 store[index].scatter_(2, places, new.expand(-1, -1, places.shape[2], -1))
             here = self._heads(query, slots).flatten(1, 2)[:, :, None]
             parts.append(decode_attention(here, self.keys[index], self.values[index], mask, scale))
         if len(parts) == 1:
             return parts[0]
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:3], value.shape[3])
         for slots, part in zip(self.groups, parts):
-            out.index_copy_(1, slots.head_index(query.device), part.view(batch, -1, heads // kv_heads, dim))
-        return out.reshape(batch, heads, 1, dim)
+            out.index_copy_(1, slots.head_index(query.device), part.view(batch, -1, *out.shape[2:]))
+        return out.reshape(batch, heads, 1, -1)
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise ValueError(

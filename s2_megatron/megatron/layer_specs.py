@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import megatron.training.models.gpt as megatron_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -29,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.model.check import CALL
-from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.model.core_attention import ATTENTION_MODULES, S2CoreAttention
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.model.norms import final_norm, stage_norm
 from s2_megatron.megatron.patches import keep_attention_outputs, use_own_mtp_specs
@@ -57,8 +56,8 @@ def _uses_transformer_engine(config: TransformerConfig) -> bool:
 
 
 def _dense_core(config: TransformerConfig, run: S2Run) -> tuple[str, str]:
-    sizes = dict(transformer_impl=config.transformer_impl, context_parallel_size=config.context_parallel_size)
-    return resolve_dense_core(run.settings, **sizes)
+    names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
+    return resolve_dense_core(run.settings, **{name: getattr(config, name) for name in names})
 
 
 def _core_specs(config: TransformerConfig, run: S2Run) -> list[ModuleSpec | None]:
@@ -84,18 +83,19 @@ def _with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | 
     spec = copy.deepcopy(stock)
     attention = getattr(spec.submodules, "self_attention", None)
     is_layer = isinstance(spec.module, type) and issubclass(spec.module, TransformerLayer)
-    if not is_layer or getattr(attention, "module", None) is not SelfAttention:
+    if not is_layer or getattr(attention, "module", None) not in ATTENTION_MODULES:
         raise ValueError(
             f"{layer_name}: its spec is {spec.module} around {getattr(attention, 'module', attention)}; expected "
-            "TransformerLayer around SelfAttention; drop the flag that selects another attention "
-            "(--multi-latent-attention, --experimental-attention-variant, --heterogeneous-layers-config-path)"
+            "TransformerLayer around SelfAttention or MLASelfAttention; drop the flag that selects another attention "
+            "(--mla-down-proj-fusion, --experimental-attention-variant, --heterogeneous-layers-config-path)"
         )
     for name in ("input_layernorm", "pre_mlp_layernorm"):
         setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
-    for name in ("q_layernorm", "k_layernorm"):
-        setattr(attention.submodules, name, stage_norm(getattr(attention.submodules, name), config))
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):  # the last one of multi-latent attention
+        if hasattr(attention.submodules, name):
+            setattr(attention.submodules, name, stage_norm(getattr(attention.submodules, name), config))
     if core is not None:
-        attention.module = S2SelfAttention
+        attention.module = ATTENTION_MODULES[attention.module]
         attention.submodules.core_attention = core
     return spec
 

@@ -28,6 +28,14 @@ def packed_cut(args: Namespace) -> str:
     return "sequence" if args.dataloader_inter_document_masking and not args.sft else "document"
 
 
+def computed_head_dim(transformer) -> int:
+    """The head dim that kernels compute with and context parallelism sends: the larger one where keys and values have
+    two. transformer: Megatron's TransformerConfig."""
+    if not transformer.multi_latent_attention:
+        return transformer.kv_channels
+    return max(transformer.qk_head_dim + transformer.qk_pos_emb_head_dim, transformer.v_head_dim)
+
+
 @dataclass(frozen=True)
 class S2Settings:
     """How S2-Attention computes; the defaults are those of the command line.

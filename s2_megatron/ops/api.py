@@ -44,17 +44,19 @@ def s2_attention(
     """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
 
     query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
-    likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). A key longer than the query means
-    that the query is its end (static inference). layout: a Layout, or the pattern itself, whose layout is then built at
-    the first call and stays with it. placement: whole query blocks and key slots of a longer sequence (see Placement).
-    softmax_scale: 1e-6 to 1e6, default D ** -0.5. deterministic: the backward is bitwise repeatable (the portable
-    kernels and the reference always are), also under torch.use_deterministic_algorithms. backend: see resolve_backend.
-    torch.compile, torch.export and modes see one operator, torch.ops.s2_megatron.attention; an exported program holds
-    the pattern. torch.vmap works; torch.func.grad and forward-mode derivatives raise PyTorch's errors.
-    Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
-    log. Raises ValueError for arguments of another type or out of range, and for tensors that do not fit each other,
-    the layout or the backend. Only the reference checks the numbers in cu_seqlens, because reading them waits for the
-    GPU; with the environment variable S2_CHECK_VALUES=1 all backends do.
+    likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). value may have another head dim
+    than query and key: out has it then, and kernels compute with zeros up to the larger one (head_dims.py). A key
+    longer than the query means that the query is its end (static inference). layout: a Layout, or the pattern itself,
+    whose layout is then built at the first call and stays with it. placement: whole query blocks and key slots of a
+    longer sequence (see Placement). softmax_scale: 1e-6 to 1e6, default D ** -0.5. deterministic: the backward is
+    bitwise repeatable (the portable kernels and the reference always are), also under
+    torch.use_deterministic_algorithms. backend: see resolve_backend. torch.compile, torch.export and modes see one
+    operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch.vmap works; torch.func.grad
+    and forward-mode derivatives raise PyTorch's errors.
+    Returns out, of query's shape (with value's head dim) and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T]
+    for thd), fp32, natural log. Raises ValueError for arguments of another type or out of range, and for tensors that
+    do not fit each other, the layout or the backend. Only the reference checks the numbers in cu_seqlens, because
+    reading them waits for the GPU; with the environment variable S2_CHECK_VALUES=1 all backends do.
     """
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse={shown(return_lse)}; expected True or False; use one of them")

@@ -168,7 +168,7 @@ def register_attention(forward: Callable, backward: Callable, resolve_backend: C
         keep(text)
         batch, heads, rows, _ = FORMATS[form]
         shape = [1 if batch is None else query.shape[batch], query.shape[heads], query.shape[rows]]
-        return query.new_empty(query.shape), query.new_empty(
+        return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty(
             shape, dtype=torch.promote_types(query.dtype, torch.float32)
         )
 

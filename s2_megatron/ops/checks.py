@@ -63,6 +63,8 @@ def check_arguments(query, key, value, layout, tensor_format, packed, placement,
             f"query has shape {list(query.shape)}; expected at least one row and one element of the head dim; leave a "
             "call without rows out"
         )
+    if not value.shape[-1]:
+        raise ValueError(f"value has shape {list(value.shape)}; expected a head dim of 1 or more; use key's")
     if not isinstance(layout, _LAYOUTS):
         raise ValueError(
             f"layout={shown(layout)}; expected a Layout or a pattern; use build_layout(pattern), or the pattern of "
@@ -198,13 +200,13 @@ def check_call(query, key, value, call: AttentionCall, more=None) -> list[torch.
             f"{layout.num_kv_heads}; use the pattern of these heads (tensor_parallel_slice), and tensor_format={form} "
             "with the heads where it says"
         )
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"shapes do not fit: query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}; expected "
-            "the same batch and head dim, and key like value"
+            "the same batch, one head dim of query and key, and key like value but for its head dim"
         )
-    if q.shape[3] > HEAD_DIM_LIMIT:
-        raise ValueError(f"head dim {q.shape[3]}; expected at most {HEAD_DIM_LIMIT}")
+    if max(q.shape[3], v.shape[3]) > HEAD_DIM_LIMIT:
+        raise ValueError(f"head dim {max(q.shape[3], v.shape[3])}; expected at most {HEAD_DIM_LIMIT}")
     if (form == "thd") != (call.packed is not None):
         raise ValueError(
             f"tensor_format={form} with packed={'set' if call.packed else None}; thd needs packed=PackedSequence(...), "

@@ -11,6 +11,7 @@ import torch
 from s2_megatron.ops import reference
 from s2_megatron.ops.call import AttentionCall, Backend, canonical_view
 from s2_megatron.ops.checks import addressable, check_once, softmax_scale_of
+from s2_megatron.ops.head_dims import differ, padded, widened
 from s2_megatron.ops.layout import Layout, Placement
 from s2_megatron.printing import print_once
 
@@ -46,11 +47,16 @@ def _empty_like(tensor, call):
     return make(tensor, memory_format=torch.contiguous_format)
 
 
-def _empty_for_queries(query, call):
-    """The same for query's shape: of placed queries every row is written."""
+def _empty_for_queries(query, head_dim, call):
+    """The same for query's rows: of placed queries every row is written. head_dim: value's for out."""
     leaves_rows = call.packed is not None and call.backend == "reference"
-    make = torch.zeros_like if leaves_rows else torch.empty_like
-    return make(query, memory_format=torch.contiguous_format)
+    make = torch.zeros if leaves_rows else torch.empty
+    return make((*query.shape[:-1], head_dim), dtype=query.dtype, device=query.device)
+
+
+def _is_padded(query, value, call) -> bool:
+    """Whether the head dims of a call differ, and its backend has one: the reference computes with both."""
+    return call.backend != "reference" and differ(query, value)
 
 
 def _views(tensors, form):
@@ -73,9 +79,9 @@ def empty_lse(query, tensor_format: str) -> torch.Tensor:
 def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None):
     """(out, LSE) without autograd. initial: (out, LSE) of the same queries over earlier keys, continued by this call.
 
-    out has query's shape and dtype; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf for a query without a
-    key. into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is continued, so that it
-    is rounded once) and strides, LSE perhaps the initial one.
+    out has query's rows and dtype and value's head dim; LSE is [B, H, rows], fp32 (fp64 for fp64), natural log, -inf
+    for a query without a key. into: (out, LSE) to write instead of new ones: out of any type (fp32 for a part that is
+    continued, so that it is rounded once) and strides, LSE perhaps the initial one.
     Where joins_keys says so: kv_heads, (first, end) of those whose query heads are computed, the others' rows are left
     alone; more, (key, value) of the placement's slots from own_slots on, like key, whose heads share memory. For
     kv_heads (0, end) the out of `into` and of `initial` needs no more heads than those.
@@ -86,8 +92,12 @@ def attention_forward(query, key, value, call: AttentionCall, initial=None, kv_h
 def forward_and_again(query, key, value, call: AttentionCall, initial=None, kv_heads=None, more=None, into=None):
     """(out, LSE, how to write them again for the same kind of call or None)."""
     q, k, v = check_once(query, key, value, call, more)
+    if _is_padded(query, value, call):
+        assert initial is None and more is None and into is None, "context parallelism pads before"
+        out, lse, _ = forward_and_again(*padded(query, key, value), call)
+        return out[..., : value.shape[-1]].contiguous(), lse, None
     form, again = call.tensor_format, None
-    out, lse = (_empty_for_queries(query, call), empty_lse(query, form)) if into is None else into
+    out, lse = (_empty_for_queries(query, value.shape[-1], call), empty_lse(query, form)) if into is None else into
     if call.packed is not None and call.backend == "reference":
         lse.fill_(float("-inf"))
     if initial is not None:
@@ -126,6 +136,11 @@ def attention_backward(grad_out, grad_lse, query, key, value, out, lse, call: At
 
 def backward_and_again(grad_out, grad_lse, query, key, value, out, lse, call: AttentionCall):
     """(the three gradients, how to write them again for the same kind of call or None)."""
+    if _is_padded(query, value, call):
+        wide = padded(query, key, value)
+        of_out = widened(grad_out, out, width=wide[0].shape[-1])
+        grads, _ = backward_and_again(of_out[0], grad_lse, *wide, of_out[1], lse, call)
+        return [grad[..., : own.shape[-1]].contiguous() for grad, own in zip(grads, (query, key, value))], None
     again = None
     form = call.tensor_format
     grads = [_empty_like(tensor, call) for tensor in (query, key, value)]
@@ -174,6 +189,7 @@ def attention_backward_dkdv(
         *(canonical_view(tensor, call.tensor_format) for tensor in (query, key, value)),
     ]
     grads = [canonical_view(tensor, call.tensor_format) for tensor in (grad_key, grad_value)]
+    assert not _is_padded(query, value, call), "context parallelism pads before"
     if query.numel():
         _implementation(call.backend).backward_dkdv(*views, lse, row_sums, *grads, call, returned)
 
@@ -183,8 +199,9 @@ def attention_backward_dq(
 ):
     """dQ over these keys. initial: dQ of the same queries over other keys (fp32, fp64 for fp64), added to it. kv_heads,
     more, into (dQ, of any type): as in attention_forward."""
-    grad_query = _empty_for_queries(query, call) if into is None else into
+    grad_query = _empty_for_queries(query, query.shape[-1], call) if into is None else into
     form = call.tensor_format
+    assert not _is_padded(query, value, call), "context parallelism pads before"
     views = [_gradient_view(grad_out, call), *(canonical_view(tensor, form) for tensor in (query, key, value))]
     if query.numel():
         _implementation(call.backend).backward_dq(

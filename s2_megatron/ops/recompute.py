@@ -59,7 +59,7 @@ class LayerOutput:
         """The result that the first pass stored, for a second pass with this query. None in a first pass, or if nothing
         is stored (any more)."""
         known = self._results.pop(self._key, None) if torch.is_grad_enabled() else None
-        assert known is None or (known[0].shape, known[0].dtype) == (query.shape, query.dtype), (
+        assert known is None or (known[0].shape[:-1], known[0].dtype) == (query.shape[:-1], query.dtype), (
             f"a result of {known[0].shape} for a query of {query.shape}: the two passes of a call differ"
         )
         return known

@@ -1,7 +1,8 @@
 """The attention function in PyTorch, block row by block row, on any device: the CPU backend, and what a reader checks
 the kernels against. Its functions are those of ops.call.Backend, which says what they take.
 
-All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim. Arithmetic is fp32 (fp64 for
+All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim, for value and out that of
+value. Arithmetic is fp32 (fp64 for
 fp64 inputs). The backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta)
 with delta = rowsum(dO O) - dLSE (Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
 """
@@ -117,7 +118,7 @@ def forward(query, key, value, out, lse, call, initial=None, kv_heads=None, more
     """Writes out and lse, continuing `initial`."""
     assert kv_heads is None and more is None, "joins_keys says no"
     work = torch.promote_types(query.dtype, torch.float32)
-    total = torch.zeros(query.shape, dtype=work, device=query.device)
+    total = torch.zeros((*query.shape[:3], value.shape[3]), dtype=work, device=query.device)
     log_sum = torch.full(query.shape[:3], float("-inf"), dtype=work, device=query.device)
     q_all, k_all, v_all = query.to(work), key.to(work), value.to(work)
     for row in _rows(query, key, call):

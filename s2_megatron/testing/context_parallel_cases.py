@@ -19,6 +19,12 @@ class Case(NamedTuple):
     dim: int = 16
     batch: int = 1
     keep_received: bool = False
+    value_dim: int | None = None  # where it is not dim
+
+    @property
+    def width(self) -> int:
+        """The head dim that travels."""
+        return max(self.dim, self.value_dim or 0)
 
 
 def ranges(ranges, block, heads, groups, **options):
@@ -41,6 +47,8 @@ CASES = {
     "query-slide": Case(ranges(PAPER, 4, 16, 8, slide="query"), 2),
     "dense-heads": Case(ranges(PAPER, 4, 16, 8, dense_heads={"spread": 2}), keep_received=True),
     "dense": Case(RangePattern.dense(4, 8, 8)),
+    "value-narrower": Case(ranges(PAPER, 4, 16, 8), 2, 24, 2, value_dim=16),
+    "value-wider": Case(ranges(PAPER, 4, 8, 8), 2, 16, keep_received=True, value_dim=24),
     "ranges-per-head": Case(
         RangePattern(
             4, 8, (HeadPattern(((3, 1),)), HeadPattern(((1, 1), (None, 2))), *[HeadPattern(((2, 1), (6, 2)), 1)] * 6)
@@ -67,8 +75,11 @@ CASES |= {f"tensor-parallel-{rank}": Case(WHOLE.tensor_parallel_slice(rank, 2), 
 NAMES = ("out", "dq", "dk", "dv")  # what `differentiate` returns
 
 
-def inputs(pattern, tokens, dim, batch, dtype, packed=False):
+def inputs(pattern, tokens, dim, batch, dtype, packed=False, value_dim=None):
     """query, key, value, grad_out of the whole sequence, query to value as strided pieces of one tensor."""
+    if value_dim is not None:
+        whole = inputs(pattern, tokens, max(dim, value_dim), batch, dtype, packed)
+        return [tensor[..., :size] for tensor, size in zip(whole, (dim, dim, value_dim, value_dim))]
     generator = torch.Generator().manual_seed(1)
     heads, groups = pattern.num_heads, pattern.num_kv_heads
     shape = (tokens,) if packed else (tokens, batch)

@@ -52,6 +52,7 @@ def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
         return {
             "paper": Case(ranges(((1, 1), (None, 4)), 16, 4, 2, layer_index=1), 3, 16),
             "mask": Case(block_mask(16, 2, 2, 2), 1, 16),
+            "latent": Case(ranges(((1, 1), (None, 4)), 16, 2, 2), 3, 24, value_dim=16),
         }
     return {
         "paper": Case(ranges(((4, 1), (None, 8)), 64, 16, 8, layer_index=1, base_offset=1), 8, dim, 2),
@@ -60,10 +61,11 @@ def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
         "dense": Case(RangePattern.dense(64, 8, 8), 3, dim),
         "mask": Case(block_mask(64, 16, 8, 8), 48 // (2 * 8), dim),
         "blocks-of-128": Case(ranges(((4, 1), (None, 8)), 128, 16, 8), 2, 96),
+        "latent": Case(ranges(((4, 1), (None, 8)), 64, 8, 8), 4, 192, value_dim=128),
     }
 
 
-EXTRA = ("blocks-of-128",)
+EXTRA = ("blocks-of-128", "latent")
 
 
 def relative_errors(mine, truth, group, exact_rows):
@@ -100,7 +102,8 @@ def check_case(
     the plan's, and what a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU
     and on several."""
     rank, size = group.rank(), group.size()
-    whole = [tensor.to(device) for tensor in inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype)]
+    whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype, value_dim=case.value_dim)
+    whole = [tensor.to(device) for tensor in whole]
     layout = build_layout(case.pattern, device)
     options = dict(softmax_scale=2 * case.dim**-0.5, deterministic=deterministic)
     truth = differentiate([tensor.double() for tensor in whole], s2_attention, layout, backend="reference", **options)
@@ -118,7 +121,7 @@ def check_case(
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
 
-        cp.prepare(tokens_of(case, size), device, case.dim, dtype, backend)  # as a layer does
+        cp.prepare(tokens_of(case, size), device, case.width, dtype, backend)  # as a layer does
         with count_traffic() as traffic:
             got = step()
         again, waited = step(), waits(step, device)
@@ -132,7 +135,7 @@ def check_case(
         if comm_type == "sparse":
             plan = make_plan(case.pattern, rank, size, tokens_of(case, size) // case.pattern.block_size)
             expected = plan.sent_slots[rank] * (1 if case.keep_received else 2) + plan.needed_slots[rank]
-            flags[1] = traffic.bytes_sent == expected * plan.slot_bytes(case.dim, got[0].itemsize, case.batch)
+            flags[1] = traffic.bytes_sent == expected * plan.slot_bytes(case.width, got[0].itemsize, case.batch)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
         found[comm_type] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
     return found

@@ -78,16 +78,20 @@ def arrives_late():
         yield
 
 
+def inputs_of(case: Case, tokens: int, dtype) -> list[torch.Tensor]:
+    return inputs(case.pattern, tokens, case.dim, case.batch, dtype, value_dim=case.value_dim)
+
+
 def truths(cases: list[Case], group, dtype=torch.float64) -> list[list[torch.Tensor]]:
     """What one process computes for every case, in fp64: the ranks share the work."""
     results = []
     for index, case in enumerate(cases):
-        whole = [a.double() for a in inputs(case.pattern, tokens_of(case, group.size()), case.dim, case.batch, dtype)]
+        whole = [a.double() for a in inputs_of(case, tokens_of(case, group.size()), dtype)]
         if index % group.size() == group.rank():
             layout = build_layout(case.pattern)
             results.append(differentiate(whole, s2_attention, layout, softmax_scale=0.4, backend="reference"))
         else:
-            results.append([torch.empty_like(a) for a in (whole[3], *whole[:3])])
+            results.append([torch.empty(a.shape, dtype=a.dtype) for a in (whole[3], *whole[:3])])
     for index, tensors in enumerate(results):
         for number, tensor in enumerate(tensors):
             tensors[number] = tensor.contiguous()
@@ -100,9 +104,9 @@ def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="
     every bit, bytes sent, bytes the plan says."""
     rank, size = group.rank(), group.size()
     n_blocks, block = tokens_of(case, size) // case.pattern.block_size, case.pattern.block_size
-    whole = inputs(case.pattern, n_blocks * block, case.dim, case.batch, dtype)
+    whole = inputs_of(case, n_blocks * block, dtype)
     cp = ContextParallel(case.pattern, group, comm_type, keep_received=case.keep_received)
-    cp.prepare(n_blocks * block, whole[0].device, case.dim, dtype, backend)
+    cp.prepare(n_blocks * block, whole[0].device, case.width, dtype, backend)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
     leaves = [tensor.detach().requires_grad_() for tensor in mine[:3]]
     with count_traffic() as forward, handed_over() as handed_forward:
@@ -119,8 +123,8 @@ def run_case(case: Case, comm_type, group, truth, dtype=torch.float64, backend="
     found["handed over"] = [handed_forward, handed_backward]
     if comm_type == "sparse":
         plan = cp_plan.make_plan(case.pattern, rank, size, n_blocks)
-        one_way = plan.sent_slots[rank] * plan.slot_bytes(case.dim, out.itemsize, case.batch)
-        returned = plan.needed_slots[rank] * plan.slot_bytes(case.dim, out.itemsize, case.batch)
+        one_way = plan.sent_slots[rank] * plan.slot_bytes(case.width, out.itemsize, case.batch)
+        returned = plan.needed_slots[rank] * plan.slot_bytes(case.width, out.itemsize, case.batch)
         found["plan"] = [one_way, returned + (0 if case.keep_received else one_way)]
         found["calls"] = [forward.calls, backward.calls]
     return found
@@ -230,6 +234,7 @@ def packed(group):
     results = {}
     stripes = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1)
     tokens = ranges((), 4, 16, 8, window=[7, 13, 1, 30, 9, 2, 64, 5], sink_tokens=6)
+    value_dims = {"document": 12, "one": 5}  # others than queries and keys have
     cases = {
         "tokens": [37, 1, 50, 24, 16],
         "sequence": [37, 1, 50, 24, 16],
@@ -244,7 +249,7 @@ def packed(group):
         lengths[-1] += -sum(lengths) % (2 * size)
         borders, order = packed_inputs(lengths, cut, size)
         documents = PackedSequence(borders, max(lengths))
-        whole = inputs(pattern, sum(lengths), 8, 1, torch.float64, packed=True)
+        whole = inputs(pattern, sum(lengths), 8, 1, torch.float64, packed=True, value_dim=value_dims.get(name))
         options = dict(softmax_scale=0.4, packed=documents, backend="reference")
         truth = differentiate(whole, s2_attention, layout, tensor_format="thd", **options)
         rows = order.argsort().chunk(size)[rank]

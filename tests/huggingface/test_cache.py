@@ -6,7 +6,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from s2_megatron.config.load import load_config
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
-from s2_megatron.huggingface.attention import attend
+from s2_megatron.huggingface.attention import attend, attend_rows
 from tests.huggingface.tiny import (
     BLOCK,
     HEADS,
@@ -88,6 +88,20 @@ def test_rows_of_unequal_length(name, pieces):
     for row, start in enumerate(starts.tolist()):
         expected = attend(*(part[row : row + 1, :, start:] for part in parts), pattern, 0.3)
         assert (out[row : row + 1, :, start:] - expected).abs().max() < FP64
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_with_another_head_dim(name):
+    sparsity, pieces, starts = sparsity_named(name), [3, 20, 1, 1, 90, 1, 1], torch.tensor([0, 37])
+    pattern = sparsity.layers[1].pattern
+    query, key, value = qkv(2, sum(pieces))
+    parts = query, key, value[..., :5]
+    cache = S2Cache(config_of(sparsity))
+    cache.layers = [cache.layers[1]]
+    expected = attend_rows(query, key, value, pattern, starts, 0.3)[..., :5]
+    for out in (fed(cache, 0, parts, pieces, starts), attend_rows(*parts, pattern, starts, 0.3)):
+        assert out.shape == expected.shape
+        assert (out - expected)[0].abs().max() < FP64 and (out - expected)[1, :, 37:].abs().max() < FP64
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,6 +14,7 @@ HONOURED: dict[str, str] = {
     "num_query_groups": "native GQA and MQA, also fewer groups than tensor-parallel ranks",
     "group_query_attention": "native GQA and MQA",
     "kv_channels": "head dims up to 256",
+    "multi_latent_attention": "values of another head dim than queries and keys",
     "qk_layernorm": "applied before the core attention",
     "qk_l2_norm": "applied before the core attention",
     "attention_output_gate": "applied after the core attention",

@@ -19,6 +19,7 @@ OFFLOAD = {"--fine-grained-activation-offloading": None, "--offload-modules": "c
 GRAPHS = {**ENGINE, "--cuda-graph-impl": "local"}
 ENGINE_GRAPHS = {**ENGINE, "--cuda-graph-impl": "transformer_engine"}
 ROUTERS = {"--num-experts": "4", "--cuda-graph-modules": ["attn", "moe_router"]}
+LATENT = {"--multi-latent-attention": None, "--rope-type": "rope"}
 CP2 = {"--context-parallel-size": "2"}
 FSDP2 = {"--use-torch-fsdp2": None, "--untie-embeddings-and-output-weights": None}
 MEGATRON_FSDP = {"--use-megatron-fsdp": None, "--ckpt-format": "fsdp_dtensor"}
@@ -59,9 +60,19 @@ CASES = {
         "fused RoPE of 2147500032 elements",
     ),
     "kv_channels": (dict(flags={"--kv-channels": "512"}), "--kv-channels"),
-    "multi_latent_attention": (
-        dict(flags={"--multi-latent-attention": None}, without=["--group-query-attention"]),
-        "remove --multi-latent-attention",
+    "mla_down_proj_fusion": (
+        # Without --multi-latent-attention, which is refused with Transformer Engine.
+        dict(attributes={"mla_down_proj_fusion": True}, flags=ENGINE),
+        "remove --mla-down-proj-fusion",
+    ),
+    "cache_mla_latents": (dict(flags={"--cache-mla-latents": None}), "remove --cache-mla-latents"),
+    "mla_tensor_parallel": (
+        dict(flags={**LATENT, "--tensor-model-parallel-size": "2"}, without=["--group-query-attention"], world_size=2),
+        "use --tensor-model-parallel-size 1",
+    ),
+    "mla_rope_scaling": (
+        dict(flags={**LATENT, "--use-rope-scaling": None}, without=["--group-query-attention"]),
+        "remove --use-rope-scaling",
     ),
     "experimental_attention_variant": (
         dict(flags={"--experimental-attention-variant": "dsa"}),
@@ -166,6 +177,11 @@ CASES = {
 ACCEPTED = {
     "short_attention_mask": dict(without=["--no-create-attention-mask-in-dataloader"]),
     "packed": dict(flags={"--dataloader-inter-document-masking": None}),
+    "latent": dict(
+        # The head dim that Megatron would take without it is beyond the limit.
+        flags={**LATENT, "--kv-channels": "512", "--qk-layernorm": None, "--mla-down-proj-fusion": None},
+        without=["--group-query-attention"],
+    ),
     "packed_own_core": dict(flags={"--dataloader-inter-document-masking": None, "--s2-dense-core": "s2"}),
     "reset_position_ids": dict(flags={"--reset-position-ids": None, "--eod-mask-loss": None}),
     "distributed_optimizer_unsaved": dict(flags={"--use-distributed-optimizer": None}),
@@ -238,6 +254,17 @@ ACCEPTED = {
 # Other ways to a refusal of CASES: name: (refusal, what to change), and the words of the message where they are others.
 RECOMPUTED = {"--recompute-granularity": "selective", "--s2-keep-attention-output": None}
 ALSO_REFUSED = {
+    "head_dim_of_latent_keys": (
+        "kv_channels",
+        dict(flags={**LATENT, "--qk-head-dim": "256"}, without=["--group-query-attention"]),
+        "--qk-head-dim + --qk-pos-emb-head-dim 320: S2 attention computes head dims up to 256; use a smaller "
+        "--qk-head-dim",
+    ),
+    "head_dim_of_latent_values": (
+        "kv_channels",
+        dict(flags={**LATENT, "--v-head-dim": "264"}, without=["--group-query-attention"]),
+        "--v-head-dim 264: S2 attention computes head dims up to 256; use a smaller --v-head-dim",
+    ),
     "recompute_kept_other_modules": (
         "s2_keep_attention_output",
         dict(flags={**RECOMPUTED, "--recompute-modules": ["layernorm", "mlp"]}),
@@ -266,6 +293,10 @@ ALSO_REFUSED = {
 
 # What the layers of the YAML cannot do, however it is written: name: (what to change, the message's end).
 LAYERS = {
+    "dense_core_latent": (
+        dict(flags={**LATENT, "--s2-dense-core": "stock"}, without=["--group-query-attention"]),
+        "use --transformer-impl transformer_engine",
+    ),
     "dense_core_packed": (
         dict(flags={"--s2-dense-core": "stock", "--dataloader-inter-document-masking": None}),
         "and packed documents (--sft, --dataloader-inter-document-masking): Megatron's local attention refuses that; "

@@ -22,6 +22,10 @@ SCALED = CONFIG + "softmax_scale: 0.0078125\n"
 PYTHON_PATTERN = "layers: P\nblock_size: 64\nspecs:\n  P: {function: 'tests.megatron.arguments:every_block'}\n"
 
 
+def latent(config: str) -> list[str]:
+    return arguments({"--s2-config": config, "--multi-latent-attention": None}, ("--group-query-attention",))
+
+
 @cache
 def results(folder) -> dict[str, dict]:
     files = {"plain": CONFIG, "scaled": SCALED, "python": PYTHON_PATTERN, "wrong": CONFIG.replace("DSSS", "DSX")}
@@ -42,6 +46,9 @@ def results(folder) -> dict[str, dict]:
         "scaled_otherwise": dict(argv=arguments({"--s2-config": scaled}), attributes={"softmax_scale": 0.5}),
         "scaled_by_script": dict(argv=arguments({"--s2-config": plain}), attributes={"softmax_scale": 0.5}),
         "huge_scale_of_script": dict(argv=arguments({"--s2-config": plain}), attributes={"softmax_scale": 1e39}),
+        "latent": dict(argv=latent(plain)),
+        "latent_scaled": dict(argv=latent(scaled)),
+        "latent_scaled_by_script": dict(argv=latent(plain), attributes={"softmax_scale": 0.5}),
         "mup": dict(argv=arguments({"--s2-config": plain, "--use-mup": None})),
         "mup_otherwise": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None})),
         "mup_equal": dict(argv=arguments({"--s2-config": scaled, "--use-mup": None, "--kv-channels": "128"})),
@@ -234,6 +241,13 @@ def test_softmax_scale_of_another_source(cases):
     assert by_script["config_softmax_scale"] == 0.5
     assert json.loads(by_script["args"]["s2_sparsity"])["softmax_scale"] == 0.5
     assert "softmax_scale=1e+39; expected a number, 1e-06 to 1e+06" in cases["huge_scale_of_script"]["message"]
+
+
+def test_softmax_scale_of_multi_latent_attention(cases):
+    accepted(cases["latent"])
+    for name in ("latent_scaled", "latent_scaled_by_script"):
+        assert "--multi-latent-attention computes its own" in cases[name]["message"]
+        assert "remove softmax_scale from the YAML" in cases[name]["message"]
 
 
 def test_softmax_scale_of_mup(cases):

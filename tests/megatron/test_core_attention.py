@@ -103,6 +103,16 @@ def test_softmax_scale_from_the_argument_and_the_config():
     assert torch.equal(make_core(make_config(softmax_scale=0.5))(query, key, value), expected)
 
 
+def test_values_of_another_head_dim():
+    """As multi-latent attention has them."""
+    query, key, value = make_qkv()
+    config = make_config()
+    config.multi_latent_attention = True  # Megatron's config of it has more
+    got = make_core(config, k_channels=DIM, v_channels=5)(query, key, value[..., :5])
+    expected = make_core()(query, key, value).unflatten(2, (HEADS, DIM))[..., :5]
+    assert torch.allclose(got, expected.flatten(2), rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_packed_sequences(padded):
     tokens = 70
@@ -192,7 +202,6 @@ def test_layers_with_equal_patterns_share_a_layout(monkeypatch):
         (dict(fp8_dot_product_attention=True), "set fp8_dot_product_attention=False"),
         (dict(fp8_multi_head_attention=True), "set fp8_multi_head_attention=False"),
         (dict(batch_invariant_mode=True), "--batch-invariant-mode"),
-        (dict(multi_latent_attention=True), "--multi-latent-attention"),
         (dict(experimental_attention_variant="dsa"), "--experimental-attention-variant"),
     ],
 )

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models import gpt
 from megatron.training.models.gpt import GPTModelConfig
@@ -20,7 +20,7 @@ from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.megatron import patches
 from s2_megatron.megatron.layer_specs import apply_s2, global_layer_indices, s2_block_spec, s2_mtp_block_spec
 from s2_megatron.megatron.model.check import check_model
-from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2SelfAttention
+from s2_megatron.megatron.model.core_attention import S2CoreAttention, S2LatentAttention, S2SelfAttention
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
@@ -35,12 +35,12 @@ def first_stage(monkeypatch):
     monkeypatch.setattr("megatron.core.parallel_state.get_pipeline_model_parallel_rank", lambda: 0)
 
 
-def make_config(**settings):
+def make_config(kind=TransformerConfig, **settings):
     defaults = dict(
         num_layers=LAYERS, hidden_size=64, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0,
         normalization="RMSNorm", persist_layer_norm=False, transformer_impl="local", pipeline_dtype=torch.float32,
     )  # fmt: skip
-    return TransformerConfig(**{**defaults, **settings})
+    return kind(**{**defaults, **settings})
 
 
 def make_sparsity(plan="DSSSDSSS", mtp_plan="", softmax_scale=None):
@@ -237,8 +237,26 @@ def test_the_number_of_layers_must_fit():
 def test_other_attention_is_refused():
     stock = get_gpt_decoder_block_spec(make_config(), use_transformer_engine=False, normalization="RMSNorm")
     stock.layer_specs[3].submodules.self_attention.module = torch.nn.Linear
-    with pytest.raises(ValueError, match="--multi-latent-attention"):
+    with pytest.raises(ValueError, match="expected TransformerLayer around SelfAttention or MLASelfAttention"):
         block_spec(make_config(), make_sparsity(), stock=stock)
+
+
+def test_multi_latent_attention():
+    """S2 computes its dense layers, too: Megatron's local core takes one head dim."""
+    settings = dict(qk_layernorm=True, rope_type="rope", sequence_parallel=True)
+    config = make_config(MLATransformerConfig, tensor_model_parallel_size=2, **settings)
+    sparsity = make_sparsity()
+    for layer, spec in zip(sparsity.layers, block_spec(config, sparsity).layer_specs):
+        attention = spec.submodules.self_attention
+        assert attention.module is S2LatentAttention and attention.submodules.kv_layernorm is sequence_parallel_norm
+        assert layer.pattern in (None, core_of(spec).params["pattern"])
+        assert core_of(spec).params["pattern"].num_heads == 4
+
+
+def test_dense_core_of_multi_latent_attention():
+    sizes = dict(context_parallel_size=1, multi_latent_attention=True)
+    assert resolve_dense_core(S2Settings(seq_length=128), transformer_impl="local", **sizes)[0] == "s2"
+    assert resolve_dense_core(S2Settings(seq_length=128), transformer_impl="transformer_engine", **sizes)[0] == "stock"
 
 
 DENSE_CORE = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tests.megatron.graph_cases import PREPROCESS
 from tests.megatron.refusal_cases import (
+    ENGINE,
     ENGINE_GRAPHS,
     GRAPHS,
+    LATENT,
     OFFLOAD,
     OVERLAPPED,
     PADDED,
@@ -22,6 +24,10 @@ RANK_CAPACITY = {
 
 # For every refusal of unproven.py, as CASES in refusal_cases.py.
 UNPROVEN = {
+    "mla_transformer_engine": (
+        dict(flags={**LATENT, **ENGINE}, without=["--group-query-attention"]),
+        "has not been run with S2 attention; use --transformer-impl local",
+    ),
     "cuda_graph_local_experts": (
         dict(flags={**GRAPHS, **ROUTERS}),
         "--num-experts failed on a GPU",

@@ -39,7 +39,7 @@ META = torch.zeros(64, 1, 2, 32, device="meta")
 BAD = {
     "heads": (dict(query=(64, 1, 6, 32)), {}, "query has 6 heads and key 2; the layout has 4 and 2; use the pattern"),
     "kv heads": (dict(key=(64, 1, 4, 32), value=(64, 1, 4, 32)), {}, "query has 4 heads and key 4; the layout has"),
-    "value": (dict(value=(64, 1, 2, 16)), {}, "shapes do not fit", "value [64, 1, 2, 16]; expected the same batch"),
+    "value": (dict(value=(60, 1, 2, 32)), {}, "shapes do not fit", "value [60, 1, 2, 32]; expected the same batch"),
     "head dim": (dict.fromkeys(GOOD, (64, 1, 4, 288)), dict(layout=pattern_of(PAPER, 16, 4, 4)), "288; expected at mo"),
     "no head dim": (dict(query=(64, 1, 4, 0)), {}, "query has shape [64, 1, 4, 0]; expected at least one row and one"),
     "no rows": (dict(query=(0, 1, 4, 32)), {}, "query has shape [0, 1, 4, 32]; expected at least one row", "leave"),

@@ -50,7 +50,7 @@ def test_what_was_refused_is_refused_again(looked):
     layout = build_layout(PATTERN)
     query, key, value = tensors()
     s2_attention(query, key, value, layout)
-    for wrong in ((query, key, value[:32]), (query, key, value[..., :8]), (query[:, :, :2], key, value)):
+    for wrong in ((query, key, value[:32]), (query, key[..., :8], value), (query[:, :, :2], key, value)):
         for _ in range(2):
             with pytest.raises(ValueError):
                 s2_attention(*wrong, layout)

@@ -359,6 +359,16 @@ def test_the_shape_of_a_checkpoint_is_compared():
             ValueError, match=rf"iteration 7 is of another model, with --{name.replace('_', '-')} {value}"
         ):
             compare_shapes(ours, StoredCheckpoint("folder", wrong, 7, False))
+    latent = dict(q_lora_rank=None, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)
+    theirs, mine = (SimpleNamespace(**vars(of), **latent, multi_latent_attention=True) for of in (stored, ours))
+    compare_shapes(mine, StoredCheckpoint("folder", theirs, 7, False))
+    for pair, words in (((ours, theirs), "with --multi-latent"), ((mine, stored), "with no --multi-latent")):
+        with pytest.raises(ValueError, match=words):
+            compare_shapes(pair[0], StoredCheckpoint("folder", pair[1], 7, False))
+    for name in latent:
+        wrong = SimpleNamespace(**{**vars(theirs), name: 48})
+        with pytest.raises(ValueError, match=f"with --{name.replace('_', '-')} 48, not {latent[name]};"):
+            compare_shapes(mine, StoredCheckpoint("folder", wrong, 7, False))
     # The padding depends on the tensor-parallel ranks; more than that is another vocabulary.
     stored.tensor_model_parallel_size, stored.padded_vocab_size = 4, 1024 + 384
     compare_shapes(ours, StoredCheckpoint("folder", stored, 7, False))

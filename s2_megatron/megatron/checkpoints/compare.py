@@ -34,6 +34,8 @@ SHAPE = (
     "swiglu",
     "untie_embeddings_and_output_weights",
 )
+# And with multi-latent attention. --q-lora-rank left out is a shape, too.
+LATENT_SHAPE = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 class StoredCheckpoint(NamedTuple):
@@ -104,6 +106,7 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
             ours = ours if args.group_query_attention else args.num_attention_heads
         if theirs is not None and theirs != ours:
             found.append(f"{flag} {printable(theirs)}, not {printable(ours)}")
+    found += _latent_differences(stored, args)
     theirs, ours = getattr(stored, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
     if theirs and ours and abs(theirs - ours) >= max(_padding(args), _padding(stored)):
         found.append(f"a vocabulary of {theirs} (padded), not {ours}")
@@ -112,6 +115,18 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
             f"--load {checkpoint.folder}: iteration {checkpoint.iteration} is of another model, with "
             f"{'; '.join(found)}; expected equal shapes; give these flags, or load another checkpoint"
         )
+
+
+def _latent_differences(stored: Namespace, args: Namespace) -> list[str]:
+    theirs, ours = (bool(getattr(of, "multi_latent_attention", False)) for of in (stored, args))
+    if theirs != ours:
+        return ["--multi-latent-attention" if theirs else "no --multi-latent-attention"]
+    found = []
+    for name in LATENT_SHAPE if ours else ():
+        before, now = (printable(getattr(of, name)) for of in (stored, args))
+        if before != now:
+            found.append(f"--{name.replace('_', '-')} {before}, not {now}")
+    return found
 
 
 def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) -> StoredCheckpoint | None:

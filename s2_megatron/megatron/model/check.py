@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.megatron.model.core_attention import S2SelfAttention
+from s2_megatron.megatron.model.core_attention import S2Attention
 
 CALL = "apply_s2(model_config, run)"
 
@@ -29,7 +29,7 @@ def check_model(config: str | None, sparsity: ResolvedSparsity | None, model: li
         module.layer_number - 1
         for chunk in model
         for name, module in chunk.named_modules()
-        if isinstance(module, TransformerLayer) and not isinstance(module.self_attention, S2SelfAttention)
+        if isinstance(module, TransformerLayer) and not isinstance(module.self_attention, S2Attention)
         if "mtp" not in name.split(".")  # made by the same specs, and counted from the start again
     }
     dense = sorted(layer for layer in others if sparsity.layers[layer].pattern is not None)

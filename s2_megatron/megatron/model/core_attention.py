@@ -1,7 +1,7 @@
 """Megatron-core's core attention (softmax(QK)V, between the qkv and the output projection) computed by S2-Attention.
 
 s query tokens, sk key tokens (the whole prefix in static inference), b microbatch, t packed tokens; np query heads, ng
-KV heads and hn head dim of one tensor-parallel rank.
+KV heads and hn head dim of one tensor-parallel rank (hv of values, another one in multi-latent attention).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
-from s2_megatron.megatron.settings import S2Settings
+from s2_megatron.megatron.settings import S2Settings, computed_head_dim
 from s2_megatron.megatron.sparsity import check_layer_window
 from s2_megatron.ops.api import make_call
 from s2_megatron.ops.layout import Layout, PackedSequence, build_layout
@@ -31,7 +32,6 @@ from s2_megatron.patterns.ranges import Pattern
 # The command line is checked before (refusals/, which know more); this list is for models that are built without it.
 HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
-    ("multi_latent_attention", False, "drop --multi-latent-attention"),
     ("softmax_type", "vanilla", "--softmax-type vanilla"),
     ("experimental_attention_variant", None, "drop --experimental-attention-variant"),
     ("fp8_dot_product_attention", False, "set fp8_dot_product_attention=False"),
@@ -75,10 +75,11 @@ def require_honoured(config: TransformerConfig, where: str) -> None:
 class S2CoreAttention(MegatronModule):
     """Drop-in for Megatron's DotProductAttention in one layer. It has no weights, hence adds no keys to a checkpoint.
 
-    config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection: as
-    Megatron passes them. pattern: the layer's pattern over all heads of the model, before tensor-parallel slicing.
-    layer_index: the 0-based layer that the pattern is meant for, to check against layer_number. settings: of the run.
-    s2_cp_comm_type: one of ContextParallel's; Megatron's cp_comm_type is for its own layers.
+    config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection,
+    k_channels and v_channels (of multi-latent attention): as Megatron passes them. pattern: the layer's pattern over
+    all heads of the model, before tensor-parallel slicing. layer_index: the 0-based layer that the pattern is meant
+    for, to check against layer_number. settings: of the run. s2_cp_comm_type: one of ContextParallel's; Megatron's
+    cp_comm_type is for its own layers.
     config.deterministic_mode selects the deterministic backward.
     Raises ValueError for settings that S2-Attention does not honour, and for a pattern of another model shape.
     """
@@ -126,10 +127,10 @@ class S2CoreAttention(MegatronModule):
             raise ValueError(
                 f"{self._name}: attn_mask_type={attn_mask_type}; expected causal; keep this layer dense (plan letter D)"
             )
-        if k_channels is not None or v_channels is not None:
+        if (k_channels is not None or v_channels is not None) and not config.multi_latent_attention:
             raise ValueError(
                 f"{self._name}: k_channels={k_channels}, v_channels={v_channels}; expected None, one head dim for q, k "
-                "and v; drop --multi-latent-attention"
+                "and v, without --multi-latent-attention"
             )
 
         if pg_collection is None:
@@ -153,7 +154,7 @@ class S2CoreAttention(MegatronModule):
                 self.context_parallel.prepare(
                     settings.planned_length,
                     compute_device(),
-                    config.kv_channels,
+                    computed_head_dim(config),
                     config.params_dtype,
                     settings.backend,
                 )
@@ -204,10 +205,10 @@ class S2CoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Attention of the layer's heads on this rank.
 
-        query [s, b, np, hn], key and value [sk, b, ng, hn], any strides; packed: [t, np, hn] and [t, ng, hn]; with
-        context parallelism this rank's share of the tokens, in Megatron's order. attention_mask is not read: the
+        query [s, b, np, hn], key [sk, b, ng, hn], value [sk, b, ng, hv], any strides; packed: [t, np, hn] and so on;
+        with context parallelism this rank's share of the tokens, in Megatron's order. attention_mask is not read: the
         pattern is causal, and a mask type that says more than that is refused.
-        Returns [s, b, np*hn], packed [t, np*hn], in query's dtype.
+        Returns [s, b, np*hv], packed [t, np*hv], in query's dtype.
         Raises ValueError for a bias, a mask that is not causal, or packed sequences in another format than thd.
         """
         if attention_bias is not None:
@@ -288,9 +289,9 @@ class S2CoreAttention(MegatronModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class S2SelfAttention(SelfAttention):
-    """Megatron's SelfAttention around an S2CoreAttention, which refuses the two inference paths that bypass the core
-    attention: they read the KV cache with dense attention kernels.
+class S2Attention:
+    """One of Megatron's attention modules around an S2CoreAttention, which refuses the two inference paths that bypass
+    the core attention: they read the KV cache with dense attention kernels.
     """
 
     def flash_decode(self, *args, **kwargs):
@@ -304,3 +305,15 @@ class S2SelfAttention(SelfAttention):
             f"dynamic inference in layer {self.layer_number} (counted from 1): the dynamic engine bypasses "
             "S2-Attention and would compute dense attention; expected static batching; use StaticInferenceContext"
         )
+
+
+class S2SelfAttention(S2Attention, SelfAttention):
+    """Megatron's SelfAttention around an S2CoreAttention."""
+
+
+class S2LatentAttention(S2Attention, MLASelfAttention):
+    """Megatron's multi-latent attention (--multi-latent-attention) around an S2CoreAttention."""
+
+
+# What stands in a layer's spec, and what takes its place.
+ATTENTION_MODULES = {SelfAttention: S2SelfAttention, MLASelfAttention: S2LatentAttention}

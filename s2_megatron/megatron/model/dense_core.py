@@ -9,8 +9,11 @@ from s2_megatron.megatron.settings import S2Settings
 STOCK_LOCAL_LENGTH = 4096
 
 
-def resolve_dense_core(settings: S2Settings, *, transformer_impl: str, context_parallel_size: int) -> tuple[str, str]:
-    """('stock' or 's2', the reason in words). transformer_impl, context_parallel_size: Megatron's.
+def resolve_dense_core(
+    settings: S2Settings, *, transformer_impl: str, context_parallel_size: int, multi_latent_attention: bool = False
+) -> tuple[str, str]:
+    """('stock' or 's2', the reason in words). transformer_impl, context_parallel_size, multi_latent_attention:
+    Megatron's.
 
     Raises ValueError for --s2-dense-core stock where Megatron's own attention cannot run.
     """
@@ -31,6 +34,8 @@ def resolve_dense_core(settings: S2Settings, *, transformer_impl: str, context_p
     obstacles = []
     if context_parallel_size > 1:
         obstacles.append(f"context_parallel_size={context_parallel_size}")
+    if multi_latent_attention:
+        obstacles.append("--multi-latent-attention, whose head dims differ")
     if packed:
         obstacles.append("packed documents (--sft, --dataloader-inter-document-masking)")
     if choice == "stock":

@@ -21,6 +21,7 @@ LIMITS = (
     (0, MOST_LAYERS, "mtp_num_layers"),
     (1, MOST_HEADS, "num_attention_heads num_query_groups"),
     (1, MOST_SEQ_LENGTH, "seq_length max_position_embeddings s2_position_loss"),
+    (1, 2**16, "qk_head_dim qk_pos_emb_head_dim v_head_dim q_lora_rank kv_lora_rank"),
     (1, 2**16, "kv_channels tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
     (0, 2**16, "num_workers"),
     (1, 2**20, "hidden_size micro_batch_size make_vocab_size_divisible_by"),

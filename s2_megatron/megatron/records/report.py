@@ -11,7 +11,7 @@ from rich.table import Table
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import LayerCosts, check_comm_type, layer_costs
-from s2_megatron.megatron.settings import S2Run, S2Settings
+from s2_megatron.megatron.settings import S2Run, S2Settings, computed_head_dim
 from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.printing import print_once, print_table
 
@@ -112,7 +112,7 @@ def _costs(run: S2Run, transformer: TransformerConfig, layer: int) -> list[Layer
     tp_size, size = transformer.tensor_model_parallel_size, transformer.context_parallel_size
     slices = dict.fromkeys(pattern.tensor_parallel_slice(rank, tp_size) for rank in range(tp_size))
     options = dict(
-        head_dim=transformer.kv_channels,
+        head_dim=computed_head_dim(transformer),
         itemsize=2 if transformer.bf16 or transformer.fp16 else 4,
         keep_received=settings.cp_keep_received,
     )

@@ -11,9 +11,26 @@ from s2_megatron.megatron.sparsity import FROM_FLAGS
 from s2_megatron.patterns.checks import HEAD_DIM_LIMIT
 
 
+def latent_head_dims(args: Namespace) -> tuple[int, int]:
+    """Head dims of keys and of values in multi-latent attention; Megatron's defaults for what was not given."""
+    given = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128} | vars(args)
+    return given["qk_head_dim"] + given["qk_pos_emb_head_dim"], given["v_head_dim"]
+
+
 def head_dim(args: Namespace) -> int:
-    """Of the model, before Megatron has filled in --kv-channels, too; 0 where the flags do not tell it."""
+    """Of the model, before Megatron has filled in --kv-channels, too; 0 where the flags do not tell it. The larger one
+    where keys and values have two."""
+    if getattr(args, "multi_latent_attention", False):
+        return max(latent_head_dims(args))
     return args.kv_channels or (args.hidden_size or 0) // args.num_attention_heads
+
+
+def _words_of_head_dim(args: Namespace) -> dict[str, str]:
+    if not getattr(args, "multi_latent_attention", False):
+        return dict(flag="--kv-channels", fix="use more heads (--num-attention-heads) or a smaller --kv-channels")
+    keys, values = latent_head_dims(args)
+    flag = "--v-head-dim" if values > keys else "--qk-head-dim + --qk-pos-emb-head-dim"
+    return dict(flag=flag, fix=f"use a smaller {flag.split(' ')[0]}")
 
 
 def _attention_is_recomputed(args: Namespace) -> bool:
@@ -55,9 +72,9 @@ REFUSALS = (
     Refusal(
         "kv_channels",
         lambda args: head_dim(args) > HEAD_DIM_LIMIT,
-        f"--kv-channels {{channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
-        "use more heads (--num-attention-heads) or a smaller --kv-channels",
-        lambda args: {"channels": head_dim(args)},
+        f"{{flag}} {{channels}}: S2 attention computes head dims up to {HEAD_DIM_LIMIT}",
+        "{fix}",
+        lambda args: {"channels": head_dim(args), **_words_of_head_dim(args)},
     ),
     Refusal(
         "transformer_impl",

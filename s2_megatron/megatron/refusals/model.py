@@ -35,11 +35,32 @@ VERSION = Refusal(
 
 REFUSALS = (
     Refusal(
-        "multi_latent_attention",
-        is_set("multi_latent_attention"),
-        "--multi-latent-attention (MLA) has other head dims for keys than for values, which S2 attention does not "
-        "compute",
-        "remove --multi-latent-attention",
+        "mla_down_proj_fusion",
+        lambda args: args.mla_down_proj_fusion and args.transformer_impl != "local",  # which ignores the flag
+        "--mla-down-proj-fusion makes Megatron build another module than the multi-latent attention that S2 replaces",
+        "remove --mla-down-proj-fusion",
+    ),
+    Refusal(
+        "cache_mla_latents",
+        is_set("cache_mla_latents"),
+        "--cache-mla-latents is for the dynamic inference engine, which goes around the core attention",
+        "remove --cache-mla-latents",
+    ),
+    Refusal(
+        "mla_tensor_parallel",
+        lambda args: (
+            args.multi_latent_attention and args.transformer_impl == "local" and args.tensor_model_parallel_size > 1
+        ),
+        "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
+        "{args.tensor_model_parallel_size}: Megatron does not add up the gradients of the keys' RoPE part, which all "
+        "heads share, over the ranks (core/transformer/multi_latent_attention.py), and trains otherwise than one rank",
+        "use --tensor-model-parallel-size 1, and --context-parallel-size for longer sequences",
+    ),
+    Refusal(
+        "mla_rope_scaling",
+        lambda args: args.multi_latent_attention and args.use_rope_scaling,
+        "--use-rope-scaling with --multi-latent-attention, which makes its own RoPE without that scaling",
+        "remove --use-rope-scaling; --rope-type yarn with --rotary-scaling-factor stretches the positions",
     ),
     Refusal(
         "experimental_attention_variant",

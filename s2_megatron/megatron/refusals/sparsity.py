@@ -29,7 +29,8 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
         except ValueError as error:
             found.append(str(error))
 
-    check(resolve_dense_core, settings, transformer_impl=args.transformer_impl, context_parallel_size=size)
+    names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
+    check(resolve_dense_core, settings, **{name: getattr(args, name) for name in names})
     if size > 1:
         layers = enumerate(run.sparsity.all_layers)
         used = {settings.comm_type(index) for index, layer in layers if layer.pattern is not None}
@@ -49,7 +50,14 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
 
 
 def refuse_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> None:
-    """Raises ValueError when something else than the YAML already set another softmax scale for the model."""
+    """Raises ValueError when something else than the YAML already set another softmax scale for the model, or sets one
+    whatever the YAML says."""
+    if args.multi_latent_attention and (sparsity.softmax_scale or getattr(args, "softmax_scale", None)) is not None:
+        raise ValueError(
+            "--s2-config: softmax_scale is set, but --multi-latent-attention computes its own (from --qk-head-dim, "
+            "--qk-pos-emb-head-dim and --mscale-all-dim) in every layer; remove softmax_scale from the YAML or the "
+            "script"
+        )
     if sparsity.softmax_scale is None:
         return
     source, other = None, None

@@ -34,6 +34,12 @@ def _graphs_of_rank_capacity(args: Namespace) -> bool:
 
 REFUSALS = (
     Refusal(
+        "mla_transformer_engine",
+        lambda args: args.multi_latent_attention and args.transformer_impl == "transformer_engine",
+        "--multi-latent-attention with --transformer-impl transformer_engine has not been run with S2 attention",
+        "use --transformer-impl local",
+    ),
+    Refusal(
         "cuda_graph_local_experts",
         lambda args: args.cuda_graph_impl == "local" and bool(args.num_experts),
         "--cuda-graph-impl local with --num-experts failed on a GPU, most likely because Megatron captures the whole "
