@@ -121,8 +121,9 @@ class ContextParallel:
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
         documents of all ranks' tokens together. softmax_offset: [H]; its gradient is this rank's part, the sum over the
-        ranks is the whole. output: of a layer that is recomputed, to launch no second forward. The other arguments as in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as
-        s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
+        ranks is the whole. output: of a layer that is recomputed, to launch no second forward. The other arguments as
+        in s2_attention. Returns out, of query's shape and dtype. Raises ValueError as s2_attention, for lengths that
+        cannot be cut, and for packed ones with comm type sparse.
         """
         call = make_call(
             query,

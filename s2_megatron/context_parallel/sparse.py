@@ -105,9 +105,9 @@ class _Heads:
 
 
 class SparseAttention(torch.autograd.Function):
-    """offset: of the softmax, [H] or None. call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the
-    backward. known: (out, LSE) where they have been computed before; nothing is then sent or computed before the
-    backward. Returns (out, LSE), LSE without a gradient.
+    """offset: of the softmax, [H] or None. call: an AttentionCall without a placement. state: a SparseState.
+    keep_received: save what was received for the backward. known: (out, LSE) where they have been computed before;
+    nothing is then sent or computed before the backward. Returns (out, LSE), LSE without a gradient.
     """
 
     @staticmethod
@@ -152,8 +152,8 @@ def compute(query, key, value, call, state, keep_received=False):
 
 
 def gradients(grad_out, query, key, value, out, lse, *saved, call, state):
-    """(dQ, dK, dV, rowsum(out * dO)). saved: the received blocks, where the forward saved them; then all heads are computed in one pass
-    where the kernels join keys."""
+    """(dQ, dK, dV, rowsum(out * dO)). saved: the received blocks, where the forward saved them; then all heads are
+    computed in one pass where the kernels join keys."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (
         call._replace(placement=placement) for placement in (state.own, state.received, state.joined)

@@ -56,10 +56,11 @@ def s2_attention(
     that the query is its end (static inference). layout: a Layout, or the pattern itself, whose layout is then built at
     the first call and stays with it. placement: whole query blocks and key slots of a longer sequence (see Placement).
     softmax_scale: 1e-6 to 1e6, default D ** -0.5. softmax_offset: [H], floating point; exp of it is added to the sum
-    under each head's softmax, as of a key without a value (a learned sink; zeros: off-by-one). deterministic: the backward is bitwise repeatable (the portable
-    kernels and the reference always are), also under torch.use_deterministic_algorithms. backend: see resolve_backend.
-    torch.compile, torch.export and modes see one operator, torch.ops.s2_megatron.attention; an exported program holds
-    the pattern. torch.vmap works; torch.func.grad and forward-mode derivatives raise PyTorch's errors.
+    under each head's softmax, as of a key without a value (a learned sink; zeros: off-by-one). deterministic: the
+    backward is bitwise repeatable (the portable kernels and the reference always are), also under
+    torch.use_deterministic_algorithms. backend: see resolve_backend. torch.compile, torch.export and modes see one
+    operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch.vmap works; torch.func.grad
+    and forward-mode derivatives raise PyTorch's errors.
     Returns out, of query's shape and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T] for thd), fp32, natural
     log. Raises ValueError for arguments of another type or out of range, and for tensors that do not fit each other,
     the layout or the backend. Only the reference checks the numbers in cu_seqlens, because reading them waits for the

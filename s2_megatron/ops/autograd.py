@@ -128,8 +128,8 @@ def register_attention(forward: Callable, backward: Callable, delta: Callable, r
 
     forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or
     None, query, key, value, out, LSE, call) -> the three gradients, contiguous; delta(grad_out, out, LSE, call) ->
-    rowsum(out * grad_out) [B, H, rows]. They run with real tensors only; a second derivative raises RuntimeError. resolve_backend(name, device type) -> name: a program may run on another
-    device than it was traced on.
+    rowsum(out * grad_out) [B, H, rows]. They run with real tensors only; a second derivative raises RuntimeError.
+    resolve_backend(name, device type) -> name: a program may run on another device than it was traced on.
     """
     tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
     _library.define(

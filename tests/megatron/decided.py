@@ -27,6 +27,7 @@ HONOURED: dict[str, str] = {
     "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
     "window_attn_skip_freq": "read only with --window-size, which is refused",
     "no_rope_freq": "applied before the core attention",
+    "softmax_type": "the core attention has the offset, under Megatron's name",
     "hidden_dropout": "outside of the core attention",
     "bias_dropout_fusion": "outside of the core attention",
     # Data

@@ -32,12 +32,6 @@ REFUSALS = (
         "add --attention-dropout 0 (Megatron's default is 0.1)",
     ),
     Refusal(
-        "softmax_type",
-        lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla",
-        "--softmax-type {args.softmax_type}: S2 attention adds no offset to the softmax's sum",
-        "use --softmax-type vanilla",
-    ),
-    Refusal(
         "position_embedding_type",
         lambda args: args.position_embedding_type == "relative",
         "--position-embedding-type relative adds an attention bias, which S2 attention does not have",
