@@ -17,6 +17,7 @@ from megatron.core.utils import GlobalMemoryBuffer
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.patterns.ranges import RangePattern
+from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.megatron.test_core_attention import (
     BLOCK,
     DIM,
@@ -28,6 +29,7 @@ from tests.megatron.test_core_attention import (
     make_pattern,
     make_qkv,
 )
+from tests.tiers import mostly_slow
 
 DENSE = RangePattern.dense(BLOCK, HEADS, GROUPS)
 
@@ -188,3 +190,46 @@ def test_dense_layers_that_transformer_engine_does_not_take(settings, ranks, wor
         with pytest.raises(ValueError, match=rf"--softmax-type learnable.*{words}.*use --s2-dense-core s2 or auto"):
             resolve_dense_core(S2Settings(softmax_type="learnable", dense_core="stock", **settings), **sizes)
         assert resolve_dense_core(S2Settings(**settings), **sizes)[0] == "stock"
+
+
+LEARNED = "--softmax-type learnable --train-iters 6"
+# Each resumes the third iteration of one process. The dense layer is Megatron's own, but S2's under context parallelism.
+LAYOUTS = {
+    "tp2_sp_cp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    "cp2_a2a": (2, "--context-parallel-size 2 --s2-cp-comm-type a2a"),
+    "kept_outputs": (
+        1,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --s2-keep-attention-output",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def learned(lab):
+    """(the run, its checkpoints)"""
+    folder = lab.folder / "offsets"
+    return lab.run("offsets", f"{LEARNED} --save {folder} --save-interval 3"), folder
+
+
+def stored_offsets(folder, step):
+    """[layers, heads]"""
+    reader = TorchDistReader(folder / f"iter_{step:07d}")
+    name = "decoder.layers.self_attention.core_attention.softmax_offset"
+    return reader.read(name, (0, 0), reader.shapes[name])
+
+
+def test_a_training_changes_the_offsets(learned):
+    run, folder = learned
+    early, late = stored_offsets(folder, 3), stored_offsets(folder, 6)
+    assert early.shape == (4, 4) and len(run.losses) == 6
+    assert (late != early).all(), "every head of every layer, the dense one too"
+
+
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "tp2_sp_cp2"))
+def test_other_layouts_resume_and_train_the_same(lab, learned, same_training, name):
+    run, folder = learned
+    processes, flags = LAYOUTS[name]
+    again = lab.folder / f"offsets_{name}"
+    flags = f"{LEARNED} --load {folder} --ckpt-step 3 --save {again} --save-interval 3 {flags}"
+    same_training(lab.run(f"offsets_{name}", flags, processes=processes), run, steps=3)
+    assert torch.allclose(stored_offsets(again, 6), stored_offsets(folder, 6), atol=1e-5)
