@@ -3,6 +3,7 @@ checkpoint; and one training that stops and resumes."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -14,6 +15,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import GlobalMemoryBuffer
 
+from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_softmax_type
+from s2_megatron.megatron.checkpoints.folder import CheckpointError
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.settings import S2Settings
 from s2_megatron.patterns.ranges import RangePattern
@@ -192,8 +195,32 @@ def test_dense_layers_that_transformer_engine_does_not_take(settings, ranks, wor
         assert resolve_dense_core(S2Settings(**settings), **sizes)[0] == "stock"
 
 
+@pytest.mark.parametrize(
+    "ours, theirs, resumed, weights",
+    [
+        ("learnable", "learnable", None, None),
+        ("vanilla", "vanilla", None, None),
+        ("off-by-one", "vanilla", "give --softmax-type vanilla, or add --finetune", ""),
+        ("vanilla", "learnable", "give --softmax-type learnable, or add --finetune", ""),
+        ("learnable", "vanilla", "the checkpoint lacks", "the checkpoint lacks"),
+        ("learnable", "off-by-one", "the checkpoint lacks", "the checkpoint lacks"),
+    ],
+)
+def test_a_checkpoint_of_another_softmax(capsys, ours, theirs, resumed, weights):
+    """resumed, weights: what is refused where the optimizer is loaded, and where it is not; None: nothing is said."""
+    run, stored = (Namespace(**{} if each == "vanilla" else {"softmax_type": each}) for each in (ours, theirs))
+    for words, weights_only in ((resumed, False), (weights, True)):
+        checkpoint = StoredCheckpoint("runs/a", stored, 5, weights_only)
+        if words:
+            with pytest.raises(CheckpointError, match=f"--load runs/a: .*--softmax-type {theirs}, .*{words}"):
+                compare_softmax_type(run, checkpoint)
+        else:
+            compare_softmax_type(run, checkpoint)
+            assert (f"trained with --softmax-type {theirs}" in capsys.readouterr().err) == (words is not None)
+
+
 LEARNED = "--softmax-type learnable --train-iters 6"
-# Each resumes the third iteration of one process. The dense layer is Megatron's own, but S2's under context parallelism.
+# Each resumes the third iteration of one process. Its dense layer is Megatron's own, and S2's where there are CP ranks.
 LAYOUTS = {
     "tp2_sp_cp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
     "cp2_a2a": (2, "--context-parallel-size 2 --s2-cp-comm-type a2a"),
