@@ -15,6 +15,7 @@ from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.patterns.text import packed_table, unpacked_table
 
 MODEL_TYPE = "s2_gpt"  # in the config.json of exported models
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")  # Megatron's --softmax-type
 
 
 def stored_sparsity(sparsity: ResolvedSparsity) -> dict:

@@ -35,6 +35,7 @@ from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.head_dims import differ, padded
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.offset import check_offset
 from s2_megatron.ops.parts import prepare_placement
 from s2_megatron.ops.recompute import LayerOutput, recompute_attention
 from s2_megatron.patterns.checks import shown
@@ -112,6 +113,7 @@ class ContextParallel:
         *,
         softmax_scale: float | None = None,
         packed: PackedSequence | None = None,
+        softmax_offset: torch.Tensor | None = None,
         backend: str = "auto",
         deterministic: bool = False,
         output: LayerOutput | None = None,
@@ -120,9 +122,10 @@ class ContextParallel:
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
         documents of all ranks' tokens together; another head dim of value travels with zeros up to the larger one.
-        output: of a layer that is recomputed, to launch no second forward. The other arguments as in s2_attention.
-        Returns out, of query's shape (with value's head dim) and dtype. Raises ValueError as
-        s2_attention, for lengths that cannot be cut, and for packed ones with comm type sparse.
+        softmax_offset: [H]; its gradient is this rank's part, the sum over the ranks is the whole. output: of a layer
+        that is recomputed, to launch no second forward. The other arguments as in s2_attention. Returns out, of query's
+        shape (with value's head dim) and dtype. Raises ValueError as s2_attention, for lengths that cannot be cut, and
+        for packed ones with comm type sparse.
         """
         call = make_call(
             query,
@@ -140,16 +143,18 @@ class ContextParallel:
                 f"query has {query.shape[0]} rows and key {key.shape[0]}; context parallelism trains, it does not "
                 "continue a prefix; use --context-parallel-size 1 for inference"
             )
+        check_offset(softmax_offset, query, call.tensor_format)
         # What travels is memory, which a lazily negated tensor is the negative of.
         query, key, value = (tensor.resolve_neg() for tensor in (query, key, value))
         if differ(query, value):
-            return self._attend(*padded(query, key, value), call, output)[..., : value.shape[-1]]
-        return self._attend(query, key, value, call, output)
+            query, key, padded_value = padded(query, key, value)
+            return self._attend(query, key, padded_value, softmax_offset, call, output)[..., : value.shape[-1]]
+        return self._attend(query, key, value, softmax_offset, call, output)
 
-    def _attend(self, query, key, value, call: AttentionCall, output):
+    def _attend(self, query, key, value, softmax_offset, call: AttentionCall, output):
         packed = call.packed
         if packed is None and self.comm_type != "a2a":
-            return self._own_queries(query, key, value, call, output)
+            return self._own_queries(query, key, value, softmax_offset, call, output)
         if self.comm_type == "sparse":
             raise ValueError(
                 "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
@@ -162,7 +167,9 @@ class ContextParallel:
             order = sequence_order(tokens, self.size, query.device)
         if self.comm_type == "a2a":
             whole = RowsToHeads.apply(query, key, value, order, self.group)
-            return HeadsToRows.apply(recompute_attention(*whole, call, output), order, self.group)
+            if softmax_offset is not None:  # of this rank's heads; the others' part of its gradient is zero
+                softmax_offset = softmax_offset.chunk(self.size)[self.rank]
+            return HeadsToRows.apply(recompute_attention(*whole, call, output, softmax_offset), order, self.group)
         if self.cut == "sequence":
             call = call._replace(packed=documents_of_rank(packed, self.rank, self.size, tokens))
         whole = GatherRows.apply(key, value, order, self.group)
@@ -170,15 +177,15 @@ class ContextParallel:
         # The packed op takes as many queries as keys: those of other ranks are zero, and their rows of the result are
         # not read.
         all_queries = query.new_zeros((tokens, *query.shape[1:])).index_copy(0, rows, query)
-        return recompute_attention(all_queries, *whole, call, output)[rows]
+        return recompute_attention(all_queries, *whole, call, output, softmax_offset)[rows]
 
-    def _own_queries(self, query, key, value, call: AttentionCall, output):
+    def _own_queries(self, query, key, value, offset, call: AttentionCall, output):
         """Of one unpacked sequence: this rank's queries and the keys that they need, by sparse or all_gather."""
         state = self.state(query.shape[0] * self.size, query.device)
         call = call._replace(layout=state.layout)
         function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
         known = None if output is None else output.take(query)
-        out, lse = function.apply(query, key, value, call, state, self.keep_received, known)
+        out, lse = function.apply(query, key, value, offset, call, state, self.keep_received, known)
         if output is not None:
             output.store(out, lse)
         return out

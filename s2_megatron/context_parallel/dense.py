@@ -20,6 +20,7 @@ from s2_megatron.context_parallel.exchange import all_gather, all_to_all
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence, Placement
+from s2_megatron.ops.offset import add_offset_, offset_gradient
 from s2_megatron.ops.parts import attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward
 
 
@@ -108,21 +109,23 @@ class GatheredAttention(torch.autograd.Function):
     SparseAttention, state: a GatheredState."""
 
     @staticmethod
-    def forward(ctx, query, key, value, call, state, keep_received, known):
+    def forward(ctx, query, key, value, offset, call, state, keep_received, known):
         ctx.call, ctx.state, saved = call._replace(placement=state.placement), state, []
         if known is None:
             whole = _gather((key, value), state.order, state.group)
             known = attention_forward(query, *whole, ctx.call)
             saved = [whole] if keep_received else []
+            if offset is not None:
+                add_offset_(*known, offset, call.tensor_format)
         out, lse = known
-        ctx.save_for_backward(query, key, value, out, lse, *saved)
+        ctx.save_for_backward(query, key, value, offset, out, lse, *saved)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @first_derivative
     def backward(ctx, grad_out, _):
-        query, key, value, out, lse, *saved = ctx.saved_tensors
+        query, key, value, offset, out, lse, *saved = ctx.saved_tensors
         whole = saved[0] if saved else _gather((key, value), ctx.state.order, ctx.state.group)
         row_sums = attention_delta(grad_out, out, lse, ctx.call)
         sum_dtype = torch.promote_types(query.dtype, torch.float32)
@@ -130,7 +133,8 @@ class GatheredAttention(torch.autograd.Function):
         attention_backward_dkdv(grad_out, query, *whole, lse, row_sums, *grads, ctx.call)
         grad_query = attention_backward_dq(grad_out, query, *whole, lse, row_sums, ctx.call)
         grad_key, grad_value = (_scatter_sum(grad, ctx.state.order, ctx.state.group).to(key.dtype) for grad in grads)
-        return grad_query, grad_key, grad_value, None, None, None, None
+        grad_offset = offset_gradient(row_sums, lse, offset) if ctx.needs_input_grad[3] else None
+        return grad_query, grad_key, grad_value, grad_offset, None, None, None, None
 
 
 class GatherRows(torch.autograd.Function):

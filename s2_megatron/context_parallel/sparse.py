@@ -18,6 +18,7 @@ from s2_megatron.context_parallel.exchange import BlockExchange, receive_rate, s
 from s2_megatron.context_parallel.plan import ExchangePlan, heads_beside
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.layout import Placement
+from s2_megatron.ops.offset import add_offset_, offset_gradient
 from s2_megatron.ops.parts import (
     attention_backward_dkdv,
     attention_backward_dq,
@@ -104,23 +105,28 @@ class _Heads:
 
 
 class SparseAttention(torch.autograd.Function):
-    """call: an AttentionCall without a placement. state: a SparseState. keep_received: save what was received for the
-    backward. known: (out, LSE) where they have been computed before; nothing is then sent or computed before the
-    backward. Returns (out, LSE), LSE without a gradient.
+    """offset: of the softmax, [H] or None. call: an AttentionCall without a placement. state: a SparseState.
+    keep_received: save what was received for the backward. known: (out, LSE) where they have been computed before;
+    nothing is then sent or computed before the backward. Returns (out, LSE), LSE without a gradient.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, call, state, keep_received, known):
+    def forward(ctx, query, key, value, offset, call, state, keep_received, known):
         ctx.call, ctx.state = call, state
         out, lse, *received = known if known is not None else compute(query, key, value, call, state, keep_received)
-        ctx.save_for_backward(query, key, value, out, lse, *received)
+        if known is None and offset is not None:
+            add_offset_(out, lse, offset, call.tensor_format)
+        ctx.save_for_backward(query, key, value, out, lse, offset, *received)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @first_derivative
     def backward(ctx, grad_out, _):
-        return *gradients(grad_out, *ctx.saved_tensors, call=ctx.call, state=ctx.state), None, None, None, None
+        *tensors, offset = ctx.saved_tensors[:6]
+        *grads, row_sums = gradients(grad_out, *tensors, *ctx.saved_tensors[6:], call=ctx.call, state=ctx.state)
+        grad_offset = offset_gradient(row_sums, tensors[-1], offset) if ctx.needs_input_grad[3] else None
+        return *grads, grad_offset, None, None, None, None
 
 
 def compute(query, key, value, call, state, keep_received=False):
@@ -146,8 +152,8 @@ def compute(query, key, value, call, state, keep_received=False):
 
 
 def gradients(grad_out, query, key, value, out, lse, *saved, call, state):
-    """(dQ, dK, dV). saved: the received blocks, where the forward saved them; then all heads are computed in one pass
-    where the kernels join keys."""
+    """(dQ, dK, dV, rowsum(out * dO)). saved: the received blocks, where the forward saved them; then all heads are
+    computed in one pass where the kernels join keys."""
     exchange, groups = state.exchange, key.shape[2]
     own, received, joined = (
         call._replace(placement=placement) for placement in (state.own, state.received, state.joined)
@@ -181,4 +187,4 @@ def gradients(grad_out, query, key, value, out, lse, *saved, call, state):
     grads = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (key, value))
     returned = exchange.returned(returning.result())
     attention_backward_dkdv(*shared, key, value, lse, row_sums, *grads, own, returned)
-    return grad_query, *grads
+    return grad_query, *grads, row_sums

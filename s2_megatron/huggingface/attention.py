@@ -167,13 +167,14 @@ def s2_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     compact_cache=None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, in transformers' form.
 
     query [B, H, T, D]; key, value [B, G, N, D], the last T of them the query's own (compact_cache: these T alone, the
     S2Cache has the others). attention_mask: what texts_mask returned, or the model's own Texts. scaling: the model's
-    own, which the sparsity's softmax_scale overrides.
+    own, which the sparsity's softmax_scale overrides. s_aux: [H], transformers' name of softmax offsets (sinks).
     Returns ([B, T, H, D], None): probabilities do not exist. Raises ValueError for a dropout, for foreign masks, and
     for arguments that ask for something else than causal attention.
     """
@@ -186,10 +187,11 @@ def s2_attention_forward(
     plain = isinstance(attention_mask, (Texts, StockMask)) and attention_mask.plain
     if plain and all(value is None for value in packing.values()):
         plan = attention_mask.plans[module.layer_idx]
-        out = attend(query, key, value, plan.layout, _scale(plan, scaling, query))
+        layout = plan.layout if s_aux is None else plan.kept_layout
+        out = attend(query, key, value, layout, _scale(plan, scaling, query), s_aux)
     else:
         arguments = packing | {name: kwargs.get(name) for name in ("position_ids", "use_cache")}
-        out = _attend_texts(module, query, key, value, attention_mask, scaling, compact_cache, arguments)
+        out = _attend_texts(module, query, key, value, attention_mask, scaling, compact_cache, s_aux, arguments)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -218,7 +220,7 @@ def _scale(plan: LayerPlan, scaling: float | None, query) -> float:
 
 
 @torch.compiler.disable
-def _attend_texts(module, query, key, value, mask, scaling, compact_cache, arguments: dict) -> torch.Tensor:
+def _attend_texts(module, query, key, value, mask, scaling, compact_cache, offset, arguments: dict) -> torch.Tensor:
     """Attention in all other forms, [B, H, T, D]: padding, packed texts, caches."""
     length, seen = query.shape[2], key.shape[2] - query.shape[2]
     if mask is None:  # the module is called without its model
@@ -233,37 +235,41 @@ def _attend_texts(module, query, key, value, mask, scaling, compact_cache, argum
     plan = texts.plans[module.layer_idx]
     scale = _scale(plan, scaling, query)
     if compact_cache is not None:
-        return compact_cache.attend(module.layer_idx, query, key, value, texts.starts, scale, plan.pattern)
+        return compact_cache.attend(module.layer_idx, query, key, value, texts.starts, scale, plan.pattern, offset)
     if texts.packed is not None:
-        return attend_packed(query, key, value, plan.kept_layout, texts.packed, scale)
-    return attend_rows(query, key, value, plan.pattern, texts.starts, scale)
+        return attend_packed(query, key, value, plan.kept_layout, texts.packed, scale, offset)
+    pattern = plan.pattern if offset is None else plan.kept_pattern
+    return attend_rows(query, key, value, pattern, texts.starts, scale, offset)
 
 
-def attend_packed(query, key, value, layout: Layout, packed: PackedSequence, scale: float) -> torch.Tensor:
+def attend_packed(query, key, value, layout: Layout, packed: PackedSequence, scale: float, offset=None) -> torch.Tensor:
     """Attention of [B, H, T, D] queries to [B, G, T, D] keys of the same text; [B, H, T, D]. packed: the texts among
     the B * T tokens; others give 0."""
     batch = len(query)
     packed = PackedSequence(*(part.to(query.device) if isinstance(part, torch.Tensor) else part for part in packed))
     parts = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out = s2_attention(*parts, layout, softmax_scale=scale, tensor_format="thd", packed=packed)
+    out = s2_attention(*parts, layout, softmax_scale=scale, tensor_format="thd", packed=packed, softmax_offset=offset)
     return out.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
-def attend_rows(query, key, value, pattern: Pattern | None, starts: torch.Tensor | None, scale: float) -> torch.Tensor:
+def attend_rows(
+    query, key, value, pattern: Pattern | None, starts: torch.Tensor | None, scale: float, offset=None
+) -> torch.Tensor:
     """Attention of [B, H, T, D] queries to [B, G, N, D] keys whose rows start at different columns; [B, H, T, D].
 
     Rows with the same start are computed together, each over its own text, as strides count from there. Padding gives
     0.
     """
     if starts is None:
-        return attend(query, key, value, pattern, scale)
+        return attend(query, key, value, pattern, scale, offset)
     total, length = key.shape[2], query.shape[2]
     out = query.new_zeros(*query.shape[:-1], value.shape[-1])
     for rows, start in rows_by_start(starts, query.device):
         if start >= total:
             continue
         own = min(length, total - start)  # of the queries, those that are text
-        part = attend(query[rows, :, length - own :], key[rows, :, start:], value[rows, :, start:], pattern, scale)
+        texts = query[rows, :, length - own :], key[rows, :, start:], value[rows, :, start:]
+        part = attend(*texts, pattern, scale, offset)
         # Not in place: the gradient goes through.
         out = out.index_copy(0, rows, torch.nn.functional.pad(part, (0, 0, length - own, 0)))
     return out
@@ -274,11 +280,15 @@ def rows_by_start(starts: torch.Tensor, device) -> list[tuple[torch.Tensor, int]
     return [((starts == start).nonzero().flatten().to(device), start) for start in dict.fromkeys(starts.tolist())]
 
 
-def attend(query, key, value, pattern: Pattern | Layout | None, scale: float) -> torch.Tensor:
+def attend(
+    query, key, value, pattern: Pattern | Layout | None, scale: float, offset: torch.Tensor | None = None
+) -> torch.Tensor:
     """Attention of [B, H, T, D] queries to [B, G, N, D] keys, the last T of which are theirs; [B, H, T, D]. None:
-    dense."""
+    dense. offset: of the softmax, [H]; with a pattern, for torch's attention has none."""
     if pattern is not None:
-        return s2_attention(query, key, value, pattern, softmax_scale=scale, tensor_format="bhsd")
+        options = dict(softmax_scale=scale, tensor_format="bhsd", softmax_offset=offset)
+        return s2_attention(query, key, value, pattern, **options)
+    assert offset is None
     grouped = query.shape[1] != key.shape[1]
     mask, causal = None, query.shape[2] == key.shape[2]
     if not causal and query.shape[2] > 1:

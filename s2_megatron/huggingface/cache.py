@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from s2_megatron.config.sparsity import ResolvedSparsity, canonical_pattern
 from s2_megatron.huggingface.cache_layer import CACHE_ARGUMENT, S2CacheLayer, SharedSlots
-from s2_megatron.huggingface.decoding import decode_mask
+from s2_megatron.huggingface.decoding import OFFSET_ROOM, decode_mask
 from s2_megatron.huggingface.layer_plans import kept_pattern, layer_plans, resolved_sparsity
 from s2_megatron.huggingface.slots import kept_slots
 from s2_megatron.patterns.ranges import Pattern
@@ -64,7 +64,10 @@ class S2Cache(Cache):
         shared: dict[Pattern, SharedSlots] = {}
         for plan in layer_plans(config):
             shared.setdefault(plan.kept_pattern, SharedSlots(plan.kept_pattern))
-        super().__init__(layers=[S2CacheLayer(plan.pattern, shared[plan.kept_pattern]) for plan in layer_plans(config)])
+        room = OFFSET_ROOM if getattr(config, "softmax_type", "vanilla") != "vanilla" else 0
+        super().__init__(
+            layers=[S2CacheLayer(plan.pattern, shared[plan.kept_pattern], room) for plan in layer_plans(config)]
+        )
         self.max_length = max_length
         self.seen = 0  # columns, padding included
         self.starts: torch.Tensor | None = None  # first column of each row that is text; None: 0 everywhere
@@ -85,12 +88,21 @@ class S2Cache(Cache):
         return self.layers[layer_idx].seen
 
     def attend(
-        self, layer_idx: int, query, key, value, starts: torch.Tensor | None, scale: float, pattern: Pattern | None
+        self,
+        layer_idx: int,
+        query,
+        key,
+        value,
+        starts: torch.Tensor | None,
+        scale: float,
+        pattern: Pattern | None,
+        offset: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Adds T tokens to a layer and computes their attention.
 
         query [B, H, T, D], key and value [B, G, T, D]; starts: int64 [B] or None, the first column of every row's text;
-        pattern: what the layer attends, by the model's config. Returns [B, H, T, D].
+        pattern: what the layer attends, by the model's config. offset: of its softmax, [H], where the config has a
+        softmax_type with one. Returns [B, H, T, D].
         Raises ValueError when starts, rows or the pattern differ from those before, when the text exceeds max_length,
         when the last forward did not reach every layer, and when a gradient would have to go back into the cache.
         """
@@ -99,6 +111,11 @@ class S2Cache(Cache):
             raise ValueError(
                 f"this S2Cache was made for another sparsity than the model's in layer {layer_idx}: it has kept other "
                 "blocks than will be attended; make a new S2Cache(model.config) when config.s2_sparsity has changed"
+            )
+        if (offset is not None) != (layer.room > 0):
+            raise ValueError(
+                f"this S2Cache was made for another softmax_type than the model's in layer {layer_idx}; expected the "
+                "same; make a new S2Cache(model.config)"
             )
         layer.pattern = pattern  # the same object, to compare faster
         layer.check_gradient(key, value)
@@ -109,9 +126,9 @@ class S2Cache(Cache):
         try:
             one_each = length == 1 and (self.starts is None or int(self.starts.max()) < self.seen)
             if one_each:
-                out = layer.decode(query, key, value, self._step(layer, query, key.shape[1]), scale)
+                out = layer.decode(query, key, value, self._step(layer, query, key.shape[1]), scale, offset)
             else:
-                out = layer.extend(query, key, value, self.starts, scale)
+                out = layer.extend(query, key, value, self.starts, scale, offset)
         except BaseException:
             layer.seen = -1  # half-written: no forward goes on from here
             raise

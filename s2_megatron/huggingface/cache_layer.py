@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers.cache_utils import CacheLayerMixin
 
 from s2_megatron.huggingface.attention import attend, rows_by_start
-from s2_megatron.huggingface.decoding import decode_attention
+from s2_megatron.huggingface.decoding import decode_attention, mask_with_offset
 from s2_megatron.huggingface.slots import Slots, kept_slots
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import Pattern
@@ -66,15 +66,15 @@ class SharedSlots:
 class S2CacheLayer(CacheLayerMixin):
     """What one layer keeps. keys, values: a tensor [B, K, S, D] for each group of K KV heads that keep as much.
 
-    pattern: None: dense. shared: of the pattern that says what is kept. has_graph: whether a gradient could go back to
-    what is kept, which the cache does not hold.
+    pattern: None: dense. shared: of the pattern that says what is kept. room: zeros behind the S tokens of each tensor,
+    for a softmax offset. has_graph: whether a gradient could go back to what is kept, which the cache does not hold.
     """
 
     is_sliding = False
 
-    def __init__(self, pattern: Pattern | None, shared: SharedSlots | None):
+    def __init__(self, pattern: Pattern | None, shared: SharedSlots | None, room: int = 0):
         super().__init__()
-        self.pattern, self.shared = pattern, shared
+        self.pattern, self.shared, self.room = pattern, shared, room
         self.groups: list[Slots] = []
         self.keys, self.values, self.seen, self.has_graph = [], [], 0, False
 
@@ -88,7 +88,7 @@ class S2CacheLayer(CacheLayerMixin):
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             batch, _, _, dim = (key_states if states is None else states).shape
             store[:] = [
-                key_states.new_zeros(batch, len(slots.kv_heads), slots.n_slots * slots.block_size, dim)
+                key_states.new_zeros(batch, len(slots.kv_heads), slots.n_slots * slots.block_size + self.room, dim)
                 for slots in self.groups
             ]
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -102,10 +102,11 @@ class S2CacheLayer(CacheLayerMixin):
         inside = torch.arange(groups[0].block_size)
         for index, tensor in enumerate(old):
             slots, place = groups[index % len(groups)], places[index % len(groups)]
-            larger = tensor.new_zeros(*tensor.shape[:2], slots.n_slots * slots.block_size, tensor.shape[3])
+            size = slots.n_slots * slots.block_size + self.room
+            larger = tensor.new_zeros(*tensor.shape[:2], size, tensor.shape[3])
             tokens = (place[:, None] * slots.block_size + inside).flatten().to(tensor.device)
             (self.keys if index < len(groups) else self.values)[index % len(groups)] = larger.index_copy_(
-                2, tokens, tensor
+                2, tokens, tensor[:, :, : len(tokens)]
             )
 
     def check_gradient(self, key, value) -> None:
@@ -125,9 +126,11 @@ class S2CacheLayer(CacheLayerMixin):
             )
         self.has_graph |= wanted
 
-    def extend(self, query, key, value, starts, scale: float) -> torch.Tensor:
-        """Attention of T tokens to what is kept and to each other; keeps of them what will be needed. [B, H, T, D]."""
+    def extend(self, query, key, value, starts, scale: float, offset=None) -> torch.Tensor:
+        """Attention of T tokens to what is kept and to each other; keeps of them what will be needed. offset: of the
+        softmax, [H]. [B, H, T, D]."""
         self._take_memory(key, value)
+        pattern = self.pattern if offset is None else self.shared.pattern
         length, after = query.shape[2], self.seen + query.shape[2]
         whole = [(slice(None), 0)] if starts is None else rows_by_start(starts, query.device)
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
@@ -140,7 +143,7 @@ class S2CacheLayer(CacheLayerMixin):
                 self._assembled(store, rows, past, part)
                 for store, part in ((self.keys, parts[1]), (self.values, parts[2]))
             )
-            part = attend(parts[0], keys, values, self.pattern, scale)
+            part = attend(parts[0], keys, values, pattern, scale, offset)
             out = part if new == length and starts is None else _placed(out, rows, part, length - new)
             with torch.no_grad():
                 self._store(rows, keys, values, past + new)
@@ -166,15 +169,15 @@ class S2CacheLayer(CacheLayerMixin):
             for store, source in ((self.keys, keys), (self.values, values)):
                 source = self._heads(source, slots)
                 place = position[None, :, :, None].expand(source.shape[0], source.shape[1], -1, source.shape[3])
-                store[index][rows] = source.gather(2, place)
+                store[index][rows, :, : place.shape[2]] = source.gather(2, place)
 
     def _heads(self, tensor, slots: Slots):
         """Of a tensor [B, G, ...] the heads of one group."""
         return tensor if len(self.groups) == 1 else tensor.index_select(1, slots.head_index(tensor.device))
 
-    def decode(self, query, key, value, steps, scale: float) -> torch.Tensor:
-        """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask).
-        [B, H, 1, D]."""
+    def decode(self, query, key, value, steps, scale: float, offset=None) -> torch.Tensor:
+        """Attention of one token a row to what is kept, itself included. steps: for each group (places, mask). offset:
+        of the softmax, [H]. [B, H, 1, D]."""
         self._take_memory(key, value)
         batch, heads, _, dim = query.shape
         kv_heads = key.shape[1]
@@ -186,6 +189,8 @@ class S2CacheLayer(CacheLayerMixin):
                 places = place[..., None].expand(batch, new.shape[1], -1, new.shape[3])
                 store[index].scatter_(2, places, new.expand(-1, -1, places.shape[2], -1))
             here = self._heads(query, slots).flatten(1, 2)[:, :, None]
+            if offset is not None:
+                mask = mask_with_offset(mask, self._heads(offset.view(1, kv_heads, -1), slots).flatten(1))
             parts.append(decode_attention(here, self.keys[index], self.values[index], mask, scale))
         if len(parts) == 1:
             return parts[0]

@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.config.stored import MODEL_TYPE
+from s2_megatron.config.stored import MODEL_TYPE, SOFTMAX_TYPES
 from s2_megatron.huggingface.layer_plans import other_shape, resolved_sparsity
 
 
@@ -16,7 +16,8 @@ class S2GPTConfig(LlamaConfig):
     """A decoder with RoPE, RMSNorm, SwiGLU and grouped-query attention, and the sparsity of its layers.
 
     All fields of LlamaConfig keep their meaning. qkv_bias: biases of the query, key and value projections (Qwen2).
-    qk_norm: an RMSNorm over the head dim of every query and key head, before RoPE (Qwen3). s2_sparsity: what
+    qk_norm: an RMSNorm over the head dim of every query and key head, before RoPE (Qwen3). softmax_type: Megatron's:
+    vanilla, off-by-one, or learnable (a weight `sinks` in each layer, as gpt-oss has). s2_sparsity: what
     `s2_megatron.config.stored.stored_sparsity` returns; it is complete, nothing else is read.
     Raises ValueError when the sparsity is missing or was made for another number of layers or heads.
     """
@@ -25,10 +26,16 @@ class S2GPTConfig(LlamaConfig):
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    softmax_type: str = "vanilla"
     s2_sparsity: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if self.softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(
+                f"softmax_type={self.softmax_type!r}; expected one of {', '.join(SOFTMAX_TYPES)}; use vanilla for a "
+                "softmax over the keys alone"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} is not a multiple of "

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+OFFSET_ROOM = 8  # tokens behind the kept ones where the softmax has an offset: SDPA wants masks in 16 bytes
+
 
 def decode_mask(mask: torch.Tensor, kv_heads: int, group: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores, in the query's dtype, [B, H or 1, 1, S]: once for all layers, where SDPA would make
@@ -20,6 +22,14 @@ def decode_mask(mask: torch.Tensor, kv_heads: int, group: int, dtype: torch.dtyp
     if bias.shape[1] == bias.shape[2] == 1:
         return bias
     return bias.expand(-1, kv_heads, group, -1).flatten(1, 2)[:, :, None]
+
+
+def mask_with_offset(bias: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """decode_mask's result for keys and values with OFFSET_ROOM zeros behind them: the first of these has the score
+    `offset`, [1, H], the others are not attended. [B, H, 1, S + OFFSET_ROOM]."""
+    columns = bias.new_full((len(bias), offset.shape[1], 1, OFFSET_ROOM), float("-inf"))
+    columns[..., 0] = offset[..., None].to(bias.dtype)
+    return torch.cat([bias.expand(-1, offset.shape[1], -1, -1), columns], -1)
 
 
 def decode_attention(query, keys, values, bias: torch.Tensor, scale: float) -> torch.Tensor:

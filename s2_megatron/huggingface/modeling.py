@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -59,6 +60,8 @@ class S2GPTAttention(LlamaAttention):
         if config.qk_norm:
             self.q_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = S2GPTRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        if config.softmax_type == "learnable":
+            self.sinks = nn.Parameter(torch.empty(config.num_attention_heads))
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         """hidden_states [B, T, hidden]; returns ([B, T, hidden], None)."""
@@ -83,6 +86,10 @@ class S2GPTAttention(LlamaAttention):
             more = _without_caches(kwargs)
         else:
             attention_mask, more = texts, {}
+        offset = None
+        if self.config.softmax_type != "vanilla":
+            learned = self.config.softmax_type == "learnable"
+            offset = self.sinks if learned else query.new_zeros(query.shape[1])
         out, weights = attention(
             self,
             query,
@@ -92,6 +99,7 @@ class S2GPTAttention(LlamaAttention):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             compact_cache=compact,
+            s_aux=offset,
             **more,
         )
         return self.o_proj(out.flatten(-2)), weights
@@ -114,6 +122,12 @@ class S2GPTPreTrainedModel(LlamaPreTrainedModel):
     _supports_flex_attn = False
     _can_compile_fullgraph = False
     _can_record_outputs = {"hidden_states": S2GPTDecoderLayer}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module) -> None:
+        super()._init_weights(module)
+        if getattr(module, "sinks", None) is not None:
+            init.normal_(module.sinks, std=self.config.initializer_range)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs) -> str:
         """ "s2", which is also the default. Any other implementation would attend what the model was not trained

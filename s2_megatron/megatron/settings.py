@@ -43,7 +43,8 @@ class S2Settings:
     backend: --s2-backend. dense_core: --s2-dense-core. cp_comm_types: --s2-cp-comm-type, one for all layers or one per
     layer. cp_keep_received: --s2-cp-keep-received. keep_attention_output: --s2-keep-attention-output. seq_length:
     tokens of a training sequence, over all context-parallel ranks; None where that is not known. packed, packed_cut: as
-    in the functions of these names.
+    in the functions of these names. softmax_type, dense_comm_types: Megatron's --softmax-type and --cp-comm-type, which
+    decide whether its own dense layers can run.
     Raises ValueError for a backend or a dense core that does not exist.
     """
 
@@ -55,6 +56,8 @@ class S2Settings:
     seq_length: int | None = None
     packed: bool = False
     packed_cut: str = "document"
+    softmax_type: str = "vanilla"
+    dense_comm_types: tuple[str, ...] = ("p2p",)
 
     def __post_init__(self):
         for name, flag, known in (
@@ -77,6 +80,8 @@ class S2Settings:
             seq_length=args.seq_length,
             packed=is_packed(args),
             packed_cut=packed_cut(args),
+            softmax_type=getattr(args, "softmax_type", "vanilla"),
+            dense_comm_types=tuple(getattr(args, "cp_comm_type", None) or ("p2p",)),
         )
 
     def comm_type(self, layer: int) -> str:

@@ -17,7 +17,14 @@ from s2_megatron.ops.call import AttentionCall
 from s2_megatron.ops.checks import check_arguments, softmax_scale_of
 from s2_megatron.ops.ending import Ending, is_ending
 from s2_megatron.ops.layout import Layout, PackedSequence, Placement, layout_for
-from s2_megatron.ops.parts import attention_backward, attention_forward, backward_and_again, forward_and_again
+from s2_megatron.ops.offset import check_offset
+from s2_megatron.ops.parts import (
+    attention_backward,
+    attention_delta,
+    attention_forward,
+    backward_and_again,
+    forward_and_again,
+)
 from s2_megatron.ops.repeated import kind_of_call, remember
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
@@ -37,22 +44,24 @@ def s2_attention(
     tensor_format: str = "sbhd",
     packed: PackedSequence | None = None,
     placement: Placement | None = None,
+    softmax_offset: torch.Tensor | None = None,
     backend: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
 ):
-    """S2 block-sparse causal attention, differentiable (once) in query, key, value, and through LSE.
+    """S2 block-sparse causal attention, differentiable (once) in query, key, value, softmax_offset, and through LSE.
 
     query [S, B, H, D] (sbhd), [B, S, H, D] (bshd), [B, H, S, D] (bhsd) or [T, H, D] (thd, with `packed`); key and value
     likewise with G heads and any strides; fp16, bf16, fp32 (fp64 on the reference). value may have another head dim
     than query and key: out has it then, and kernels compute with zeros up to the larger one (head_dims.py). A key
     longer than the query means that the query is its end (static inference). layout: a Layout, or the pattern itself,
     whose layout is then built at the first call and stays with it. placement: whole query blocks and key slots of a
-    longer sequence (see Placement). softmax_scale: 1e-6 to 1e6, default D ** -0.5. deterministic: the backward is
-    bitwise repeatable (the portable kernels and the reference always are), also under
-    torch.use_deterministic_algorithms. backend: see resolve_backend. torch.compile, torch.export and modes see one
-    operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch.vmap works; torch.func.grad
-    and forward-mode derivatives raise PyTorch's errors.
+    longer sequence (see Placement). softmax_scale: 1e-6 to 1e6, default D ** -0.5. softmax_offset: [H], floating point;
+    exp of it is added to the sum under each head's softmax, as of a key without a value (a learned sink; zeros:
+    off-by-one). deterministic: the backward is bitwise repeatable (the portable kernels and the reference always are),
+    also under torch.use_deterministic_algorithms. backend: see resolve_backend. torch.compile, torch.export and modes
+    see one operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch.vmap works;
+    torch.func.grad and forward-mode derivatives raise PyTorch's errors.
     Returns out, of query's shape (with value's head dim) and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T]
     for thd), fp32, natural log. Raises ValueError for arguments of another type or out of range, and for tensors that
     do not fit each other, the layout or the backend. Only the reference checks the numbers in cu_seqlens, because
@@ -72,7 +81,8 @@ def s2_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    out, lse = attend(query, key, value, call)
+    check_offset(softmax_offset, query, tensor_format)
+    out, lse = attend(query, key, value, call, softmax_offset)
     if tensor_format == "thd":
         lse = lse[0]
     return (out, lse) if return_lse else out
@@ -172,5 +182,5 @@ def _op_backward(grad_out, grad_lse, query, key, value, out, lse, call):
     return ending.cut(grad_query, ending.rows), grad_key, grad_value
 
 
-# attend(query, key, value, call of make_call) -> (out, LSE [B, H, rows]), with autograd.
-attend = register_attention(_op_forward, _op_backward, resolve_backend)
+# attend(query, key, value, call of make_call, softmax offset [H] or None) -> (out, LSE [B, H, rows]), with autograd.
+attend = register_attention(_op_forward, _op_backward, attention_delta, resolve_backend)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from s2_megatron.ops.call import FORMATS, AttentionCall
+from s2_megatron.ops.call import FORMATS, AttentionCall, canonical_view
 from s2_megatron.ops.layout import PackedSequence, Placement
+from s2_megatron.ops.offset import add_offset_, offset_gradient, with_offset
 from s2_megatron.ops.stored_layouts import keep, layout_of, text_of_layout
 
 _CALL = (
@@ -121,14 +122,14 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
     return True
 
 
-def register_attention(forward: Callable, backward: Callable, resolve_backend: Callable) -> Callable:
+def register_attention(forward: Callable, backward: Callable, delta: Callable, resolve_backend: Callable) -> Callable:
     """Defines the operators `attention` and `attention_backward`; returns attention as a function of (query, key,
-    value, AttentionCall).
+    value, AttentionCall, softmax offset [H] or None).
 
     forward(query, key, value, call) -> (out, LSE), both contiguous, LSE [B, H, rows]; backward(grad_out, grad_lse or
-    None, query, key, value, out, LSE, call) -> the three gradients, contiguous. They run with real tensors only; a
-    second derivative raises RuntimeError. resolve_backend(name, device type) -> name: a program may run on another
-    device than it was traced on.
+    None, query, key, value, out, LSE, call) -> the three gradients, contiguous; delta(grad_out, out, LSE, call) ->
+    rowsum(out * grad_out) [B, H, rows]. They run with real tensors only; a second derivative raises RuntimeError.
+    resolve_backend(name, device type) -> name: a program may run on another device than it was traced on.
     """
     tags = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
     _library.define(
@@ -175,19 +176,29 @@ def register_attention(forward: Callable, backward: Callable, resolve_backend: C
     def fake_backward(grad_out, grad_lse, query, key, value, out, lse, *call):
         return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
+    def delta_of_rows(grad_out, out, lse, call: AttentionCall, plain: bool):
+        if grad_out is None:
+            return torch.zeros_like(lse)
+        if plain:
+            return delta(grad_out, out, lse, call)
+        products = (grad_out.to(lse.dtype) * out).sum(-1, keepdim=True)
+        return canonical_view(products, call.tensor_format)[..., 0]
+
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx, query, key, value, call
-        ):  # AttentionCall, or what it was taken apart into: autograd works on each argument
+            ctx, query, key, value, offset, call
+        ):  # AttentionCall, or what it was taken apart into (without offset): autograd works on each argument
             if isinstance(call, AttentionCall):
                 out, lse = forward(query, key, value, call)
+                if offset is not None:
+                    add_offset_(out, lse, offset, call.tensor_format)
                 ctx.as_saved = _hooks_of_saved_tensors(False) is None  # what is plain now will come back plain
             else:
                 with torch._C._AutoDispatchBelowAutograd():
                     out, lse = attention_op(query, key, value, *call)
                 ctx.layout = layout_of(call[5])  # whoever made it may have dropped it by the time of the backward
-            ctx.save_for_backward(query, key, value, out, lse)
+            ctx.save_for_backward(query, key, value, out, lse, offset)
             ctx.call = call
             ctx.set_materialize_grads(False)
             return out, lse
@@ -196,24 +207,34 @@ def register_attention(forward: Callable, backward: Callable, resolve_backend: C
         @first_derivative
         def backward(ctx, grad_out, grad_lse):
             if grad_out is None and grad_lse is None:
-                return None, None, None, None
-            saved, call = ctx.saved_tensors, ctx.call
+                return None, None, None, None, None
+            *saved, offset = ctx.saved_tensors
+            call, grad_offset = ctx.call, None
             if isinstance(call, AttentionCall):
-                if _is_plain(grad_out, grad_lse) and (ctx.as_saved or _is_plain(*saved)):
-                    return *differentiate(grad_out, grad_lse, *saved, call), None
+                plain = _is_plain(grad_out, grad_lse) and (ctx.as_saved or _is_plain(*saved, offset))
+                if ctx.needs_input_grad[3]:
+                    *_, out, lse = saved
+                    row_sums = delta_of_rows(grad_out, out, lse, call, plain)
+                    grad_offset = offset_gradient(row_sums if grad_lse is None else row_sums - grad_lse, lse, offset)
+                if plain:
+                    return *differentiate(grad_out, grad_lse, *saved, call), grad_offset, None
                 call = _taken_apart(call)
-            return *backward_op(grad_out, grad_lse, *saved, *call), None
+            return *backward_op(grad_out, grad_lse, *saved, *call), grad_offset, None
 
     # Not torch.library.custom_op: its wrappers cost about 0.1 ms a call, these registrations half of it.
     _library.impl("attention", run_forward, "CompositeExplicitAutograd")
     _library.impl("attention_backward", run_backward, "CompositeExplicitAutograd")
-    _library.impl("attention", lambda query, key, value, *call: Attention.apply(query, key, value, call), "Autograd")
+    _library.impl(
+        "attention", lambda query, key, value, *call: Attention.apply(query, key, value, None, call), "Autograd"
+    )
     torch.library.register_fake("s2_megatron::attention", fake_forward, lib=_library)
     torch.library.register_fake("s2_megatron::attention_backward", fake_backward, lib=_library)
 
-    def attention(query, key, value, call: AttentionCall):
-        if _is_plain(query, key, value):  # the ways through the dispatcher cost a third of a call's time on the CPU
-            return Attention.apply(query, key, value, call)
-        return attention_op(query, key, value, *_taken_apart(call))
+    def attention(query, key, value, call: AttentionCall, offset=None):
+        # The ways through the dispatcher cost a third of a call's time on the CPU.
+        if _is_plain(query, key, value, offset):
+            return Attention.apply(query, key, value, offset, call)
+        out, lse = attention_op(query, key, value, *_taken_apart(call))
+        return (out, lse) if offset is None else with_offset(out, lse, offset, call.tensor_format)
 
     return attention

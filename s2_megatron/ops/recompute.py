@@ -16,7 +16,8 @@ import torch
 from s2_megatron.ops.api import attend
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.call import AttentionCall
-from s2_megatron.ops.parts import attention_backward
+from s2_megatron.ops.offset import offset_gradient
+from s2_megatron.ops.parts import attention_backward, attention_delta
 
 
 class RecomputeOutputs:
@@ -94,25 +95,30 @@ class _KnownAttention(torch.autograd.Function):
     """Attention whose result is known: only the backward computes."""
 
     @staticmethod
-    def forward(ctx, query, key, value, call, known):
-        ctx.save_for_backward(query, key, value, *known)
+    def forward(ctx, query, key, value, offset, call, known):
+        ctx.save_for_backward(query, key, value, offset, *known)
         ctx.call = call
         return known[0]
 
     @staticmethod
     @first_derivative
     def backward(ctx, grad_out):
-        query, key, value, out, lse = ctx.saved_tensors
-        return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), None, None
+        query, key, value, offset, out, lse = ctx.saved_tensors
+        grad_offset = None
+        if ctx.needs_input_grad[3]:
+            grad_offset = offset_gradient(attention_delta(grad_out, out, lse, ctx.call), lse, offset)
+        return *attention_backward(grad_out, None, query, key, value, out, lse, ctx.call), grad_offset, None, None
 
 
-def recompute_attention(query, key, value, call: AttentionCall, output: LayerOutput | None) -> torch.Tensor:
+def recompute_attention(
+    query, key, value, call: AttentionCall, output: LayerOutput | None, offset: torch.Tensor | None = None
+) -> torch.Tensor:
     """out of `attend`, whose result is stored in a first pass and taken in the second one. call: of make_call. output:
-    None to do neither."""
+    None to do neither. offset: of the softmax, [H]."""
     known = None if output is None else output.take(query)
     if known is not None:
-        return _KnownAttention.apply(query, key, value, call.on_device(query.device), known)
-    out, lse = attend(query, key, value, call)
+        return _KnownAttention.apply(query, key, value, offset, call.on_device(query.device), known)
+    out, lse = attend(query, key, value, call, offset)
     if output is not None:
         output.store(out, lse)
     return out

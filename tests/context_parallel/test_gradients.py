@@ -105,6 +105,15 @@ def test_packed_documents(found, ranks):
             assert max(result.values()) <= EXACT, (name, result)
 
 
+def test_softmax_offsets(found):
+    """Also their own gradient, each rank's part of which is counted once, and outputs that are kept for a second
+    pass."""
+    for results in found(2, "offsets"):
+        assert len(results["offsets"]) == 8
+        for name, result in results["offsets"].items():
+            assert max(result.values()) <= (3e-6 if name.startswith("kernels") else EXACT), (name, result)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])  # with 4 several ranks return gradients of one block
 def test_triton_kernels(found, ranks):

@@ -1,6 +1,6 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [contexts|gradients|triton|packed|wrong|volume ...]
+    python tests/context_parallel/worker.py RANKS FILE [contexts|gradients|offsets|triton|packed|wrong|volume ...]
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
@@ -26,6 +26,7 @@ from s2_megatron.context_parallel.exchange import BlockExchange, Pending, all_ga
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
+from s2_megatron.ops.recompute import keep_outputs, layer_output
 from s2_megatron.testing.context_parallel_cases import (
     CASES,
     NAMES,
@@ -300,9 +301,60 @@ def contexts(group):
     return results
 
 
+def offsets(group):
+    """Softmax offsets, whose gradient is the sum of the ranks'; a second pass of recomputation takes what the first one
+    kept. In fp64, and by the kernels through Triton's interpreter in fp32."""
+    rank, size, results = group.rank(), group.size(), {}
+    stripes = ranges(((2, 1), (None, 4)), 16, 8, 4, layer_index=1)
+    cases = {
+        "stripes": (stripes, torch.float64, "reference", None),
+        "kernels": (ranges(((None, 4),), 16, 4, 2, window=37, sink_tokens=3), torch.float32, "triton", None),
+        "packed": (stripes, torch.float64, "reference", [37, 1, 50, 24, 16]),
+    }
+    for name, (pattern, dtype, backend, lengths) in cases.items():
+        tokens = 32 * size if lengths is None else sum(lengths)
+        packed = None
+        if lengths is not None:
+            packed = PackedSequence(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32), tokens)
+        whole = inputs(pattern, tokens, 16, 1, dtype, packed=packed is not None)
+        offset = torch.linspace(-2, 3, pattern.num_heads, dtype=torch.float64)
+        options = dict(softmax_scale=0.4, packed=packed)
+
+        def run(attend, tensors, offset, **options):
+            leaves = [tensor.detach().requires_grad_() for tensor in (*tensors[:3], offset)]
+            out = attend(*leaves[:3], softmax_offset=leaves[3], **options)
+            return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
+
+        form = "sbhd" if packed is None else "thd"
+        double = [tensor.double() for tensor in whole]
+        truth = run(s2_attention, double, offset, layout=build_layout(pattern), tensor_format=form,
+                    backend="reference", **options)  # fmt: skip
+        for comm_type in COMM_TYPES if packed is None else COMM_TYPES[1:]:
+            cp = ContextParallel(pattern, group, comm_type, keep_received=name == "kernels")
+            mine = [own_rows(tensor, rank, size) for tensor in whole]
+            got = run(cp.attention, mine, offset.to(dtype), backend=backend, **options)
+            dist.all_reduce(got[4])
+            kept = keep_outputs(
+                lambda *tensors, cp=cp, options=options, backend=backend, **more: cp.attention(
+                    *tensors, output=layer_output("layer"), backend=backend, **options, **more
+                )
+            )
+            with torch.no_grad():
+                kept(*mine[:3], softmax_offset=offset.to(dtype))
+            again = run(kept, mine, offset.to(dtype))
+            dist.all_reduce(again[4])
+            expected = [*(own_rows(tensor, rank, size) for tensor in truth[:4]), truth[4]]
+            results[f"{name}/{comm_type}"] = {
+                **{part: difference(a, b) for part, a, b in zip((*NAMES, "d offset"), got, expected)},
+                "kept": max(difference(a, b) for a, b in zip(again, got)),
+            }
+    return results
+
+
 PARTS = {
     "contexts": contexts,
     "gradients": gradients,
+    "offsets": offsets,
     "triton": triton,
     "packed": packed,
     "wrong": wrong,

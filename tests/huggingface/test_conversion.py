@@ -46,7 +46,10 @@ MODELS = {
     "s2": lambda: model_of(layers_of(ranged(4), ranged(4, base_offset=1), kv_heads=4), qk_norm=True),
     "hybrid": lambda: model_of(layers_of(None, ranged(dense_heads=(1,)), ranged(slide="query")), qkv_bias=True),
     "mask": lambda: model_of(layers_of(None, long_mask())),
-    "scaled": lambda: model_of(ResolvedSparsity(layers_of(ranged()).layers, (), 0.05, BLOCK, HEADS, KV_HEADS, 1024)),
+    "scaled": lambda: model_of(
+        ResolvedSparsity(layers_of(ranged()).layers, (), 0.05, BLOCK, HEADS, KV_HEADS, 1024), softmax_type="off-by-one"
+    ),
+    "sinks": lambda: model_of(layers_of(None, ranged()), softmax_type="learnable"),
 }  # fmt: skip
 
 
@@ -79,7 +82,7 @@ def made(tmp_path_factory, tools):
         tools("import-hf", "--input", root / name, "--output", root / f"{name}-mcore", *unseen)
         job = dict(
             load=str(root / f"{name}-mcore"), output=str(root / f"{name}-logits.npz"), words=WORDS,
-            dense_core="stock" if name in ("dense", "mask") else "s2",
+            dense_core="stock" if name in ("dense", "mask", "sinks") else "s2",
             s2_config=str(config) if name == "mask" else None,
         )  # fmt: skip
         answer = tools.ask(logits=job)

@@ -89,7 +89,7 @@ def placed_results(inputs, pattern, size, n_blocks, rank):
     state = Chosen(layout, Handed(plan, buffer), 1.0, *place(plan, pattern, device), {})
     out, lse = compute(q, *kv, call, state)
     stored = [buffer] if rank == 3 else []  # as with --s2-cp-keep-received: dQ of all heads in one pass
-    dq, *rounded = gradients(do, q, *kv, out, lse, *stored, call=call, state=state)
+    dq, *rounded, _ = gradients(do, q, *kv, out, lse, *stored, call=call, state=state)
     (returned,) = state.exchange.returned_gradients
     own = call._replace(placement=state.own)
     sums = attention_delta(do, out, lse, own)

@@ -28,6 +28,7 @@ HONOURED: dict[str, str] = {
     "attention_softmax_in_fp32": "always so in S2 layers; Megatron's own dense layers follow the flag",
     "window_attn_skip_freq": "read only with --window-size, as --s2-config window-size does",
     "no_rope_freq": "applied before the core attention",
+    "softmax_type": "the core attention has the offset, under Megatron's name",
     "hidden_dropout": "outside of the core attention",
     "bias_dropout_fusion": "outside of the core attention",
     # Data
@@ -53,7 +54,7 @@ HONOURED: dict[str, str] = {
     "delay_offload_until_cuda_graph": "see fine_grained_activation_offloading",
     "overlap_moe_expert_parallel_comm": "changes the order in which layers run, not what they compute",
     "ep_overlap_early_attn_memory_release": "see overlap_moe_expert_parallel_comm",
-    "use_megatron_fsdp": "shards weights, and S2's core attention has none; refused with weights alone",
+    "use_megatron_fsdp": "shards weights, that of a softmax offset too; refused with weights alone",
     "moe_shared_expert_overlap": "inside the MoE layer",
     "deterministic_mode": "selects the deterministic backward",
     "cuda_graph_impl": "every kind with Transformer Engine's layers, full_iteration with Megatron's local ones too; "

@@ -37,7 +37,6 @@ OVERLAPPED = {
 CASES = {
     "megatron_version": (dict(version="0.18.3"), "pip install 'megatron-core"),
     "attention_dropout": (dict(without=["--attention-dropout"]), "--attention-dropout 0"),
-    "softmax_type": (dict(flags={"--softmax-type": "learnable"}), "--softmax-type vanilla"),
     "window_size": (
         dict(flags={"--window-size": "128,0"}),
         "--window-size 128,0 beside the sparsity",

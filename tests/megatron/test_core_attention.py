@@ -89,7 +89,7 @@ def test_tensor_parallel_ranks_together_are_the_whole(size):
 def test_the_deterministic_backward_is_selected_by_megatrons_config(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        core_attention, "recompute_attention", lambda query, key, value, call, _: calls.append(call) or query
+        core_attention, "recompute_attention", lambda query, key, value, call, *_: calls.append(call) or query
     )
     for mode in (False, True):
         make_core(make_config(deterministic_mode=mode))(*make_qkv())
@@ -194,7 +194,6 @@ def test_layers_with_equal_patterns_share_a_layout(monkeypatch):
     ("settings", "flag"),
     [
         (dict(attention_dropout=0.1), "--attention-dropout 0.0"),
-        (dict(softmax_type="learnable"), "--softmax-type vanilla"),
         (dict(window_size=(64, 0)), "--window-size"),
         (dict(qk_clip=True), "--qk-clip"),
         (dict(log_max_attention_logit=True), "--log-max-attention-logit"),

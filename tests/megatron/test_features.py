@@ -38,6 +38,7 @@ def s2_calls(ranks_of_data: int) -> int:
     [
         ("dp2_recompute", 2, FULL_RECOMPUTE, 2),
         ("cp2", 2, CP2, 1),
+        pytest.param("dp2_offsets", 2, "--softmax-type learnable", 2, marks=pytest.mark.slow),
         pytest.param("dp2_moe", 2, MOE, 2, marks=pytest.mark.long),
         pytest.param("tp2_dp2", 4, "--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=pytest.mark.long),
     ],
@@ -71,7 +72,11 @@ def test_weights_of_torch_fsdp2_are_saved_and_loaded(lab):
 @pytest.mark.skipif(find_spec("einops") is None, reason="einops, which Megatron-FSDP imports, is not installed")
 @pytest.mark.parametrize(
     "name, layout, ranks_of_data",
-    [("dp2", "", 2), ("cp2", f"{CP2} {ATTENTION_RECOMPUTE}", 1)],
+    [
+        ("dp2", "", 2),
+        ("cp2", f"{CP2} {ATTENTION_RECOMPUTE}", 1),
+        pytest.param("offsets", "--softmax-type learnable", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_megatron_fsdp(lab, name, layout, ranks_of_data):
     # Without --calculate-per-token-loss it averages gradients by an operation that gloo does not have.

@@ -112,3 +112,15 @@ def test_dense_layers_are_computed_as_in_training(implementation, length, ranks)
     options = dict(transformer_impl=implementation, context_parallel_size=ranks)
     core, _ = resolve_dense_core(S2Settings(seq_length=length), **options)
     assert run.s2_dense == (core == "s2")
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "a2a"])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dense_layers_with_a_softmax_offset_are_computed_as_in_training(comm_type, softmax_type, ranks):
+    flags = {"--transformer-impl": "transformer_engine", "--softmax-type": softmax_type, "--cp-comm-type": comm_type}
+    args = read_flags(arguments(flags | {"--context-parallel-size": str(ranks)}))
+    run = training_run(args, dense_sparsity(args))
+    settings = S2Settings(seq_length=args.seq_length, softmax_type=softmax_type, dense_comm_types=(comm_type,))
+    core, _ = resolve_dense_core(settings, transformer_impl="transformer_engine", context_parallel_size=ranks)
+    assert run.s2_dense == (core == "s2") == (softmax_type != "vanilla" and ranks == 2 and comm_type == "p2p")

@@ -91,11 +91,11 @@ def test_version_bounds(config_file):
 
 
 def test_all_problems_are_named_at_once(config_file):
-    flags = {"--s2-config": config_file, "--flash-decode": None, "--softmax-type": "off-by-one"}
+    flags = {"--s2-config": config_file, "--flash-decode": None, "--window-size": "128,0"}
     (result,) = parse_cases([{"argv": arguments(flags, ("--attention-dropout",))}])
     assert "3 settings cannot be honoured" in result["message"]
     assert all(
-        flag in result["message"] for flag in ("--attention-dropout 0", "--softmax-type vanilla", "--flash-decode")
+        flag in result["message"] for flag in ("--attention-dropout 0", "remove --window-size", "--flash-decode")
     )
 
 

@@ -29,7 +29,6 @@ WRONG_PAIRS: dict[str, Flags] = {
 REFUSED_FLAGS: dict[str, tuple[Flags, str]] = {
     "attention_dropout": (
         {"--attention-dropout": "0.1"}, "attention_dropout=0.1, but S2 attention has no dropout; add"),
-    "softmax_type": ({"--softmax-type": "learnable"}, "--softmax-type learnable: S2 attention adds no offset to"),
     "window_size": (
         {"--window-size": "128,0"}, "--window-size 128,0 beside the sparsity"),
     "position_embedding_type": (

@@ -2,7 +2,7 @@
 built.
 
 Megatron stores its arguments in every checkpoint; `args.s2_sparsity` (`ResolvedSparsity.canonical_json()`) is one of
-them. A checkpoint without it is dense, or has Megatron's own windows. Attention modules have no weights, so a
+them. A checkpoint without it is dense, or has Megatron's own windows. What an attention attends is in no weight, so a
 checkpoint's weights fit every sparsity: only resuming is at stake.
 """
 
@@ -140,10 +140,30 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
     if checkpoint is not None:
         compare_shapes(args, checkpoint)
         compare_sparsity(args, sparsity, checkpoint)
+        compare_softmax_type(args, checkpoint)
         compare_rope_scaling(args, checkpoint)
         if (note := dropout_note(args, checkpoint)) is not None:
             print_once(f"S2: {note}")
     return checkpoint
+
+
+def compare_softmax_type(args: Namespace, checkpoint: StoredCheckpoint) -> None:
+    """Raises CheckpointError where this run has another --softmax-type than a run that it resumes, and always where it
+    has learnable offsets and the checkpoint none. Otherwise prints it where only weights are loaded."""
+    ours, theirs = (getattr(each, "softmax_type", "vanilla") for each in (args, checkpoint.args))
+    if ours == theirs:
+        return
+    text = f"--load {checkpoint.folder}: its model was trained with --softmax-type {theirs}, this run has {ours}"
+    if ours == "learnable":
+        raise CheckpointError(
+            f"{text}, whose softmax_offset the checkpoint lacks; expected the same; give --softmax-type {theirs}, or "
+            "train with learnable offsets from the start"
+        )
+    if not checkpoint.weights_only:
+        raise CheckpointError(
+            f"{text}; expected the same; give --softmax-type {theirs}, or add --finetune to load the weights only"
+        )
+    print_once(f"S2: {text}")
 
 
 def compare_rope_scaling(args: Namespace, checkpoint: StoredCheckpoint) -> None:
@@ -221,5 +241,7 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
     how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
     print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")
     was_dense = theirs == dense_sparsity(checkpoint.args).canonical_json()
+    # Offsets that were learned are the sink; a first token out of sight costs nothing known then.
+    was_dense = was_dense and getattr(checkpoint.args, "softmax_type", "vanilla") == "vanilla"
     if sparsity is not None and was_dense and (hidden := without_sink(sparsity)) is not None:
         print_once(f"S2: WARNING: {hidden}")

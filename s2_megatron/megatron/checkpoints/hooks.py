@@ -24,7 +24,7 @@ from pathlib import Path
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoints.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
-from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_sparsity
+from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_softmax_type, compare_sparsity
 from s2_megatron.megatron.checkpoints.folder import FOLDER, CheckpointError, find_problem, remedy
 from s2_megatron.megatron.checkpoints.metadata import forget_metadata
 from s2_megatron.megatron.errors import RunError
@@ -207,13 +207,14 @@ class CheckpointHooks:
 
     def local_loaded(self, state: dict) -> None:
         """The sparsity in a local checkpoint is not known before all ranks have loaded it. Raises ValueError as
-        `compare_sparsity`."""
+        `compare_sparsity` and `compare_softmax_type`."""
         folder = self.args.non_persistent_local_ckpt_dir
         self.loaded = f"the local checkpoint in {folder}"
         if state.get("args") is not None:
             weights_only = bool(self.args.finetune or self.args.no_load_optim)
             stored = StoredCheckpoint(folder, state["args"], state.get("iteration", 0), weights_only)
             compare_sparsity(self.args, self.sparsity, stored)
+            compare_softmax_type(self.args, stored)
 
     def model_ready(self) -> None:
         """Called when the model is built and what is to be loaded has been: the first step comes next."""

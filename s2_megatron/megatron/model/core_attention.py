@@ -10,13 +10,16 @@ import json
 from dataclasses import dataclass
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
@@ -32,7 +35,6 @@ from s2_megatron.patterns.ranges import Pattern
 # The command line is checked before (refusals/, which know more); this list is for models that are built without it.
 HONOURED_CONFIG = (
     ("attention_dropout", 0.0, "--attention-dropout 0.0"),
-    ("softmax_type", "vanilla", "--softmax-type vanilla"),
     ("experimental_attention_variant", None, "drop --experimental-attention-variant"),
     ("fp8_dot_product_attention", False, "set fp8_dot_product_attention=False"),
     ("fp8_multi_head_attention", False, "set fp8_multi_head_attention=False"),
@@ -73,7 +75,8 @@ def require_honoured(config: TransformerConfig, where: str) -> None:
 
 
 class S2CoreAttention(MegatronModule):
-    """Drop-in for Megatron's DotProductAttention in one layer. It has no weights, hence adds no keys to a checkpoint.
+    """Drop-in for Megatron's DotProductAttention in one layer. Its only weight is `softmax_offset` [np], as in
+    Megatron's and Transformer Engine's, where config.softmax_type is learnable; else it adds no keys to a checkpoint.
 
     config, layer_number (1-based), attn_mask_type, attention_type, softmax_scale, cp_comm_type, pg_collection,
     k_channels and v_channels (of multi-latent attention): as Megatron passes them. pattern: the layer's pattern over
@@ -146,6 +149,7 @@ class S2CoreAttention(MegatronModule):
             )
         check_layer_window(pattern, config, layer_number, self._name)
         self.use_pattern(pattern.tensor_parallel_slice(tp_rank, tp_size))
+        self._make_softmax_offset(pg_collection.tp)
         self.context_parallel = None
         if config.context_parallel_size > 1:
             assert pg_collection.cp.size() == config.context_parallel_size
@@ -158,6 +162,35 @@ class S2CoreAttention(MegatronModule):
                     config.params_dtype,
                     settings.backend,
                 )
+
+    def _make_softmax_offset(self, tp_group) -> None:
+        """softmax_offset, one number a query head of this rank: none (vanilla), zeros (off-by-one), or a parameter of
+        Megatron's initial values (learnable)."""
+        config = self.config
+        self.tp_group = tp_group
+        if config.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        heads, device = self.local_pattern.num_heads, compute_device()
+        if config.softmax_type == "off-by-one":
+            # Moves with the module, and is in no checkpoint.
+            zeros = torch.zeros(heads, device=device, dtype=config.params_dtype)
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+            return
+        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+        # Unlike in Megatron's, so that the gradients' norm counts the heads of every rank.
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata: dict | None = None) -> ShardedStateDict:
+        """As Megatron's DotProductAttention and Transformer Engine's in Megatron store it: cut over tensor-parallel
+        ranks."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        if not state:
+            return {}
+        ranks = dict(tp_group=self.tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **ranks)
 
     def use_pattern(self, pattern: Pattern) -> None:
         """Attend by another pattern from now on, of the same heads. pattern: of this rank's heads. Not for a layer
@@ -230,10 +263,12 @@ class S2CoreAttention(MegatronModule):
             deterministic=self.deterministic,
         )
         if self.context_parallel is not None:
-            return self.context_parallel.attention(query, key, value, output=output, **options).flatten(-2)
+            return self.context_parallel.attention(
+                query, key, value, softmax_offset=self.softmax_offset, output=output, **options
+            ).flatten(-2)
         form = "sbhd" if packed is None else "thd"
         call = make_call(query, key, value, self.layout(query.device), tensor_format=form, **options)
-        return recompute_attention(query, key, value, call, output).flatten(-2)
+        return recompute_attention(query, key, value, call, output, self.softmax_offset).flatten(-2)
 
     def _check_mask_type(self, mask_type, query, key, packed) -> None:
         # Static inference: the query is the end of the key. Megatron then switches its mask off, as one new token sees

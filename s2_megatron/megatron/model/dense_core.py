@@ -3,6 +3,7 @@ pattern."""
 
 from __future__ import annotations
 
+from s2_megatron.megatron.model.engine import engine_refuses
 from s2_megatron.megatron.settings import S2Settings
 
 # Megatron's local core attention materialises the s x s scores; up to this length "auto" still takes it.
@@ -21,6 +22,14 @@ def resolve_dense_core(
     if choice == "s2":
         return "s2", "--s2-dense-core s2"
     if transformer_impl == "transformer_engine":
+        obstacle = engine_refuses(settings.softmax_type, packed, context_parallel_size, settings.dense_comm_types)
+        if obstacle is not None:
+            if choice == "stock":
+                raise ValueError(
+                    f"--s2-dense-core stock with {obstacle}: Transformer Engine's attention refuses that; use "
+                    "--s2-dense-core s2 or auto"
+                )
+            return "s2", f"Transformer Engine's attention does not take {obstacle}"
         if packed and context_parallel_size > 1 and settings.packed_cut == "sequence":
             if choice == "stock":
                 raise ValueError(

@@ -50,12 +50,6 @@ REFUSALS = (
         "add --attention-dropout 0 (Megatron's default is 0.1)",
     ),
     Refusal(
-        "softmax_type",
-        lambda args: getattr(args, "softmax_type", "vanilla") != "vanilla",
-        "--softmax-type {args.softmax_type}: S2 attention adds no offset to the softmax's sum",
-        "use --softmax-type vanilla",
-    ),
-    Refusal(
         "window_size",
         lambda args: getattr(args, "window_size", None) is not None and args.s2_config != FROM_FLAGS,
         "--window-size {window} beside the sparsity {args.s2_config}, and a model has its windows from one of them",

@@ -9,6 +9,7 @@ from functools import cached_property
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.context_parallel.plan import check_comm_type
+from s2_megatron.megatron.model.engine import engine_refuses
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.forecast.flags import vocabulary
 
@@ -232,7 +233,11 @@ def training_run(
     head_dim = args.kv_channels or max(1, hidden // sparsity.num_heads)
     ffn = args.ffn_hidden_size or (int(4 * hidden * 2 / 3) // 64 * 64 if args.swiglu else 4 * hidden)
     engine = args.transformer_impl == "transformer_engine"
-    local_dense = not engine and (cp > 1 or sparsity.seq_length > STOCK_LOCAL_LENGTH)
+    softmax_type = getattr(args, "softmax_type", "vanilla")
+    if engine:
+        not_stock = engine_refuses(softmax_type, False, cp, args.cp_comm_type) is not None
+    else:
+        not_stock = cp > 1 or sparsity.seq_length > STOCK_LOCAL_LENGTH
     granularity = "selective" if args.recompute_activations else args.recompute_granularity
     recomputed = 1 if args.recompute_num_layers is None else args.recompute_num_layers  # 0: of method block, none
     return TrainingRun(
@@ -267,7 +272,7 @@ def training_run(
         keep_received=args.s2_cp_keep_received,
         cp_comm_types=tuple(args.s2_cp_comm_type),
         dense_comm_types=tuple(args.cp_comm_type),
-        s2_dense=args.s2_dense_core == "s2" or (args.s2_dense_core == "auto" and local_dense),
+        s2_dense=args.s2_dense_core == "s2" or (args.s2_dense_core == "auto" and not_stock),
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_grad_reduce=args.overlap_grad_reduce,
         fused_gradients=not args.no_gradient_accumulation_fusion,

@@ -25,7 +25,7 @@ _WANTED = {
     "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
     "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "is_hybrid_model": False,
     "layernorm_zero_centered_gamma": False, "attention_output_gate": False,
-    "apply_residual_connection_post_layernorm": False, "softmax_type": "vanilla",
+    "apply_residual_connection_post_layernorm": False,
     "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False,
     "experimental_attention_variant": None, "heterogeneous_layers_config_path": None, "glu_linear_offset": 0.0,
     "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
@@ -67,6 +67,7 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
         qkv_bias=bool(args.add_qkv_bias),
         qk_norm=bool(args.qk_layernorm),
         tied=not args.untie_embeddings_and_output_weights,
+        softmax_type=getattr(args, "softmax_type", "vanilla"),
     )
 
 
@@ -133,7 +134,8 @@ def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsi
 def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str, as_dense: bool) -> dict:
     """The content of config.json. as_dense: of a plain Llama, Qwen2 or Qwen3.
 
-    Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own).
+    Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own, softmax
+    offsets).
     """
     rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     if (factor := computed_factor(args)) is not None:
@@ -160,13 +162,17 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
     }
     if not as_dense:
         own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
-        options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm}
+        options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
         return own | content | options | {"s2_sparsity": stored_sparsity(sparsity)}
     family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
         (shape.qkv_bias, shape.qk_norm)
     )
-    if family is None or sparsity.softmax_scale is not None:
-        what = "biases and norms of query and key" if family is None else f"softmax_scale={sparsity.softmax_scale:g}"
+    of_its_own = {
+        "biases and norms of query and key": family is None,
+        f"softmax_scale={sparsity.softmax_scale}": sparsity.softmax_scale is not None,
+        f"softmax_type={shape.softmax_type}": shape.softmax_type != "vanilla",
+    }
+    for what in (words for words, here in of_its_own.items() if here):
         raise ValueError(f"--as-dense: a model with {what} has no plain Llama or Qwen form; leave --as-dense out")
     if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
         raise ValueError("--as-dense: Qwen2 wants hidden_size / heads as its head dim; leave --as-dense out")
@@ -203,6 +209,7 @@ def shape_of_config(content: dict, divisor: int) -> Shape:
         qkv_bias=family == "qwen2" or bool(content.get("qkv_bias")),
         qk_norm=family == "qwen3" or bool(content.get("qk_norm")),
         tied=bool(content["tie_word_embeddings"]),
+        softmax_type=content.get("softmax_type", "vanilla") if family == MODEL_TYPE else "vanilla",
     )
 
 
@@ -250,6 +257,7 @@ def megatron_flags(content: dict, shape: Shape) -> list[str]:
     ]  # fmt: skip
     flags += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
     flags += [] if shape.tied else ["--untie-embeddings-and-output-weights"]
+    flags += [] if shape.softmax_type == "vanilla" else [f"--softmax-type={shape.softmax_type}"]
     if rope["rope_type"] == "llama3":
         flags += ["--use-rope-scaling", f"--rope-scaling-factor={rope['factor']}"]
     return flags

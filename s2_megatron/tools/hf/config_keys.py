@@ -22,7 +22,7 @@ _READ = {
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "original_max_position_embeddings", "s2_sparsity",
 }  # fmt: skip
-_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm"}}
+_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}}
 
 # What the logits of one text do not depend on: names and versions, tokens, how a text is generated, what is returned.
 _WITHOUT_EFFECT = {

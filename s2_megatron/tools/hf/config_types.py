@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.stored import MODEL_TYPE, SOFTMAX_TYPES
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -64,6 +65,9 @@ def check_types(content: dict, where: str) -> None:
             value = content.get(name)
             if name in content and not is_right(value) and not (value is None and name in _NULLABLE):
                 found.append(f"{name}={printable(repr(value))}, expected {expected}")
+    if content.get("model_type") == MODEL_TYPE and content.get("softmax_type", "vanilla") not in SOFTMAX_TYPES:
+        given = printable(repr(content["softmax_type"]))
+        found.append(f"softmax_type={given}, expected one of {', '.join(SOFTMAX_TYPES)}")
     found += _rope_mistakes(content)
     if not found and content["num_hidden_layers"] > MOST_LAYERS:
         found = [f"num_hidden_layers={content['num_hidden_layers']}, expected {MOST_LAYERS} at most"]

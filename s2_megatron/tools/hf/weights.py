@@ -31,6 +31,7 @@ class Shape:
     qkv_bias: bool
     qk_norm: bool
     tied: bool
+    softmax_type: str = "vanilla"  # Megatron's: learnable has one number a head in each layer
 
     @property
     def group_rows(self) -> int:
@@ -97,6 +98,9 @@ def pieces(shape: Shape) -> Iterator[Piece]:
                     (shape.head_dim,),
                     f"{hf}.self_attn.{name}_norm.weight",
                 )
+        if shape.softmax_type == "learnable":
+            own = "self_attention.core_attention.softmax_offset"
+            yield _same(own, layer, (shape.num_heads,), f"{hf}.self_attn.sinks")
         width = shape.num_heads * shape.head_dim
         yield _same("self_attention.linear_proj.weight", layer, (hidden, width), f"{hf}.self_attn.o_proj.weight")
         yield _same("mlp.linear_fc1.layer_norm_weight", layer, (hidden,), f"{hf}.post_attention_layernorm.weight")
