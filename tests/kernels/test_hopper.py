@@ -53,11 +53,16 @@ def in_parts(monkeypatch):
     """Columns of dK and dV are divided into parts, in some call at least: short ones, so that there are many."""
     from s2_megatron.kernels.hopper import launch as hopper
 
-    found, choose = [], hopper.Geometry._parts
+    found, choose = [], hopper.Geometry._key_tiles
     monkeypatch.setattr(hopper, "PART_STEPS", 4)
-    monkeypatch.setattr(
-        hopper.Geometry, "_parts", lambda call, *given: (chosen := choose(call, *given), found.append(chosen[0] > 0))[0]
-    )
+
+    def noted(geometry, tile):
+        launches = choose(geometry, tile)
+        arguments = launches.arguments
+        found.append(arguments.get("n_split", 0) > 0 or arguments.get("sink_parts", 1) > 1)
+        return launches
+
+    monkeypatch.setattr(hopper.Geometry, "_key_tiles", noted)
     yield
     assert any(found)
 
