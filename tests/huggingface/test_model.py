@@ -38,7 +38,18 @@ def masked_attention(module, query, key, value, attention_mask, scaling=None, **
     pattern = masked_attention.of.layers[module.layer_idx].pattern
     length, heads = query.shape[2], query.shape[1]
     mask = torch.zeros(heads, length, length, dtype=torch.bool)
+    place = torch.arange(length)
+    blocks, distance = place // BLOCK, place[:, None] // BLOCK - place[None, :] // BLOCK
     for head in range(heads):
+        rule = None if pattern is None or not hasattr(pattern, "heads") else pattern.heads[head]
+        if rule is not None and rule.by_token:
+            mask[head] = (place[:, None] - place[None, :] < (rule.window or 0)) | (place < rule.sink_tokens)[None, :]
+            start = 0
+            for end, stride in rule.ranges:
+                inside = (distance >= start) & (distance < (length if end is None else end))
+                mask[head] |= inside & ((blocks + rule.offset) % stride == 0)[None, :]
+                start = end
+            continue
         for block in range(-(-length // BLOCK)):
             keys = range(block + 1) if pattern is None else pattern.key_blocks(head, block)
             for other in keys:
