@@ -61,45 +61,62 @@ def assert_close(got, expected, tolerance, names=NAMES):
 
 @pytest.mark.parametrize("dtype, backend, tolerance", [(F64, "reference", 1e-13), (F32, "triton", 2e-6)])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_equals_one_more_column(pattern, dtype, backend, tolerance):
+def test_equals_one_more_column(pattern, dtype, backend, tolerance, device):
     """Also for rows that see no key (the mask has some): out is 0, LSE the offset."""
     pattern = PATTERNS[pattern]
-    inputs, grad_lse = make_inputs(pattern, 90, 32, dtype, "cpu", batch=2, form="sbhd")
-    mask = token_mask(pattern, 90)
-    truth = with_a_column([canonical_view(tensor, "sbhd") for tensor in inputs], OFFSETS, mask, grad_lse)
-    got = by_the_op(inputs, OFFSETS.to(dtype), grad_lse, pattern, "sbhd", backend=backend)
+    inputs, grad_lse = make_inputs(pattern, 90, 32, dtype, device, batch=2, form="sbhd")
+    mask, offsets = token_mask(pattern, 90, device), OFFSETS.to(device, dtype)
+    truth = with_a_column([canonical_view(tensor, "sbhd") for tensor in inputs], offsets, mask, grad_lse)
+    got = by_the_op(inputs, offsets, grad_lse, pattern, "sbhd", backend=backend)
     assert_close(got, truth, tolerance)
     unseen = ~mask.any(-1)
     assert not got[0][:, unseen].any()
-    assert torch.equal(got[1], torch.where(unseen, OFFSETS[:, None].to(dtype), got[1]))
+    assert torch.equal(got[1], torch.where(unseen, offsets[:, None], got[1]))
 
 
 @pytest.mark.parametrize("dtype, backend, tolerance", [(F64, "reference", 1e-13), (F32, "triton", 2e-6)])
-def test_packed_documents(dtype, backend, tolerance):
+def test_packed_documents(dtype, backend, tolerance, device):
     """Rows beside the documents are rows without a key."""
     pattern, length, starts, lengths = PATTERNS["window-and-sink"], 80, [0, 31, 35], [30, 1, 36]
-    inputs, grad_lse = make_inputs(pattern, length, 32, dtype, "cpu", form="thd")
-    borders = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 30, 31, 67], [*starts, length]))
+    inputs, grad_lse = make_inputs(pattern, length, 32, dtype, device, form="thd")
+    borders = (
+        torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 30, 31, 67], [*starts, length])
+    )
     ends, padded = borders
     packed = PackedSequence(ends, length, padded)
-    mask = packed_mask(pattern, starts, lengths, length)
-    truth = with_a_column([canonical_view(tensor, "thd") for tensor in inputs], OFFSETS, mask, grad_lse)
-    got = by_the_op(inputs, OFFSETS.to(dtype), grad_lse, pattern, "thd", packed=packed, backend=backend)
+    mask, offsets = packed_mask(pattern, starts, lengths, length, device), OFFSETS.to(device, dtype)
+    truth = with_a_column([canonical_view(tensor, "thd") for tensor in inputs], offsets, mask, grad_lse)
+    got = by_the_op(inputs, offsets, grad_lse, pattern, "thd", packed=packed, backend=backend)
     assert_close(got, truth, tolerance)
 
 
 @pytest.mark.parametrize("form", ["bshd", "bhsd"])
-def test_sixteen_bits_and_an_offset_of_another_type(form):
+def test_sixteen_bits_and_an_offset_of_another_type(form, device):
     pattern = PATTERNS["paper"]
-    inputs, grad_lse = make_inputs(pattern, 90, 32, F16, "cpu", batch=2, form=form)
-    truth = with_a_column(
-        [canonical_view(tensor, form) for tensor in inputs], OFFSETS, token_mask(pattern, 90), grad_lse
-    )
+    inputs, grad_lse = make_inputs(pattern, 90, 32, F16, device, batch=2, form=form)
+    views, mask = [canonical_view(tensor, form) for tensor in inputs], token_mask(pattern, 90, device)
+    truth = with_a_column(views, OFFSETS.to(device), mask, grad_lse)
     for dtype in (F32, torch.bfloat16):
-        got = by_the_op(inputs, OFFSETS.to(dtype), grad_lse, pattern, form, backend="triton")
+        got = by_the_op(inputs, OFFSETS.to(device, dtype), grad_lse, pattern, form, backend="triton")
         assert got[5].dtype == dtype and got[0].dtype == F16
         assert_close(got[:5], truth[:5], 1e-3, NAMES[:5])
         assert_close(got[5:], truth[5:], 1e-3 if dtype == F32 else 4e-3, NAMES[5:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_on_the_hopper_kernels(head_dim):
+    """In bf16, and captured in a graph: nothing waits for the GPU."""
+    pattern, offsets = pattern_of(((None, 4),), 64, 4, 2, window=150, sink_tokens=3), OFFSETS.to("cuda")
+    inputs, grad_lse = make_inputs(pattern, 700, head_dim, torch.bfloat16, "cuda", batch=2, form="sbhd")
+    views, mask = [canonical_view(tensor, "sbhd") for tensor in inputs], token_mask(pattern, 700, "cuda")
+    truth = with_a_column(views, offsets, mask, grad_lse)
+    assert_close(by_the_op(inputs, offsets, grad_lse, pattern, "sbhd"), truth, 1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = by_the_op(inputs, offsets, grad_lse, pattern, "sbhd")
+    graph.replay()
+    assert_close(got, truth, 1e-2)
 
 
 def test_very_negative_offsets_are_none():
