@@ -37,7 +37,7 @@ _PARTS = (
     (
         "A spec",
         "SpecConfig",
-        "Under `specs`, by name. Give exactly one of {one_of}; `stride` may stand beside the first two. The keys from "
+        "Under `specs`, by name. Give exactly one of {one_of}; `stride` may stand beside the first three. The keys from "
         "`slide` on belong to windows and ranges; a mask or a function says everything itself.",
     ),
     (
