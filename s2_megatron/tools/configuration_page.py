@@ -37,8 +37,8 @@ _PARTS = (
     (
         "A spec",
         "SpecConfig",
-        "Under `specs`, by name. Give exactly one of {one_of}; `stride` may stand beside the first two. The keys from "
-        "`slide` on belong to windows and ranges; a mask or a function says everything itself.",
+        "Under `specs`, by name. Give exactly one of {one_of}; `stride` may stand beside the first three. The keys "
+        "from `slide` on belong to windows and ranges; a mask or a function says everything itself.",
     ),
     (
         "A range",
