@@ -72,7 +72,7 @@ def _is_first(blocks: np.ndarray) -> bool:
 
 def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
     """Windows through which, over all layers, the start of the context does not reach its end."""
-    reach, first_too = 0, False
+    reach, first_too, sinks_too = 0, False, False
     for layer in sparsity.layers:
         if not isinstance(layer.pattern, RangePattern):  # dense, or a block mask, whose reach is not known
             return
@@ -80,6 +80,7 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
         for head in layer.pattern.heads:
             ranges = head.touched_ranges
             end = ranges[-1][0]
+            sinks_too = sinks_too or head.sink_tokens > 0
             if end is None and len(ranges) > 1:
                 end = ranges[-2][0]
                 beyond = head.key_blocks(sparsity.n_blocks - 1)
@@ -92,7 +93,7 @@ def short_reach(sparsity: ResolvedSparsity) -> Iterator[str]:
         reach += max(ends) - 1
     if reach < sparsity.n_blocks - 1:
         tokens = reach * sparsity.block_size
-        first = ", but the first block," if first_too else ""
+        first = ", but the first block," if first_too else ", but the sink," if sinks_too else ""
         yield (
             f"the windows of all {len(sparsity.layers)} layers, one after the other, reach {tokens} of "
             f"{sparsity.seq_length} tokens back: what lies before{first} cannot "
@@ -132,6 +133,7 @@ def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
     if not _is_sparse(sparsity):
         return
     windows: dict[str, int] = {}  # the largest of every spec, in tokens
+    by_token = {layer.spec for layer in sparsity.layers if any(head.window for head in layer.pattern.heads)}
     for layer in sparsity.layers:
         for head in layer.pattern.heads:
             (blocks, _), *beyond = canonical(head).touched_ranges
@@ -142,7 +144,7 @@ def short_window(sparsity: ResolvedSparsity) -> Iterator[str]:
         if tokens < WINDOW:
             yield (
                 f"spec {spec}: its window is {tokens} tokens; models that went on from dense ones with 256 or less "
-                f"lost most by their window; use local_tokens: {WINDOW} or more"
+                f"lost most by their window; use {'window' if spec in by_token else 'local_tokens'}: {WINDOW} or more"
             )
 
 

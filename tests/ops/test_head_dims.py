@@ -133,8 +133,8 @@ def test_the_cost_is_printed_once(dims, words, monkeypatch, capsys, device):
         ((32, 32, 0), "value has shape [20, 1, 2, 0]; expected a head dim of 1 or more"),
     ],
 )
-def test_what_does_not_fit_is_refused(dims, words, backend):
-    tensors = [torch.zeros(20, 1, heads, dim) for heads, dim in zip((4, 2, 2), dims)]
+def test_what_does_not_fit_is_refused(dims, words, backend, device):
+    tensors = [torch.zeros(20, 1, heads, dim, device=device) for heads, dim in zip((4, 2, 2), dims)]
     with pytest.raises(ValueError) as error:
         s2_attention(*tensors, pattern_of(PAPER, 16, 4, 2), backend=backend)
     assert words in str(error.value)

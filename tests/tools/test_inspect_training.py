@@ -341,6 +341,16 @@ def test_megatrons_windows_are_inspected_without_a_yaml(tmp_path, capsys):
     assert found[0] == found[1]
 
 
+def test_windows_are_named_in_place_of_a_yaml(tmp_path, capsys):
+    shape = ["--num-layers", "8", "--num-attention-heads", "8", "--seq-length", "8192"]
+    assert commands.main(["inspect", "window-size", *WINDOWS[2:], *shape]) == 0
+    assert "window 1024" in capsys.readouterr().out
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("layers: S\nspecs:\n  S: {window: 1024}\n")
+    assert commands.main(["inspect", str(yaml), *WINDOWS[2:], *shape]) == 2
+    assert f"--window-size 1023,0 beside the sparsity {yaml}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, words", [
     (WINDOWS[2:], "--window-size without --s2-config: Megatron's own windows, which inspect does not know"),
     ([*WINDOWS, "--window-attn-skip-freq", "0"], "--window-attn-skip-freq 0: expected a number N from 1"),

@@ -121,7 +121,14 @@ def test_a_plan_that_keeps_the_first_block_is_not_told_to_move_it(spec):
 def test_short_windows(spec, tokens):
     nothing_dense, window = warnings(plan("S", spec))
     assert nothing_dense.startswith("no layer and no KV head attends everything")
-    assert window.startswith(f"spec S: its window is {tokens} tokens; ") and "use local_tokens: 512 or more" in window
+    key = "window" if "window" in spec else "local_tokens"
+    assert window.startswith(f"spec S: its window is {tokens} tokens; ") and f"use {key}: 512 or more" in window
+
+
+def test_a_window_with_a_sink_does_not_hide_the_sink():
+    texts = warnings(plan("S", dict(window=128, sink_tokens=4), seq_length=8192))
+    (text,) = [text for text in texts if "cannot change a prediction" in text]
+    assert "what lies before, but the sink, cannot change" in text
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,9 @@ def _sparsity(args: argparse.Namespace, flags: argparse.Namespace) -> ResolvedSp
                 f"S2's; add --s2-config {FROM_FLAGS}"
             )
         return dense_sparsity(flags)
-    refuse_flags(flags)
+    # Where CONFIG names the windows of the flags, or stands alone, it is the flag that a training would have.
+    named = str(config) if flags.s2_config is None or str(config) == FROM_FLAGS else flags.s2_config
+    refuse_flags(argparse.Namespace(**vars(flags) | {"s2_config": named}))
     if str(config) == FROM_FLAGS:
         return resolve_windows(flags)
     return load_config(config, allow_python_patterns=flags.s2_allow_python_patterns).resolve(**sizes)
