@@ -115,9 +115,11 @@ def _dense_note(name: str, spec: SpecConfig, block_size: int, seq_length: int) -
             return f"{text}; its window of {shortest} tokens is no shorter"
     elif ranges[0][0] is not None and ranges[0][0] * block_size >= seq_length:
         return f"{text}; its window of {ranges[0][0] * block_size} tokens is no shorter"
-    if all(stride == 1 for _, stride in ranges):
+    end = ranges[-1][0] if ranges else 0
+    if all(stride == 1 for _, stride in ranges) and (end is None or end * block_size >= seq_length):
         return f"{text}; its strides are 1"
-    return f"{text}; all its heads are dense, or its strides leave out nothing"
+    parts = "window, strides and sink together" if spec.sink_tokens else "strides"
+    return f"{text}; all its heads are dense, or its {parts} leave out nothing"
 
 
 def _tiled_plan(config: S2Config, source: Source, key: str, flag: str, count: int) -> list[str]:

@@ -72,14 +72,10 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
     if form["kv_heads"] != num_kv_heads:
         raise ValueError(f"stored sparsity has {form['kv_heads']} KV heads in a layer; expected {num_kv_heads}")
     if form["kind"] == "ranges":
-        by_head = {
-            head: head_of_group(group, offset, form["block_size"])
-            for group in form["groups"]
-            for head, offset in zip(group["heads"], group["offsets"], strict=True)
-        }
-        if sorted(by_head) != list(range(num_heads)):
-            raise ValueError(f"stored sparsity names the heads {sorted(by_head)}; expected 0 to {num_heads - 1}")
-        return RangePattern(form["block_size"], num_kv_heads, tuple(by_head[head] for head in range(num_heads)))
+        named = sorted(head for group in form["groups"] for head in group["heads"])
+        if named != list(range(num_heads)):
+            raise ValueError(f"stored sparsity names the heads {named}; expected 0 to {num_heads - 1}")
+        return range_pattern(form)
     if form["kind"] == "block_mask":
         tables = [unpacked_table(text) for text in form["tables"]]
         pattern = BlockMaskPattern.from_csr(form["block_size"], num_heads, num_kv_heads, *zip(*tables))
@@ -89,8 +85,21 @@ def _pattern(form: dict, num_heads: int, num_kv_heads: int) -> Pattern | None:
     raise ValueError(f"stored sparsity has a pattern of kind {form['kind']!r}; expected dense, ranges or block_mask")
 
 
-def head_of_group(group: dict, offset: int, block_size: int) -> HeadPattern:
-    """A head of a group of RangePattern.canonical."""
-    window, sink_tokens = group.get("window"), group.get("sink_tokens", 0)
-    size = None if window is None and not sink_tokens else block_size
-    return HeadPattern(tuple((end, stride) for end, stride in group["ranges"]), offset, window, sink_tokens, size)
+def range_pattern(form: dict) -> RangePattern:
+    """The pattern that a RangePattern.canonical stands for."""
+    size = form["block_size"]
+    rules = {
+        head: (tuple((end, stride) for end, stride in group["ranges"]), offset, group)
+        for group in form["groups"]
+        for head, offset in zip(group["heads"], group["offsets"], strict=True)
+    }
+    ratio = max(1, len(rules) // form["kv_heads"])
+    heads = []
+    for first in range(0, len(rules), ratio):
+        members = [rules[head] for head in range(first, min(first + ratio, len(rules)))]
+        # The canonical form leaves both out where a head's ranges see as much; they are those of the KV head.
+        window = max((group["window"] for *_, group in members if "window" in group), default=None)
+        sink_tokens = max(group.get("sink_tokens", 0) for *_, group in members)
+        tokens = (window, sink_tokens, None if window is None and not sink_tokens else size)
+        heads += [HeadPattern(ranges, offset, *tokens) for ranges, offset, _ in members]
+    return RangePattern(size, form["kv_heads"], tuple(heads))

@@ -31,15 +31,15 @@ def check_windows(args: Namespace) -> None:
             "--window-size 1023,0 (a query then sees 1024 keys), or name a YAML"
         )
     given = f"--window-size {','.join(map(str, window))}"
-    if len(window) != 2 or window[1] != 0:
-        raise ValueError(
-            f"{given}: expected two numbers, how many keys a query sees before its own, and 0 for those behind it; use "
-            f"--window-size {max(window[0], 0)},0"
-        )
     if window[0] < 0:
         raise ValueError(
             f"{given}: no window, every layer attends everything; expected 0 or more keys before the query's own; use "
             "--window-size 1023,0, or leave out this flag and --s2-config"
+        )
+    if len(window) != 2 or window[1] != 0:
+        raise ValueError(
+            f"{given}: expected two numbers, how many keys a query sees before its own, and 0 for those behind it; use "
+            f"--window-size {window[0]},0"
         )
     given = f"--window-attn-skip-freq {printable(skipped)}"
     if isinstance(skipped, list) and all(type(item) is int for item in skipped):

@@ -156,9 +156,10 @@ def key_lists(pattern: Pattern, query_blocks, key_slot, n_blocks: int, n_slots: 
             known[members, key_row.order] = columns, counts
         columns, counts = known[members, key_row.order]
         slots = key_row.slots[key_row.by_slot].copy()
-        head = members[0]
-        if isinstance(head, HeadPattern) and head.sink_tokens:
-            last, rest = divmod(head.sink_tokens, pattern.block_size // split)
+        # One sink for all members, but for those that are dense whatever it says.
+        sink = max(head.sink_tokens if isinstance(head, HeadPattern) else 0 for head in members)
+        if sink:
+            last, rest = divmod(sink, pattern.block_size // split)
             slots[(key_row.blocks[key_row.by_slot] == last) & (rest > 0)] |= SINK_SLOT
         slots = np.append(slots, n_slots)  # of places; the last one stands for no slot
         parts.append((np.concatenate([slots[columns[:, :2]], columns[:, 2:]], axis=1), counts))

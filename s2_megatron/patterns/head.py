@@ -87,12 +87,13 @@ class HeadPattern:
         ranges, window = self.ranges, self.window
         if window is not None:
             ranges = outside_window(ranges, window, self.block_size)
-            window = None if covers_window(ranges, window, self.block_size) else window
         merged: list[tuple[int | None, int]] = []
         for end, stride in ranges:
             if merged and merged[-1][1] == stride:
                 merged.pop()
             merged.append((end, stride))
+        if window is not None and covers_window(tuple(merged), window, self.block_size):
+            window = None
         if tuple(merged) == DENSE:
             return DENSE, 0, None, 0, None
         size = None if window is None and not self.sink_tokens else self.block_size

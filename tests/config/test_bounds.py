@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from s2_megatron.config.errors import ConfigError, printable
-from s2_megatron.config.load import load_config
+from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.mask_file import read_mask
 from s2_megatron.tools import commands
 from tests.config_files import MODEL, resolve
@@ -281,3 +281,23 @@ def test_dense_at_this_length_is_noted(write, capsys):
     flags = ["--num-layers", "1", "--num-attention-heads", "2", "--seq-length", "1024"]
     assert commands.main(["inspect", str(path), *flags]) == 0
     assert "it is DENSE attention here; its window of 1024 tokens" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "spec, why",
+    [
+        (dict(window=1024), "its window of 1024 tokens is no shorter"),
+        (dict(window=64, stride=1), "its strides are 1"),
+        (dict(ranges=[dict(end_blocks=8, stride=1), dict(end_blocks=16, stride=1)]), "its strides are 1"),
+        (
+            dict(window=1023, sink_tokens=1),
+            "all its heads are dense, or its window, strides and sink together leave out nothing",
+        ),
+        (dict(local_tokens=64, dense_heads=[0, 1]), "all its heads are dense, or its strides leave out nothing"),
+        (dict(window=64, dense_heads=[0, 1]), "all its heads are dense, or its strides leave out nothing"),
+    ],
+)
+def test_why_a_spec_is_dense(spec, why):
+    config = SparsityConfig.from_data({"block_size": 64, "layers": "S", "specs": {"S": spec}})
+    sparsity = config.resolve(num_layers=1, num_heads=2, num_kv_heads=2, seq_length=1024)
+    assert sparsity.notes[0].endswith(f"DENSE attention here; {why}")

@@ -22,6 +22,7 @@ def plan(spec, layers="SSSD"):
         (dict(local_tokens=256, stride=8), 20),  # in every other layer no head has an offset of 0
         (dict(window=1024, dense_heads=[0]), 18),
         (dict(window=[4096, 1000, 1, 1]), 18),
+        (dict(window=4095), 24),  # it ends in the first block, behind the first token
     ],
 )
 def test_plans_that_hide_the_first_token(spec, heads):

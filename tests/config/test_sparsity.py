@@ -9,6 +9,8 @@ from rich.console import Console
 
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity, tensor_parallel_balance
+from s2_megatron.config.stored import range_pattern
+from s2_megatron.patterns.head import DENSE, HeadPattern
 from s2_megatron.patterns.ranges import RangePattern
 
 MODEL = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "seq_length": 512}
@@ -203,3 +205,11 @@ def test_a_dense_pattern_of_ours_is_dense_in_the_canonical_form():
     sparsity = ResolvedSparsity(layers, (), None, 64, 8, 4, 512)
     assert json.loads(sparsity.canonical_json())["patterns"] == [{"kind": "dense"}]
     assert [layer.kind for layer in layers] == ["dense", "s2"]
+
+
+def test_a_form_is_a_pattern_again_where_a_head_needs_no_window_or_sink():
+    """Which the form leaves out, and the other heads of the KV head have."""
+    for ranges in (DENSE, ((3, 1),), ((2, 1), (None, 4))):
+        heads = tuple(HeadPattern(each, 0, 70, 5, 64) for each in ((), ranges))
+        pattern = RangePattern(64, 1, heads)
+        assert range_pattern(pattern.canonical()).canonical() == pattern.canonical()

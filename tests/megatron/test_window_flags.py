@@ -37,6 +37,7 @@ REFUSED = {
     "both sides": ({"--window-size": "16,16"}, "use --window-size 16,0"),
     "no limit behind": ({"--window-size": "16,-1"}, "use --window-size 16,0"),
     "one number": ({"--window-size": "16"}, "--window-size 16: expected two numbers"),
+    "no limit on both sides": ({"--window-size": "(-1,-1)"}, "--window-size -1,-1: no window, every layer attends"),
     "no limit": ({"--window-size": "(-1,0)"}, "--window-size -1,0: no window, every layer attends everything"),
     "a frequency of 0": ({"--window-size": "16,0", "--window-attn-skip-freq": "0"}, "expected a number N from 1"),
     "a short list": ({"--window-size": "16,0", "--window-attn-skip-freq": "[1,0]"}, "2 entries; expected one for each"),

@@ -18,6 +18,7 @@ from s2_megatron.kernels.step_descriptor import (
     OWN,
     ROW_MASK,
     ROW_SHIFT,
+    SINK_SLOT,
     SLOT_BITS,
     SLOT_MASK,
 )
@@ -26,6 +27,7 @@ from s2_megatron.ops.attended_blocks import heads_of, split_blocks
 from s2_megatron.ops.key_steps import key_lists
 from s2_megatron.ops.query_steps import query_lists
 from s2_megatron.patterns.block_mask import BlockMaskPattern
+from s2_megatron.patterns.head import DENSE, HeadPattern
 from s2_megatron.patterns.ranges import RangePattern
 from tests.ops.step_cases import PATTERNS, attended, mask_of, placements, slot_of
 
@@ -239,3 +241,12 @@ def test_lists_do_not_depend_on_how_many_cells_are_made_at_a_time(name, cells, m
     whole = list(all_lists())
     monkeypatch.setattr(attended_blocks, "CELLS", cells)
     assert all(np.array_equal(array, part) for array, part in zip(whole, all_lists(), strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_slot_of_a_sink_is_named_beside_a_dense_head(first):
+    """A dense head, to which a sink adds nothing, in the group of one that has it."""
+    heads = (HeadPattern(DENSE, 0, None, 70, 64), HeadPattern(((1, 1),), 0, None, 70, 64))
+    pattern = RangePattern(64, 1, (heads[first], heads[1 - first]))
+    slots = key_lists(pattern, np.arange(4), None, 4, 4).columns[0, :, :2]
+    assert sorted(slots.flatten().tolist()) == [0, 2, 3, 1 | SINK_SLOT]

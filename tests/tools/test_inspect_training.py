@@ -368,3 +368,14 @@ def test_windows_without_megatron_are_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert commands.main(["inspect", "--", *LINE, "--window-size", "1023,0"]) == 2
     assert "are read by megatron-core, which cannot be imported here" in capsys.readouterr().err
+
+
+def test_a_sink_and_a_window_that_end_in_one_block_are_both_counted():
+    pattern = make_range_pattern(
+        block_size=64, num_heads=2, num_kv_heads=2, ranges=(), window=[100, 70], sink_tokens=10
+    )
+    assert layer_kinds.tokens_beyond(pattern, 0, 2, 70).tolist() == [
+        10 + 30,
+        0,
+    ]  # of 128 tokens, the window sees 36 in block 0
+    assert layer_kinds.tokens_beyond(pattern, 1, 2, 70).tolist() == [10, 0]

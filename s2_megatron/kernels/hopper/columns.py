@@ -141,7 +141,7 @@ def column_of_program(index, n_long, n_rest, units, head_group):
     the long columns of all heads go first, so that the short ones fill the end."""
     is_long = index < n_long * units
     rest = gl.where(is_long, index, index - n_long * units)
-    per_group = gl.where(is_long, n_long, n_rest) * head_group
+    per_group = gl.maximum(gl.where(is_long, n_long, n_rest) * head_group, 1)  # 0 for columns of the sink that no long ones follow
     group = rest // per_group
     rest -= group * per_group
     return rest // head_group, group * head_group + rest % head_group, is_long

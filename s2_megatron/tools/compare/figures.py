@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from s2_megatron.config.sparsity import joined_layers
-from s2_megatron.config.stored import head_of_group
+from s2_megatron.config.stored import range_pattern
 from s2_megatron.patterns.picture import MOST_BLOCKS, draw_patterns
 from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.compare.measure import Comparison, smoothed, smoothed_steps
@@ -301,14 +301,7 @@ def write_png(comparison: Comparison, x: str, file: Path) -> None:
 def pattern_of(form: dict) -> RangePattern | None:
     """The pattern that a canonical form stands for; None for dense layers and for block masks, of which a log has only
     the hash."""
-    if form["kind"] != "ranges":
-        return None
-    heads = {
-        head: head_of_group(group, offset, form["block_size"])
-        for group in form["groups"]
-        for head, offset in zip(group["heads"], group["offsets"])
-    }
-    return RangePattern(form["block_size"], form["kv_heads"], tuple(heads[head] for head in sorted(heads)))
+    return range_pattern(form) if form["kind"] == "ranges" else None
 
 
 def pattern_svg(arm: Arm) -> str | None:

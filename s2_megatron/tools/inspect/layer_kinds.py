@@ -93,8 +93,10 @@ def tokens_beyond(pattern: Pattern, head: int, n_blocks: int, window: int) -> np
         for start, end, stride in rule.bounds():
             inside = (distance >= start) & (distance < (n_blocks if end is None else end))
             seen[inside & ((keys + rule.offset) % stride == 0)] = block
-        seen = np.maximum(seen, np.clip(rule.sink_tokens - keys * block, 0, block))
-        seen = np.maximum(seen, np.clip((rule.window or 0) - distance * block, 0, block))
+        # The sink has the first tokens of its block, the window the last ones: perhaps of the same block.
+        in_part = np.clip(rule.sink_tokens - keys * block, 0, block)
+        in_part += np.clip((rule.window or 0) - distance * block, 0, block)
+        seen = np.maximum(seen, np.minimum(in_part, block))
     return np.maximum(seen - np.clip(window - distance * block, 0, block), 0)
 
 
