@@ -1,5 +1,6 @@
 """Windows and sinks in tokens through the Hopper kernels as plain Python."""
 
+import numpy as np
 import pytest
 
 from s2_megatron.kernels.hopper import launch as hopper
@@ -66,6 +67,15 @@ def test_columns_in_parts(in_parts, monkeypatch):  # noqa: F811
 
 def test_windows_that_differ_by_kv_head():
     check(pattern_of((((None, 8),), [20, 300], 5), 64, 4, 2), 128, 590)
+
+
+def test_a_sequence_without_a_column_of_the_stripes():
+    """The first block of these heads' stripes lies behind it: nothing is divided by their number."""
+    pattern = make_range_pattern(
+        block_size=64, num_heads=2, num_kv_heads=2, ranges=((None, 8),), window=70, sink_tokens=5, base_offset=2
+    )
+    with np.errstate(divide="raise"):
+        check(pattern, 128, 190)
 
 
 @pytest.mark.parametrize("dim, kind", [(128, "tokens"), (192, "tokens"), (128, "short window")])

@@ -297,7 +297,6 @@ def test_columns_of_programs():
         assert [is_long for *_, is_long in programs] == [True] * (n_long * units) + [False] * (n_rest * units)
         columns = [(column + (0 if is_long else n_long), unit) for column, unit, is_long in programs]
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
-    SCHEDULE.column_of_program(-1, 0, 3, 2, 1)  # of the sink's columns, where no long ones follow: divides by nothing
 
 
 def test_keys_and_values_share_their_rows_together():

@@ -141,7 +141,7 @@ def column_of_program(index, n_long, n_rest, units, head_group):
     the long columns of all heads go first, so that the short ones fill the end."""
     is_long = index < n_long * units
     rest = gl.where(is_long, index, index - n_long * units)
-    per_group = gl.maximum(gl.where(is_long, n_long, n_rest) * head_group, 1)  # 0 for columns of the sink that no long ones follow
+    per_group = gl.where(is_long, n_long, n_rest) * head_group
     group = rest // per_group
     rest -= group * per_group
     return rest // head_group, group * head_group + rest % head_group, is_long
@@ -203,9 +203,12 @@ def key_tile(index, upward, schedule):
         length = gl.load(schedule.documents_ptr + tile * 4 + 1)
         column = gl.load(schedule.documents_ptr + tile * 4 + 2)
     else:
-        sinks = sink_columns(schedule) if schedule.TOKENS else 0
+        ordinary = index
+        if schedule.TOKENS:
+            sinks = sink_columns(schedule)
+            ordinary = gl.maximum(index - sinks, 0)
         column, unit, is_long = column_of_program(
-            index - sinks, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+            ordinary, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
         if schedule.TOKENS:
             unit = gl.where(index < sinks, index // gl.maximum(schedule.n_sink, 1), unit)
         batch, kv_head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)

@@ -55,10 +55,16 @@ def part_of_program(index, schedule):
 @gluon.jit
 def place_of_column(index, schedule):
     """Which sums and flags are a column's; -1 for one that has no parts."""
-    sinks = sink_columns(schedule) if schedule.TOKENS else 0
+    ordinary = index
+    if schedule.TOKENS:
+        sinks = sink_columns(schedule)
+        ordinary = gl.maximum(index - sinks, 0)
     column, unit, is_long = column_of_program(
-        index - sinks, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
-    place = gl.where(is_long & (column < schedule.n_split), sinks + unit * schedule.n_split + column, -1)
+        ordinary, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+    place = unit * schedule.n_split + column
+    if schedule.TOKENS:
+        place += sinks
+    place = gl.where(is_long & (column < schedule.n_split), place, -1)
     if schedule.TOKENS:
         place = gl.where(index < sinks, index, place)
     return place
