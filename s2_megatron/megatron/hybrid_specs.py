@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
 from s2_megatron.megatron.layer_cores import core_specs, uses_transformer_engine, with_core
-from s2_megatron.megatron.model.hybrid_stack import local_stack_spec
+from s2_megatron.megatron.model.hybrid_stack import is_local_stack, local_stack_spec, require_layers
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.megatron.sparsity import ATTENTION, layer_symbols
 
@@ -45,7 +45,8 @@ def s2_stack_spec(
 
     pattern: --hybrid-layer-pattern. stock: the spec to start from; default Megatron's, or that of its local modules, as
     config.transformer_impl says.
-    Raises ValueError when the sparsity was resolved for other layers, and as resolve_dense_core does.
+    Raises ValueError when the sparsity was resolved for other layers, for layers that a local stack does not have, and
+    as resolve_dense_core does.
     """
     places = tuple(place for place, symbol in enumerate(layer_symbols(pattern)) if symbol == ATTENTION)
     if run.sparsity.places != places:
@@ -56,6 +57,8 @@ def s2_stack_spec(
         )
     if stock is None:
         stock = hybrid_stack_spec if uses_transformer_engine(config) else local_stack_spec(config)
+    if is_local_stack(stock):
+        require_layers(stock.submodules, layer_symbols(pattern))
     attention = stock.submodules.attention_layer
     by_place = {
         place: with_core(attention, config, core, f"layer {place} (counted from 0)").submodules
@@ -72,7 +75,8 @@ def model_config_from_args(args: Namespace):
     """Megatron's GPTModelConfig, or its HybridModelConfig where args has a hybrid_layer_pattern: of local modules with
     --transformer-impl local, where Megatron takes Transformer Engine's all the same.
 
-    args: Megatron's. Raises ValueError for RoPE scaling in a HybridModel, which Megatron would leave out.
+    args: Megatron's. Raises ValueError for what Megatron would leave out of a HybridModel in silence: RoPE scaling, and
+    layers that a local stack does not have.
     """
     if args.hybrid_layer_pattern is None:
         return gpt_config_from_args(args)
@@ -83,5 +87,6 @@ def model_config_from_args(args: Namespace):
         )
     model_config = hybrid_config_from_args(args)
     if args.transformer_impl == "local" and model_config.hybrid_stack_spec is None:
-        model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)
+        model_config.hybrid_stack_spec = spec = local_stack_spec(model_config.transformer)
+        require_layers(spec.submodules, layer_symbols(args.hybrid_layer_pattern))
     return model_config

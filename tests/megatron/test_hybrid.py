@@ -11,6 +11,7 @@ from argparse import Namespace
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -26,7 +27,7 @@ from s2_megatron.megatron.hybrid_specs import HybridAttentionLayer, model_config
 from s2_megatron.megatron.layer_specs import apply_s2
 from s2_megatron.megatron.model.check import check_model
 from s2_megatron.megatron.model.core_attention import S2SelfAttention
-from s2_megatron.megatron.model.hybrid_stack import LocalHybridStack, local_stack_spec
+from s2_megatron.megatron.model.hybrid_stack import FIELDS, LocalHybridStack, local_stack_spec, require_layers
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
@@ -130,7 +131,7 @@ def test_each_attention_layer_has_its_own_core(tmp_path):
 
 def test_a_stack_of_another_source_is_refused(tmp_path):
     run = S2Run(resolved(tmp_path, "SSD"), S2Settings(seq_length=256))
-    config = HybridModelConfig(transformer=make_config(num_layers=6), hybrid_layer_pattern=PATTERN)
+    config = HybridModelConfig(transformer=make_config(num_layers=6, num_moe_experts=2), hybrid_layer_pattern=PATTERN)
     gpt = GPTModelConfig(transformer=make_config(num_layers=3))
     with pytest.raises(ValueError, match="expected the HybridModelConfig of hybrid_config_from_args"):
         apply_s2(gpt, run)
@@ -161,6 +162,25 @@ def test_a_model_that_a_script_built_without_s2_is_found(tmp_path):
     built[1] = layer(2, SelfAttention)
     with pytest.raises(ValueError, match=r"layers 1 \(counted from 0\) were built without S2"):
         check_model("a.yaml", sparsity, [torch.nn.ModuleList(built + others)])
+
+
+@pytest.mark.parametrize(
+    "symbol, words",
+    [("E", "layers E, without --num-experts"), *((symbol, f"layers {symbol} with --tr") for symbol in "MGD+")],
+)
+def test_no_layer_is_built_as_one_that_does_nothing(tmp_path, symbol, words):
+    """Megatron builds what has no spec as an identity."""
+    pattern, config = f"**{symbol}*", make_config()
+    with pytest.raises(ValueError) as caught:
+        require_layers(local_stack_spec(config).submodules, pattern)
+    assert words in str(caught.value)
+    run = S2Run(resolved(tmp_path, "S", hybrid_layer_pattern=pattern), S2Settings(seq_length=256))
+    with pytest.raises(ValueError, match="--hybrid-layer-pattern has layers"):
+        s2_stack_spec(config, run, pattern)
+    stack = local_stack_spec(config)
+    with pytest.raises(ValueError, match="--hybrid-layer-pattern has layers"):
+        stack.module(config, stack.submodules, layer_type_list=list(pattern), **stack.params)
+    assert set(FIELDS) == Symbols.VALID_LAYERS
 
 
 def test_rope_scaling_is_not_left_out_in_silence():

@@ -1,14 +1,19 @@
 """The layers of Megatron's HybridModel made of its local modules, for machines without Transformer Engine.
 
 Megatron 0.19.2 makes them of Transformer Engine's modules alone, whatever --transformer-impl says
-(core/models/hybrid/hybrid_layer_specs.py), and so the norm behind the last layer (hybrid_block.py:215).
+(core/models/hybrid/hybrid_layer_specs.py), and so the norm behind the last layer (hybrid_block.py:215). A layer of
+which a stack has no spec it builds as one that does nothing (the defaults of HybridStackSubmodules).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron.core.models.gpt.gpt_layer_specs import LNImpl, get_gpt_layer_local_submodules
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -19,12 +24,37 @@ from megatron.core.transformer.transformer_layer import (
 
 from s2_megatron.megatron.model.norms import final_norm, stage_norm
 
+# The specs of the layers of each symbol in HybridStackSubmodules.
+FIELDS = {
+    Symbols.ATTENTION: "attention_layer",
+    Symbols.MLP: "mlp_layer",
+    Symbols.MOE: "moe_layer",
+    Symbols.MAMBA: "mamba_layer",
+    Symbols.GDN: "gdn_layer",
+    Symbols.DS_ATTENTION: "dsa_layer",
+    Symbols.MLA: "mla_layer",
+}
+
+
+def require_layers(submodules: HybridStackSubmodules, symbols: Iterable[str]) -> None:
+    """Raises ValueError for a layer of which a local stack has no spec. symbols: of the model's layers."""
+    for symbol in dict.fromkeys(symbols):
+        if getattr(submodules, FIELDS[symbol]) is not IdentityOp:
+            continue
+        if symbol == Symbols.MOE:
+            raise ValueError("--hybrid-layer-pattern has layers E, without --num-experts; expected both; add it")
+        raise ValueError(
+            f"--hybrid-layer-pattern has layers {symbol} with --transformer-impl local, which has *, - and E alone; "
+            "expected these; use --transformer-impl transformer_engine"
+        )
+
 
 class LocalHybridStack(HybridStack):
     """Megatron's HybridStack with another norm behind the last layer. final_norm: what to build, a class or a spec;
-    the other arguments as Megatron passes them."""
+    the other arguments as Megatron passes them. Raises ValueError as require_layers does."""
 
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, *, final_norm, **named):
+        require_layers(submodules, named["layer_type_list"])
         wanted = named.pop("post_layer_norm", True)
         super().__init__(config, submodules, post_layer_norm=False, **named)
         self.post_layer_norm = wanted
@@ -43,7 +73,7 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
     has experts, MoE layers (`E`).
 
     Each is one half of Megatron's local GPT layer, so that a model of `*-` repeated N times computes what the GPT of N
-    layers does. Other layers (`M`, `G`, `D`, `+`) have no local modules: Megatron refuses to build them.
+    layers does. Other layers (`M`, `G`, `D`, `+`) have no local modules, and are refused where a stack is built.
     """
     layer = _gpt_layer(config, num_experts=None)
     attention = ModuleSpec(
