@@ -1,4 +1,5 @@
-"""Pretrain a GPT in Megatron's own training loop, with S2-Attention in the layers that a sparsity YAML names.
+"""Pretrain a GPT, or a HybridModel (--hybrid-layer-pattern), in Megatron's own training loop, with S2-Attention in the
+attention layers that a sparsity YAML names.
 
     torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/phi3_small.yaml --attention-dropout 0.0
     --hidden-dropout 0.0 ...
@@ -43,11 +44,12 @@ def main() -> None:
 
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
     from s2_megatron.megatron.arguments import add_s2_arguments, prepare_s2
     from s2_megatron.megatron.data import datasets_provider, embedding_ranks, forward_step
+    from s2_megatron.megatron.hybrid_specs import model_config_from_args
     from s2_megatron.megatron.layer_specs import apply_s2
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
     from s2_megatron.megatron.preflight.schedule import check_schedule
@@ -65,7 +67,7 @@ def main() -> None:
         if on_cpu:
             require_cpu_settings(args)
         run = prepare_s2(args)
-        model_config = gpt_config_from_args(args)
+        model_config = model_config_from_args(args)
         apply_s2(model_config, run)
         settings = pretrain_cfg_container_from_args(args, model_config)
         check_schedule(args)

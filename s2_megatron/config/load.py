@@ -40,9 +40,17 @@ class SparsityConfig:
         return cls(settings, source)
 
     def resolve(
-        self, *, num_layers: int, num_heads: int, num_kv_heads: int, seq_length: int, mtp_num_layers: int | None = None
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        seq_length: int,
+        mtp_num_layers: int | None = None,
+        layers_flag: str = "--num-layers",
     ) -> ResolvedSparsity:
-        """The pattern of every layer of a model (heads and layers global, before any parallel slicing).
+        """The pattern of every layer of a model (heads and layers global, before any parallel slicing). layers_flag:
+        what errors call num_layers.
 
         Raises ValueError when the plan does not fit the layers, a mask or function cannot be used, or dense heads do
         not exist.
@@ -55,6 +63,7 @@ class SparsityConfig:
             num_kv_heads=num_kv_heads,
             seq_length=seq_length,
             mtp_num_layers=mtp_num_layers or 0,
+            layers_flag=layers_flag,
         )
 
 

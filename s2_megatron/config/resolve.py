@@ -30,10 +30,11 @@ def resolve_config(
     num_kv_heads: int,
     seq_length: int,
     mtp_num_layers: int,
+    layers_flag: str = "--num-layers",
 ) -> ResolvedSparsity:
     """See SparsityConfig.resolve. source: where the masks' relative paths start, and what errors name."""
     for flag, value, least, most in (
-        ("--num-layers", num_layers, 1, MOST_LAYERS),
+        (layers_flag, num_layers, 1, MOST_LAYERS),
         ("--num-attention-heads", num_heads, 1, MOST_HEADS),
         ("--num-query-groups", num_kv_heads, 1, MOST_HEADS),
         ("--seq-length", seq_length, 1, MOST_SEQ_LENGTH),
@@ -47,7 +48,7 @@ def resolve_config(
             raise ValueError(f"{flag} {shown(value)}: expected at most {most}")
     if (num_layers + mtp_num_layers) * num_heads > MOST_LAYER_HEADS:
         raise ValueError(
-            f"--num-layers {num_layers} with --num-attention-heads {num_heads}: expected at most {MOST_LAYER_HEADS} "
+            f"{layers_flag} {num_layers} with --num-attention-heads {num_heads}: expected at most {MOST_LAYER_HEADS} "
             "heads in all layers together; use fewer"
         )
     if num_heads % num_kv_heads:
@@ -57,7 +58,7 @@ def resolve_config(
             f"--num-attention-heads {num_heads} is not a multiple of --num-query-groups {num_kv_heads}: every KV head "
             f"needs the same number of query heads; nearest valid: --num-query-groups {best}"
         )
-    plan = _tiled_plan(config, source, "layers", "--num-layers", num_layers)
+    plan = _tiled_plan(config, source, "layers", layers_flag, num_layers)
     mtp_plan = _mtp_plan(config, source, mtp_num_layers)
 
     for name in dict.fromkeys((*plan, *mtp_plan)):

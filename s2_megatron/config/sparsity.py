@@ -50,7 +50,8 @@ class ResolvedSparsity:
 
     layers: the decoder's, in global order. mtp_layers: the multi-token-prediction layers. softmax_scale: for every
     layer of the model, dense ones included; None leaves Megatron's 1/sqrt(head dim). seq_length: the one that tables
-    and densities are computed for. notes: remarks worth printing.
+    and densities are computed for. notes: remarks worth printing. places: where `layers` stand among all layers of a
+    model that has others, too (Megatron's HybridModel), in order; empty where they are all of them.
     """
 
     layers: tuple[LayerSparsity, ...]
@@ -61,6 +62,11 @@ class ResolvedSparsity:
     num_kv_heads: int
     seq_length: int
     notes: tuple[str, ...] = field(default=(), compare=False)
+    places: tuple[int, ...] = field(default=(), compare=False)
+
+    def place(self, layer: int) -> int:
+        """The index of a layer of `layers` among all layers of the model."""
+        return self.places[layer] if self.places else layer
 
     @property
     def all_layers(self) -> tuple[LayerSparsity, ...]:
@@ -148,10 +154,13 @@ class ResolvedSparsity:
         )
         for name in ("layer", "spec", "kind", "pattern", "density", "coverage"):
             table.add_column(name, justify="right" if name in ("density", "coverage") else "left")
+            if name == "layer" and self.places:
+                table.add_column("in the model")
         if core_modules is not None:
             table.add_column("core")
         for texts_of_row, names in groups.items():
-            table.add_row(joined_layers(names), *texts_of_row)
+            places = [str(self.place(int(name))) for name in names if name.isdigit()]
+            table.add_row(joined_layers(names), *([joined_layers(places)] if self.places else []), *texts_of_row)
         return table
 
     def _texts(self, pattern: Pattern | None) -> tuple[str, str, str]:

@@ -24,17 +24,18 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.training.models.hybrid import HybridModelConfig
 
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.hybrid_specs import s2_stack_spec
+from s2_megatron.megatron.layer_cores import core_specs, dense_core, uses_transformer_engine, with_core
 from s2_megatron.megatron.model.check import CALL
-from s2_megatron.megatron.model.core_attention import ATTENTION_MODULES, S2CoreAttention
-from s2_megatron.megatron.model.dense_core import resolve_dense_core
+from s2_megatron.megatron.model.hybrid_stack import is_local_stack
 from s2_megatron.megatron.model.norms import final_norm, stage_norm
-from s2_megatron.megatron.patches import keep_attention_outputs, use_own_mtp_specs
+from s2_megatron.megatron.patches import use_own_mtp_specs
 from s2_megatron.megatron.records.report import report_layers
 from s2_megatron.megatron.settings import S2Run
-from s2_megatron.patterns.ranges import RangePattern
 
 
 def global_layer_indices(
@@ -49,55 +50,6 @@ def global_layer_indices(
         return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)))
-
-
-def _uses_transformer_engine(config: TransformerConfig) -> bool:
-    return config.transformer_impl == "transformer_engine"
-
-
-def _dense_core(config: TransformerConfig, run: S2Run) -> tuple[str, str]:
-    names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
-    return resolve_dense_core(run.settings, **{name: getattr(config, name) for name in names})
-
-
-def _core_specs(config: TransformerConfig, run: S2Run) -> list[ModuleSpec | None]:
-    """The core attention of every layer of the model, those of multi-token prediction last; None to keep Megatron's."""
-    sparsity, settings = run.sparsity, run.settings
-    if settings.keep_attention_output:
-        keep_attention_outputs()
-    dense = None
-    if _dense_core(config, run)[0] == "s2":
-        dense = RangePattern.dense(sparsity.block_size, config.num_attention_heads, config.num_query_groups)
-    specs = []
-    for layer, found in enumerate(sparsity.all_layers):
-        pattern = dense if found.pattern is None else found.pattern
-        # Megatron counts the layers of multi-token prediction from the start again.
-        index = layer if layer < len(sparsity.layers) else layer - len(sparsity.layers)
-        params = dict(pattern=pattern, layer_index=index, settings=settings, s2_cp_comm_type=settings.comm_type(layer))
-        specs.append(None if pattern is None else ModuleSpec(module=S2CoreAttention, params=params))
-    return specs
-
-
-def _with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | None, layer_name: str) -> ModuleSpec:
-    """A deep copy of a transformer layer's spec, its core attention replaced unless core is None."""
-    spec = copy.deepcopy(stock)
-    attention = getattr(spec.submodules, "self_attention", None)
-    is_layer = isinstance(spec.module, type) and issubclass(spec.module, TransformerLayer)
-    if not is_layer or getattr(attention, "module", None) not in ATTENTION_MODULES:
-        raise ValueError(
-            f"{layer_name}: its spec is {spec.module} around {getattr(attention, 'module', attention)}; expected "
-            "TransformerLayer around SelfAttention or MLASelfAttention; drop the flag that selects another attention "
-            "(--mla-down-proj-fusion, --experimental-attention-variant, --heterogeneous-layers-config-path)"
-        )
-    for name in ("input_layernorm", "pre_mlp_layernorm"):
-        setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):  # the last one of multi-latent attention
-        if hasattr(attention.submodules, name):
-            setattr(attention.submodules, name, stage_norm(getattr(attention.submodules, name), config))
-    if core is not None:
-        attention.module = ATTENTION_MODULES[attention.module]
-        attention.submodules.core_attention = core
-    return spec
 
 
 def s2_block_spec(
@@ -121,7 +73,7 @@ def s2_block_spec(
             f"num_layers={config.num_layers}, but the S2 config was resolved for {len(run.sparsity.layers)}; expected "
             "the same"
         )
-    cores = _core_specs(config, run)
+    cores = core_specs(config, run)
     whole_stage = _stock_block_spec(config, vp_stage, pp_rank)
     indices = global_layer_indices(config, vp_stage, pp_rank)
     if isinstance(stock, TransformerBlockSubmodules):
@@ -129,7 +81,7 @@ def s2_block_spec(
     stock_layers = [stock] * len(indices) if isinstance(stock, ModuleSpec) else whole_stage.layer_specs
     assert len(stock_layers) == len(indices), f"{len(stock_layers)} layer specs for the layers {indices}"
     layers = [
-        _with_core(spec, config, cores[index], f"layer {index} (counted from 0)")
+        with_core(spec, config, cores[index], f"layer {index} (counted from 0)")
         for index, spec in zip(indices, stock_layers)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(whole_stage.layer_norm, config))
@@ -138,7 +90,7 @@ def s2_block_spec(
 def _stock_block_spec(config, vp_stage, pp_rank) -> TransformerBlockSubmodules:
     return get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=_uses_transformer_engine(config),
+        use_transformer_engine=uses_transformer_engine(config),
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
@@ -174,14 +126,14 @@ def s2_mtp_block_spec(
             "mtp_layers"
         )
     if stock is None:
-        engine, decoder = _uses_transformer_engine(config), _stock_block_spec(config, vp_stage, pp_rank)
+        engine, decoder = uses_transformer_engine(config), _stock_block_spec(config, vp_stage, pp_rank)
         stock = get_gpt_mtp_block_spec(config, decoder, engine, vp_stage=vp_stage, pp_rank=pp_rank)
-    cores = _core_specs(config, run)[-len(mtp_layers) :]
+    cores = core_specs(config, run)[-len(mtp_layers) :]
     layers = []
     for index, stock_layer in enumerate(stock.layer_specs):
         spec = copy.deepcopy(stock_layer)
         name = f"MTP layer {index} (counted from 0)"
-        spec.submodules.mtp_model_layer = _with_core(spec.submodules.mtp_model_layer, config, cores[index], name)
+        spec.submodules.mtp_model_layer = with_core(spec.submodules.mtp_model_layer, config, cores[index], name)
         for name in ("enorm", "hnorm", "layer_norm"):
             setattr(spec.submodules, name, stage_norm(getattr(spec.submodules, name), config))
         layers.append(spec)
@@ -208,8 +160,8 @@ class S2LayerSpecs:
 def apply_s2(model_config, run: S2Run | None) -> None:
     """Makes Megatron build `model_config` with S2-Attention, and prints which attention runs in which layer.
 
-    model_config: the GPTModelConfig of gpt_config_from_args; its layer spec and softmax scale are set. run: what
-    prepare_s2 returned; None leaves everything as it is.
+    model_config: the GPTModelConfig of gpt_config_from_args, or the HybridModelConfig of hybrid_config_from_args; its
+    spec and softmax scale are set. run: what prepare_s2 returned; None leaves everything as it is.
     Raises ValueError for other objects, when the model has a layer spec, a softmax scale or a builder of another source
     already, when Transformer Engine is asked for and missing, and when --s2-dense-core cannot be honoured.
     """
@@ -219,20 +171,29 @@ def apply_s2(model_config, run: S2Run | None) -> None:
     if not isinstance(run, S2Run) or transformer is None:
         raise ValueError(
             f"apply_s2 got a {type(model_config).__name__} and a {type(run).__name__}; expected the GPTModelConfig of "
-            f"gpt_config_from_args and what prepare_s2 returned; write {CALL}"
+            "gpt_config_from_args, or the HybridModelConfig of hybrid_config_from_args, and what prepare_s2 returned; "
+            f"write {CALL}"
         )
-    spec, builder = model_config.transformer_layer_spec, model_config.builder
-    if spec is not None:
-        raise ValueError(f"the model has the layer spec {spec} and --s2-config; expected one of them; drop --spec")
-    if builder != megatron_gpt.GPTModelConfig.builder:
+    hybrid = isinstance(model_config, HybridModelConfig)
+    if run.sparsity.places and not hybrid:
         raise ValueError(
-            f"the model is built by {builder}; expected {megatron_gpt.GPTModelConfig.builder}; train a plain GPT"
+            f"apply_s2 got a {type(model_config).__name__} under --hybrid-layer-pattern; expected the "
+            "HybridModelConfig of hybrid_config_from_args; make that one, or leave --hybrid-layer-pattern out"
         )
+    spec = model_config.hybrid_stack_spec if hybrid else model_config.transformer_layer_spec
+    if spec is not None and not is_local_stack(spec):
+        raise ValueError(f"the model has the layer spec {spec} and --s2-config; expected one of them; drop --spec")
+    builder, known = model_config.builder, (HybridModelConfig if hybrid else megatron_gpt.GPTModelConfig).builder
+    if builder != known:
+        raise ValueError(f"the model is built by {builder}; expected {known}; train a plain GPT or HybridModel")
     _require_transformer_impl(transformer)
     _set_softmax_scale(transformer, run.sparsity)
-    use_own_mtp_specs()
-    model_config.transformer_layer_spec = S2LayerSpecs(run)
-    report_layers(run, *_dense_core(transformer, run), transformer)
+    if hybrid:
+        model_config.hybrid_stack_spec = s2_stack_spec(transformer, run, model_config.hybrid_layer_pattern, stock=spec)
+    else:
+        use_own_mtp_specs()
+        model_config.transformer_layer_spec = S2LayerSpecs(run)
+    report_layers(run, *dense_core(transformer, run), transformer)
 
 
 def _require_transformer_impl(transformer: TransformerConfig) -> None:
@@ -243,7 +204,7 @@ def _require_transformer_impl(transformer: TransformerConfig) -> None:
         )
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    if _uses_transformer_engine(transformer) and not HAVE_TE:
+    if uses_transformer_engine(transformer) and not HAVE_TE:
         raise ValueError(
             "transformer_impl='transformer_engine', but Transformer Engine is not installed; expected 'local'; add "
             "--transformer-impl local --no-persist-layer-norm --no-rope-fusion --no-gradient-accumulation-fusion, or "

@@ -19,6 +19,22 @@ from s2_megatron.patterns.ranges import Pattern, RangePattern, make_range_patter
 
 FROM_FLAGS = "window-size"  # of --s2-config
 BLOCK_SIZE = 64
+ATTENTION = "*"  # in Megatron's --hybrid-layer-pattern
+
+
+def layer_symbols(pattern: str) -> str:
+    """One symbol for each layer of the decoder in --hybrid-layer-pattern, without its pipeline stages (|) and its
+    multi-token-prediction layers (/)."""
+    return pattern.partition("/")[0].replace("|", "")
+
+
+def attention_places(args: Namespace) -> tuple[int, ...]:
+    """The decoder layers with attention, counted from 0 over all layers: those of `*` in a HybridModel, and all of a
+    GPT. args: Megatron's, also those that a checkpoint has stored."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return tuple(range(args.num_layers or 0))
+    return tuple(place for place, symbol in enumerate(layer_symbols(pattern)) if symbol == ATTENTION)
 
 
 def check_windows(args: Namespace) -> None:
@@ -100,8 +116,8 @@ def _mtp_layers(args: Namespace) -> tuple[int, int]:
 def _window_config(args: Namespace) -> SparsityConfig:
     """Megatron's windows as a sparsity. Raises ValueError as check_windows does."""
     check_windows(args)
-    layers, mtp_layers = args.num_layers, _mtp_layers(args)[0]
-    windows, of_mtp = ([layer_window(args, layer) for layer in range(count)] for count in (layers, mtp_layers))
+    places, of_mtp = attention_places(args), range(_mtp_layers(args)[0])
+    windows, of_mtp = ([layer_window(args, layer) for layer in layers] for layers in (places, of_mtp))
     data: dict = {"block_size": BLOCK_SIZE, "layers": _plan(windows)}
     if of_mtp:
         data["mtp_layers"] = _plan(of_mtp)
@@ -116,14 +132,19 @@ def _plan(windows: list[int | None]) -> list[str]:
 
 def _resolved(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
     mtp_layers, runs = _mtp_layers(args)  # --mtp-use-repeated-layer runs one layer several times
+    places, pattern = attention_places(args), getattr(args, "hybrid_layer_pattern", None)
+    flag = "--num-layers" if pattern is None else f"attention layers ({ATTENTION}) of --hybrid-layer-pattern {pattern}:"
     sparsity = config.resolve(
-        num_layers=args.num_layers,
+        num_layers=len(places),
+        layers_flag=flag,
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         seq_length=args.seq_length,
         mtp_num_layers=mtp_layers,
     )
-    return dataclasses.replace(sparsity, mtp_layers=sparsity.mtp_layers * runs)
+    return dataclasses.replace(
+        sparsity, mtp_layers=sparsity.mtp_layers * runs, places=() if pattern is None else places
+    )
 
 
 def resolve_windows(args: Namespace) -> ResolvedSparsity:
@@ -157,7 +178,7 @@ def dense_sparsity(args: Namespace) -> ResolvedSparsity:
     """That of a model of `args` whose layers are all dense."""
     dense = LayerSparsity("D", None)
     return ResolvedSparsity(
-        layers=(dense,) * args.num_layers,
+        layers=(dense,) * len(attention_places(args)),
         mtp_layers=(dense,) * (getattr(args, "mtp_num_layers", None) or 0),
         softmax_scale=getattr(args, "softmax_scale", None),
         block_size=BLOCK_SIZE,  # plays no part in dense layers' canonical form

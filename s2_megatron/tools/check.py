@@ -182,10 +182,11 @@ class _Check:
         self.notes += _check_tokenizer(self.args)
 
     def model(self) -> None:
-        from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from s2_megatron.megatron.arguments import check_run
         from s2_megatron.megatron.checkpoints.compare import dropout_note, find_checkpoint
+        from s2_megatron.megatron.hybrid_specs import model_config_from_args
         from s2_megatron.megatron.records.report import NO_CONFIG
 
         args = self.args
@@ -197,7 +198,7 @@ class _Check:
         model = argparse.Namespace(**vars(args))
         model.vocab_size = args.vocab_size or 1  # of an unknown tokenizer any will do
         model.apply_rope_fusion = args.apply_rope_fusion and not self.elsewhere
-        model_config = gpt_config_from_args(model)
+        model_config = model_config_from_args(model)
         if not (self.elsewhere and args.use_precision_aware_optimizer):  # which asks for Transformer Engine
             pretrain_cfg_container_from_args(args, model_config)
         self.notes += [NO_CONFIG] if self.run is None else plan_warnings(self.run.sparsity)

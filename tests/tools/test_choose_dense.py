@@ -273,7 +273,7 @@ def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, 
     )
     assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["hybrid"]) == 0
     out, error = capsys.readouterr()
-    assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "warning" not in error
+    assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "loses only" not in error
     text = (tmp_path / "new.yaml").read_text()
     assert "They were measured beside the sparse heads of narrow.yaml." in text
     shape = dict(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)

@@ -25,6 +25,7 @@ from s2_megatron.printing import print_once
 # What a checkpoint's weights have to agree on with the model: the arguments' names.
 SHAPE = (
     "num_layers",
+    "hybrid_layer_pattern",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -104,6 +105,8 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
         if name == "num_query_groups":
             theirs = theirs if getattr(stored, "group_query_attention", False) else stored.num_attention_heads
             ours = ours if args.group_query_attention else args.num_attention_heads
+        if name == "hybrid_layer_pattern":  # one of pipeline stages may be cut otherwise
+            theirs, ours = (pattern and pattern.replace("|", "") for pattern in (theirs, ours))
         if theirs is not None and theirs != ours:
             found.append(f"{flag} {printable(theirs)}, not {printable(ours)}")
     found += _latent_differences(stored, args)

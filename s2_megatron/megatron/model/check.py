@@ -32,7 +32,8 @@ def check_model(config: str | None, sparsity: ResolvedSparsity | None, model: li
         if isinstance(module, TransformerLayer) and not isinstance(module.self_attention, S2Attention)
         if "mtp" not in name.split(".")  # made by the same specs, and counted from the start again
     }
-    dense = sorted(layer for layer in others if sparsity.layers[layer].pattern is not None)
+    layers = enumerate(sparsity.layers)
+    dense = [layer for layer, found in layers if found.pattern is not None and sparsity.place(layer) in others]
     if dense:
         raise ValueError(
             f"--s2-config={config}, and layers {joined(dense, 8)} (counted from 0) were built without S2 "

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.megatron.refusals.refusal import Refusal, is_set, listed
-from s2_megatron.megatron.sparsity import FROM_FLAGS
+from s2_megatron.megatron.sparsity import FROM_FLAGS, attention_places
 from s2_megatron.patterns.checks import HEAD_DIM_LIMIT
 
 
@@ -86,11 +86,11 @@ REFUSALS = (
     ),
     Refusal(
         "s2_cp_comm_type",
-        lambda args: len(args.s2_cp_comm_type) not in (1, args.num_layers),
+        lambda args: len(args.s2_cp_comm_type) not in (1, len(attention_places(args))),
         f"--s2-cp-comm-type {{comm_types}}: expected {', '.join(COMM_TYPES)}, one for all layers or one for each of "
-        "the {args.num_layers} layers",
+        "the {layers} layers",
         "use --s2-cp-comm-type sparse",
-        lambda args: {"comm_types": " ".join(args.s2_cp_comm_type)},
+        lambda args: {"comm_types": " ".join(args.s2_cp_comm_type), "layers": len(attention_places(args))},
     ),
 )
 

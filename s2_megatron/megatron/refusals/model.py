@@ -102,12 +102,6 @@ REFUSALS = (
         "remove --spec, or --s2-config",
     ),
     Refusal(
-        "hybrid_layer_pattern",
-        is_set("hybrid_layer_pattern"),
-        "--hybrid-layer-pattern {args.hybrid_layer_pattern}: hybrid and Mamba models have their own layer specs",
-        "remove --hybrid-layer-pattern",
-    ),
-    Refusal(
         "is_hybrid_model",
         is_set("is_hybrid_model"),
         "--is-hybrid-model: hybrid and Mamba models have their own layer specs",

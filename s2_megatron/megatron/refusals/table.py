@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
-from s2_megatron.megatron.refusals import attention, execution, flags, model, parallel, unproven
+from s2_megatron.megatron.refusals import attention, execution, flags, hybrid, model, parallel, unproven
 from s2_megatron.megatron.refusals.refusal import Refusal, listed
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -13,6 +13,7 @@ REFUSALS: tuple[Refusal, ...] = (
     *flags.REFUSALS,
     *attention.REFUSALS,
     *model.REFUSALS,
+    *hybrid.REFUSALS,
     *parallel.REFUSALS,
     *execution.REFUSALS,
     *unproven.REFUSALS,

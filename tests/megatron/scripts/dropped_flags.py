@@ -82,15 +82,19 @@ def main():
         set_rope_scaling(args, model)
         return frozen(model), lambda: frozen(pretrain_cfg_container_from_args(args, model))
 
+    latent = copy.copy(base)  # its config is another class, with flags of its own
+    latent.multi_latent_attention = True
     plain, container = configs(base)
     plain_container, reads = container(), sources_that_read()
+    plain_latent, _ = configs(latent)
     model_lacks, dropped = [], []
     for flag, action in sorted(actions.items()):
-        changed = copy.copy(base)
-        setattr(changed, action.dest, other_value(action, getattr(base, action.dest)))
+        changed, changed_latent = copy.copy(base), copy.copy(latent)
+        for args in (changed, changed_latent):
+            setattr(args, action.dest, other_value(action, getattr(args, action.dest)))
         try:
             model, container = configs(changed)
-            reaches_model = model != plain
+            reaches_model = model != plain or configs(changed_latent)[0] != plain_latent
             reaches = reaches_model or container() != plain_container
         except (
             ArithmeticError,

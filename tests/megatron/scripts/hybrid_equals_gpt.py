@@ -1,0 +1,86 @@
+"""A GPT of N layers beside a HybridModel of `*-` repeated N times (`*E` with experts), from equal weights, both trained
+for some steps in this process.
+
+Usage: hybrid_equals_gpt.py FLAGS OF pretrain_gpt_s2.py for the GPT; prints one JSON object: of "gpt" and "hybrid" the
+losses and gradient norms, the numbers of layers that S2 computes, and "weights", how many were copied by name.
+"""
+
+import json
+import re
+import sys
+
+STEPS, BATCH = 4, 2
+
+
+def in_gpt(name: str, pattern: str) -> str:
+    """What the weight `name` of the HybridModel is called in the GPT."""
+    found = re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\.(.+)", name)
+    if found is None:
+        return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+    place, part, rest = int(found[1]), found[2], found[3]
+    halves = {"*": ("input_layernorm", "self_attention"), "-": ("pre_mlp_layernorm", "mlp")}
+    assert part in halves["*" if pattern[place] == "*" else "-"], name
+    same = [at for at, symbol in enumerate(pattern) if (symbol == "*") == (pattern[place] == "*")]
+    return f"decoder.layers.{same.index(place)}.{part}.{rest}"
+
+
+def copied(hybrid, gpt, pattern: str) -> int:
+    """Copies all weights; every weight of either model must have its counterpart of the same shape."""
+    import torch
+
+    theirs, ours = dict(gpt.named_parameters()), dict(hybrid.named_parameters())
+    names = {name: in_gpt(name, pattern) for name in ours}
+    assert sorted(names.values()) == sorted(theirs), sorted(set(names.values()) ^ set(theirs))
+    with torch.no_grad():
+        for name, weight in ours.items():
+            assert weight.shape == theirs[names[name]].shape, name
+            weight.copy_(theirs[names[name]])
+    return len(names)
+
+
+def trained(model, vocabulary: int, length: int) -> dict[str, list[float]]:
+    import torch
+
+    torch.manual_seed(3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    positions = torch.arange(length).repeat(BATCH, 1).cuda()
+    losses, norms = [], []
+    for _ in range(STEPS):
+        tokens = torch.randint(0, vocabulary, (BATCH, length + 1)).cuda()
+        loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:].contiguous()).mean()
+        loss.backward()
+        gradients = [weight.grad.double() for weight in model.parameters()]  # every one must have one
+        losses.append(loss.item())
+        norms.append(sum(float((gradient**2).sum()) for gradient in gradients) ** 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms}
+
+
+def main():
+    from single_process import build, built, prepared
+
+    flags = sys.argv[1:]
+    args, gpt = build(flags)
+    from megatron.training.global_vars import unset_global_variables
+
+    from s2_megatron.megatron.model.core_attention import S2CoreAttention
+
+    unset_global_variables()
+    pattern = ("*E" if args.num_experts else "*-") * args.num_layers
+    _, config = prepared([*flags, "--hybrid-layer-pattern", pattern])
+    hybrid = built(config)
+    result = {"weights": copied(hybrid, gpt, pattern)}
+    for name, model in (("gpt", gpt), ("hybrid", hybrid)):
+        cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
+        result[name] = {
+            "model": type(model).__name__,
+            "s2_layers": [core.layer_number - 1 for core in cores],
+            "patterns": [core.local_pattern.describe() for core in cores],
+            **trained(model, args.vocab_size, args.seq_length),
+        }
+    print("RESULT", json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
