@@ -26,7 +26,7 @@ def padded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[
     narrow, least = ("value gets", value.shape[-1]) if value.shape[-1] < width else ("both get", query.shape[-1])
     print_once(
         f"S2 attention: head dim {value.shape[-1]} of value, {query.shape[-1]} of query and key: kernels and exchanges "
-        f"take one, so {narrow} zeros from {least} to {width}; time, and under context parallelism also memory and "
-        f"bytes sent, are those of {width} for all three"
+        f"take one, so {narrow} zeros from {least} to {width}; the time is "
+        f"at least that of {width} for all three, and so are memory and bytes sent under context parallelism"
     )
     return widened(query, key, value, width=width)
