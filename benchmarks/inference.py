@@ -80,7 +80,7 @@ class DenseCache(S2Cache):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.store for tensor in pair)
 
-    def attend(self, layer_idx, query, key, value, starts, scale, pattern):
+    def attend(self, layer_idx, query, key, value, starts, scale, pattern, offset):
         if len(self.store) == layer_idx:
             shape = (*key.shape[:2], self.length, key.shape[3])
             self.store.append((key.new_empty(shape), key.new_empty(shape)))

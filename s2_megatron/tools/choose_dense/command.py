@@ -266,8 +266,6 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
     count = len(units) + 2 + len(units).bit_length()
     positions = f" (the model has positions for {trained.seq_length})" if beside.seq_length < trained.seq_length else ""
     print(f"choose-dense: {about}{positions}: {len(units)} candidates, about {count} measurements", file=sys.stderr)
-    if (hidden := without_sink(beside)) is not None:
-        print(f"warning: {source}: {hidden}", file=sys.stderr)
     with working("measuring the dense model, and the plan"):
         dense_loss = kept.loss(all_dense(beside))
         began = time.monotonic()
@@ -277,6 +275,8 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         print(f"a measurement takes {taken:.1f} s, all of them about {duration(taken * count)}", file=sys.stderr)
     gap = plan_loss / dense_loss - 1
     enough = args.heads is None and gap <= args.within / 100  # without a dense head
+    if not enough and (hidden := without_sink(beside)) is not None:
+        print(f"warning: {source}: {hidden}", file=sys.stderr)
     ranked = []
     if not enough:
         with progress("choose-dense", len(units)) as tell:
