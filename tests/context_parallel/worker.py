@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from unittest.mock import patch
 
@@ -244,7 +245,6 @@ def packed(group):
     }
     for name, lengths in cases.items():
         pattern = tokens if name == "tokens" else stripes
-        layout = build_layout(pattern)
         cut = "document" if name == "document" else "sequence"
         lengths = list(lengths)
         lengths[-1] += -sum(lengths) % (2 * size)
@@ -252,7 +252,7 @@ def packed(group):
         documents = PackedSequence(borders, max(lengths))
         whole = inputs(pattern, sum(lengths), 8, 1, torch.float64, packed=True, value_dim=value_dims.get(name))
         options = dict(softmax_scale=0.4, packed=documents, backend="reference")
-        truth = differentiate(whole, s2_attention, layout, tensor_format="thd", **options)
+        truth = differentiate(whole, s2_attention, build_layout(pattern), tensor_format="thd", **options)
         rows = order.argsort().chunk(size)[rank]
         for comm_type in ("all_gather", "a2a"):
             cp = ContextParallel(pattern, group, comm_type, cut=cut)
@@ -302,8 +302,7 @@ def contexts(group):
 
 
 def offsets(group):
-    """Softmax offsets, whose gradient is the sum of the ranks'; a second pass of recomputation takes what the first one
-    kept. In fp64, and by the kernels through Triton's interpreter in fp32."""
+    """Softmax offsets, whose gradient is the ranks' sum; a second pass takes what the first kept. Kernels in fp32."""
     rank, size, results = group.rank(), group.size(), {}
     stripes = ranges(((2, 1), (None, 4)), 16, 8, 4, layer_index=1)
     cases = {
@@ -313,9 +312,7 @@ def offsets(group):
     }
     for name, (pattern, dtype, backend, lengths) in cases.items():
         tokens = 32 * size if lengths is None else sum(lengths)
-        packed = None
-        if lengths is not None:
-            packed = PackedSequence(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32), tokens)
+        packed = lengths and PackedSequence(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), tokens)
         whole = inputs(pattern, tokens, 16, 1, dtype, packed=packed is not None)
         offset = torch.linspace(-2, 3, pattern.num_heads, dtype=torch.float64)
         options = dict(softmax_scale=0.4, packed=packed)
@@ -325,20 +322,18 @@ def offsets(group):
             out = attend(*leaves[:3], softmax_offset=leaves[3], **options)
             return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3])]
 
-        form = "sbhd" if packed is None else "thd"
-        double = [tensor.double() for tensor in whole]
-        truth = run(s2_attention, double, offset, layout=build_layout(pattern), tensor_format=form,
-                    backend="reference", **options)  # fmt: skip
+        form = dict(layout=build_layout(pattern), tensor_format="sbhd" if packed is None else "thd")
+        truth = run(s2_attention, [a.double() for a in whole], offset, backend="reference", **form, **options)
         for comm_type in COMM_TYPES if packed is None else COMM_TYPES[1:]:
             cp = ContextParallel(pattern, group, comm_type, keep_received=name == "kernels")
             mine = [own_rows(tensor, rank, size) for tensor in whole]
             got = run(cp.attention, mine, offset.to(dtype), backend=backend, **options)
             dist.all_reduce(got[4])
-            kept = keep_outputs(
-                lambda *tensors, cp=cp, options=options, backend=backend, **more: cp.attention(
-                    *tensors, output=layer_output("layer"), backend=backend, **options, **more
-                )
-            )
+
+            def attend(*tensors, cp=cp, options=options, backend=backend, **more):
+                return cp.attention(*tensors, output=layer_output("layer"), backend=backend, **options, **more)
+
+            kept = keep_outputs(attend)
             with torch.no_grad():
                 kept(*mine[:3], softmax_offset=offset.to(dtype))
             again = run(kept, mine, offset.to(dtype))
