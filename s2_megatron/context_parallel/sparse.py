@@ -123,9 +123,10 @@ class SparseAttention(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, grad_out, _):
-        *tensors, offset = ctx.saved_tensors[:6]
-        *grads, row_sums = gradients(grad_out, *tensors, *ctx.saved_tensors[6:], call=ctx.call, state=ctx.state)
-        grad_offset = offset_gradient(row_sums, tensors[-1], offset) if ctx.needs_input_grad[3] else None
+        query, key, value, out, lse, offset, *received = ctx.saved_tensors  # once: a hook may fetch them from the host
+        tensors = query, key, value, out, lse, *received
+        *grads, row_sums = gradients(grad_out, *tensors, call=ctx.call, state=ctx.state)
+        grad_offset = offset_gradient(row_sums, lse, offset) if ctx.needs_input_grad[3] else None
         return *grads, grad_offset, None, None, None, None
 
 

@@ -50,8 +50,8 @@ class KeyLists(NamedTuple):
 
     rows: np.ndarray  # int32 [G]: which list a KV head has
     # int32 [lists, columns, 3]: first slot, second slot (n_slots when missing; with SINK_SLOT that which holds the last
-    # tokens of the sink), first step. Longest first. Columns that
-    # only pad a list to the length of the others: (n_slots, n_slots, 0)
+    # tokens of the sink), first step. Longest first. Columns that only pad a list to the length of the others:
+    # (n_slots, n_slots, 0)
     columns: np.ndarray
     steps: np.ndarray  # int32 [steps], descriptors; one of LAST_STEP when there are none
     # Columns of a list with more steps than LONG times the mean (of all lists; where no column has so many: with half

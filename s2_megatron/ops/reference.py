@@ -2,9 +2,9 @@
 the kernels against. Its functions are those of ops.call.Backend, which says what they take.
 
 All tensors are views [B, heads, rows, D]: B batch, H query heads, G KV heads, D head dim, for value and out that of
-value. Arithmetic is fp32 (fp64 for
-fp64 inputs). The backward recomputes the probabilities from LSE: P = exp(scale QK^T - LSE), dS = P (dO V^T - delta)
-with delta = rowsum(dO O) - dLSE (Dao et al., FlashAttention-2, arXiv 2307.08691, section 3.1).
+value. Arithmetic is fp32 (fp64 for fp64 inputs). The backward recomputes the probabilities from LSE: P = exp(scale QK^T
+- LSE), dS = P (dO V^T - delta) with delta = rowsum(dO O) - dLSE (Dao et al., FlashAttention-2, arXiv 2307.08691,
+section 3.1).
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class HeadPattern:
     stride may be any: what is attended is the union. sink_tokens: the first so many keys are attended by every query
     that comes after them. block_size: tokens of a block, where one of both is given.
 
-    Raises ValueError for anything else, and for values that are not
-    integers.
+    Raises ValueError for anything else, and for values that are not integers.
     """
 
     ranges: Ranges

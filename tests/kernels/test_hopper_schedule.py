@@ -299,6 +299,13 @@ def test_columns_of_programs():
         assert sorted(columns) == sorted(product(range(n_long + n_rest), range(units)))
 
 
+def test_columns_beside_those_of_a_sink():
+    """Also where no long ones follow, by whose number nothing is divided then."""
+    schedule = SimpleNamespace(TOKENS=True, n_sink=1, n_long=0, n_rest=3, units=2, head_group=1)
+    columns = [SCHEDULE.ordinary_column(index, schedule) for index in range(8)]
+    assert columns[2:] == [SCHEDULE.column_of_program(index, 0, 3, 2, 1) for index in range(6)]
+
+
 def test_keys_and_values_share_their_rows_together():
     """The kernels have one answer to whether the heads share them."""
     layout = build_layout(RangePattern.dense(64, 2, 2))

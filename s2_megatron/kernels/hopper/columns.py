@@ -154,6 +154,16 @@ def sink_columns(schedule):
 
 
 @gluon.jit
+def ordinary_column(index, schedule):
+    """column_of_program for a program of a launch without parts, TOKENS: as if the sink had no columns; what it says of
+    those is of no use."""
+    ordinary = index
+    if schedule.TOKENS:
+        ordinary = gl.maximum(index - sink_columns(schedule), 0)
+    return column_of_program(ordinary, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
+
+
+@gluon.jit
 def pair_beside_sink(first, second, column, at_sink, n_blocks, rule, n_sink):
     """The pair of a column of the sink, or what an ordinary one has beside it."""
     end = gl.where(n_sink > 0, rule.sink_block + gl.where(rule.sink_rest > 0, 1, 0), 0)
@@ -203,13 +213,9 @@ def key_tile(index, upward, schedule):
         length = gl.load(schedule.documents_ptr + tile * 4 + 1)
         column = gl.load(schedule.documents_ptr + tile * 4 + 2)
     else:
-        ordinary = index
+        column, unit, is_long = ordinary_column(index, schedule)
         if schedule.TOKENS:
             sinks = sink_columns(schedule)
-            ordinary = gl.maximum(index - sinks, 0)
-        column, unit, is_long = column_of_program(
-            ordinary, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
-        if schedule.TOKENS:
             unit = gl.where(index < sinks, index // gl.maximum(schedule.n_sink, 1), unit)
         batch, kv_head = head_of_unit(unit, schedule.batches, schedule.order_ptr, schedule.ORDERED)
     n_blocks = (length + 63) // 64

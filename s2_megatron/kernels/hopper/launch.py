@@ -168,7 +168,8 @@ class Geometry:
         rows, tiles, steps = lists or (self.nothing,) * 3
         listed = self.steps is not None
         tokens = getattr(self.layout, "tokens", None)
-        return dict(ranges_ptr=self.nothing, tokens_ptr=self.nothing if tokens is None else tokens, TOKENS=tokens is not None, rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
+        return dict(ranges_ptr=self.nothing, tokens_ptr=self.nothing if tokens is None else tokens, TOKENS=tokens is not None,
+                    rows=self.rows, heads=self.heads, batches=self.batch, HEAD_DIM=self.head_dim,
                     N_RANGES=1 if listed else self.layout.ranges.shape[1], RATIO=self.heads // self.key.shape[1],
                     PACKED=self.packed is not None, LISTED=listed, KV_STEP=0 if share_rows(self.key) else 1, BLOCK_D=self.block_dim,
                     num_warps=4, list_rows_ptr=rows, list_tiles_ptr=tiles, list_steps_ptr=steps,

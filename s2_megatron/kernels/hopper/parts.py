@@ -14,7 +14,7 @@ and the lowest tile that is not done waits for nothing but its own program's loa
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from s2_megatron.kernels.hopper.columns import column_of_program, sink_columns
+from s2_megatron.kernels.hopper.columns import column_of_program, ordinary_column, sink_columns
 from s2_megatron.kernels.hopper.gluon_versions import aggregate, thread_barrier
 from s2_megatron.kernels.hopper.schedule import BLOCK
 
@@ -55,16 +55,9 @@ def part_of_program(index, schedule):
 @gluon.jit
 def place_of_column(index, schedule):
     """Which sums and flags are a column's; -1 for one that has no parts."""
-    ordinary = index
-    if schedule.TOKENS:
-        sinks = sink_columns(schedule)
-        ordinary = gl.maximum(index - sinks, 0)
-    column, unit, is_long = column_of_program(
-        ordinary, schedule.n_long, schedule.n_rest, schedule.units, schedule.head_group)
-    place = unit * schedule.n_split + column
-    if schedule.TOKENS:
-        place += sinks
-    place = gl.where(is_long & (column < schedule.n_split), place, -1)
+    column, unit, is_long = ordinary_column(index, schedule)
+    sinks = sink_columns(schedule) if schedule.TOKENS else 0
+    place = gl.where(is_long & (column < schedule.n_split), sinks + unit * schedule.n_split + column, -1)
     if schedule.TOKENS:
         place = gl.where(index < sinks, index, place)
     return place

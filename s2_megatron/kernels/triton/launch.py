@@ -49,7 +49,8 @@ class _Geometry:
             n_tables=layout.row_starts.shape[0] if is_table else 1, table_rows=layout.row_starts.shape[1] if is_table else 0,
             n_blocks=0 if placement is None else placement.n_blocks,
             BLOCK=self.block, HEAD_DIM=self.head_dim, BLOCK_D=self.block_dim, N_RANGES=1 if is_table else layout.ranges.shape[1],
-            TABLE=is_table, TOKENS=tokens is not None, tokens_ptr=nothing if tokens is None else tokens, PACKED=packed is not None, QUERY_IDS=placement is not None, KEY_SLOT=slots is not None,
+            TABLE=is_table, TOKENS=tokens is not None, tokens_ptr=nothing if tokens is None else tokens,
+            PACKED=packed is not None, QUERY_IDS=placement is not None, KEY_SLOT=slots is not None,
             IEEE=query.dtype == torch.float32)
 
     def count(self, rows, tile):
