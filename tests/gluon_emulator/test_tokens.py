@@ -7,6 +7,7 @@ from s2_megatron.patterns.ranges import make_range_pattern
 from tests.gluon_emulator.test_hopper import F16, check, in_python, pytestmark  # noqa: F401 (a fixture, and marks)
 from tests.kernels.placed_blocks import check_placed_blocks
 from tests.kernels.test_hopper import RULES, check_documents, in_parts  # noqa: F401 (a fixture)
+from tests.tiers import mostly_slow
 
 
 def pattern_of(rule, block_size=64, num_heads=2, num_kv_heads=1):
@@ -63,14 +64,15 @@ def test_a_sequence_without_a_column_of_the_stripes():
     check(pattern, 128, 190)
 
 
-@pytest.mark.parametrize("dim, kind", [(128, "tokens"), (192, "tokens"), (128, "short window")])
+DOCUMENTS = [(128, "tokens"), (192, "tokens"), (128, "short window")]
+PLACED = [(64, "tokens", 8), (64, "tokens of 128", 4), (192, "short window", 8), (64, "long window", 16)]
+
+
+@pytest.mark.parametrize("dim, kind", mostly_slow(DOCUMENTS, (128, "tokens")))
 def test_documents(dim, kind):
     check_documents(True, dim, kind, "cpu", F16)
 
 
-@pytest.mark.parametrize(
-    "dim, kind, n_blocks",
-    [(64, "tokens", 8), (64, "tokens of 128", 4), (192, "short window", 8), (64, "long window", 16)],
-)
+@pytest.mark.parametrize("dim, kind, n_blocks", mostly_slow(PLACED, (64, "tokens", 8)))
 def test_placed_blocks(dim, kind, n_blocks):
     check_placed_blocks(dim, kind, 2, n_blocks, "cpu", F16)
