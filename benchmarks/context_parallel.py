@@ -21,7 +21,8 @@ speed-up   one GPU computing the whole sequence (all of them do, the slowest cou
 in one pass afterwards; without it as many as are estimated to hide the exchange (plan.heads_beside).
 
 The JSON's transfer_ms is one exchange of K and V that nothing runs beside, without packing. `te:p2p` and the like are
-Transformer Engine's dense attention with that cp_comm_type, where it is installed (--te-exchanges). predict.py computes
+Transformer Engine's attention with that cp_comm_type, where it is installed (--te-exchanges): dense, and the same
+window with --window W. Of its bytes, too, those to other ranks are counted, at torch's collectives. predict.py computes
 from such a JSON what more ranks would take. On a machine without GPUs the script runs over gloo with the reference
 backend, for its own test.
 """
@@ -71,6 +72,39 @@ def communication_disabled():
         yield
 
 
+@contextmanager
+def count_collectives():
+    """A list of the bytes that each collective of torch, called while the context is open, sends to other ranks."""
+    sent = []
+
+    def all_to_all(call):
+        def counted(output, input, *args, group=None, **kwargs):
+            size = dist.get_world_size(group)
+            sent.append(input.nbytes * (size - 1) // size)
+            return call(output, input, *args, group=group, **kwargs)
+
+        return counted
+
+    def each_to_all(call, whole):
+        """Of a collective whose every rank gives a part to each other one: of the input's size, or the output's."""
+
+        def counted(output, input, *args, group=None, **kwargs):
+            sent.append((output if whole else input).nbytes * (dist.get_world_size(group) - 1))
+            return call(output, input, *args, group=group, **kwargs)
+
+        return counted
+
+    wrapped = {
+        "all_to_all_single": all_to_all,
+        "all_gather_into_tensor": lambda call: each_to_all(call, whole=False),
+        "reduce_scatter_tensor": lambda call: each_to_all(call, whole=True),
+    }
+    with ExitStack() as stack:
+        for name, wrap in wrapped.items():
+            stack.enter_context(patch.object(dist, name, wrap(getattr(dist, name))))
+        yield sent
+
+
 class Bench:
     def __init__(self, args, group, device):
         self.args, self.group, self.device = args, group, device
@@ -107,7 +141,9 @@ class Bench:
             block_size=args.block,
             num_heads=args.heads,
             num_kv_heads=args.kv_heads,
-            ranges=((2, 1), (None, 4)),
+            ranges=() if args.window else ((2, 1), (None, 4)),
+            window=args.window and min(args.window, 3 * args.block + 5),
+            sink_tokens=args.sink_tokens,
             layer_index=1,
             dense_heads=dense_heads(args),
         )
@@ -174,7 +210,7 @@ class Bench:
         return sent - disabled
 
     def transformer_engine(self, cp_comm_type, tokens) -> dict:
-        """Dense causal attention of Transformer Engine with its own context parallelism."""
+        """Attention of Transformer Engine with its own context parallelism: the window of --window, or dense causal."""
         from transformer_engine.pytorch import DotProductAttention
 
         args, size = self.args, self.group.size()
@@ -185,13 +221,20 @@ class Bench:
             attention_dropout=0.0,
             qkv_format="sbhd",
             attn_mask_type="causal",
+            window_size=(args.window - 1, 0) if args.window else None,
         )
         attention.set_context_parallel_group(self.group, list(range(size)), torch.cuda.Stream(), cp_comm_type)
         parts, grad = self.tensors(tokens // size)
         contiguous = [part.detach().contiguous().requires_grad_() for part in parts]
         what = attention, contiguous, grad.flatten(-2)
         times = self.timer.medians([Call(forward_of(*what))]) + self.timer.medians([Call(step_of(*what))])
+        with count_collectives() as forward:
+            out = attention(*contiguous)
+        with count_collectives() as backward:
+            torch.autograd.grad(out, contiguous, grad.flatten(-2))
         row = dict(exchange=f"te:{cp_comm_type}", tokens=tokens, ranks=size)
+        if cp_comm_type != "p2p":  # which has no collectives
+            row |= dict(sent_forward=sum(forward), sent_backward=sum(backward))
         for name, (elapsed, enqueued) in zip(("forward", "step"), times):
             row |= {f"{name}_ms": elapsed, f"{name}_cpu_ms": enqueued}
         return row

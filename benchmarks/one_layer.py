@@ -12,7 +12,18 @@ from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 
 MIB = 2**20
 # The arguments that make the layer.
-LAYER = ("heads", "kv_heads", "head_dim", "block", "local_tokens", "stride", "dense_heads", "keep_received")
+LAYER = (
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "block",
+    "local_tokens",
+    "stride",
+    "window",
+    "sink_tokens",
+    "dense_heads",
+    "keep_received",
+)
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +35,10 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--local-tokens", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=16)
+    parser.add_argument(
+        "--window", type=int, metavar="W", help="a window of W tokens, instead of --local-tokens and --stride"
+    )
+    parser.add_argument("--sink-tokens", type=int, default=0)
     parser.add_argument("--dense-heads", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="of s2_attention, on one GPU and on several")
     parser.add_argument("--keep-received", action="store_true")
@@ -42,7 +57,9 @@ def pattern_of(args) -> RangePattern:
         block_size=args.block,
         num_heads=args.heads,
         num_kv_heads=args.kv_heads,
-        ranges=((args.local_tokens // args.block, 1), (None, args.stride)),
+        ranges=() if args.window else ((args.local_tokens // args.block, 1), (None, args.stride)),
+        window=args.window,
+        sink_tokens=args.sink_tokens,
         dense_heads=dense_heads(args),
     )
 
@@ -74,6 +91,7 @@ def line_of(row: dict) -> str:
     text = f"{row['tokens']:>8}  {row['exchange']:<11}"
     if "sent_forward" in row:
         text += f" sent {row['sent_forward'] / MIB:8.1f} + {row['sent_backward'] / MIB:8.1f} MiB"
+    if "planned_forward" in row:
         text += f" (plan {row['planned_forward'] / MIB:.1f} + {row['planned_backward'] / MIB:.1f},"
         text += f" {row['sent_forward'] / row['all_gather_forward']:.1%} of all-gather) "
     text += f" forward {row['forward_ms']:8.2f}  step {row['step_ms']:8.2f} ms"

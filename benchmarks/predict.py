@@ -180,11 +180,11 @@ def explained(row: dict) -> str:
 def predictions(measured: dict, each: dict, ranks: int, lengths: list[int] | None, rate_gb: float | None) -> list[dict]:
     """The predicted row of every length of the rows, printed, or why there is none. measured, each: JSONs of
     context_parallel.py and each_rank.py. lengths: None for all. Raises ValueError where there is none at all."""
-    settings = measured["settings"]
+    settings, beside = (dict(window=None, sink_tokens=0) | rows["settings"] for rows in (measured, each))
     if settings["two_pass_heads"] is not None:
         raise ValueError("the rows were measured with --two-pass-heads, and each rank's without; measure without it")
     named = [("GPU", measured["hardware"]["gpu"], each["hardware"]["gpu"])]
-    named += [(name, settings[name], each["settings"][name]) for name in (*LAYER, "backend")]
+    named += [(name, settings[name], beside[name]) for name in (*LAYER, "backend")]
     for name, ours, theirs in named:
         if ours != theirs:
             raise ValueError(

@@ -60,8 +60,9 @@ def s2_attention(
     exp of it is added to the sum under each head's softmax, as of a key without a value (a learned sink; zeros:
     off-by-one). deterministic: the backward is bitwise repeatable (the portable kernels and the reference always are),
     also under torch.use_deterministic_algorithms. backend: see resolve_backend. torch.compile, torch.export and modes
-    see one operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch.vmap works;
-    torch.func.grad and forward-mode derivatives raise PyTorch's errors.
+    see one operator, torch.ops.s2_megatron.attention; an exported program holds the pattern. torch 2.11 compiles a call
+    only with a layout, or with a pattern that another call has had. torch.vmap works; torch.func.grad and forward-mode
+    derivatives raise PyTorch's errors.
     Returns out, of query's shape (with value's head dim) and dtype; with return_lse (out, LSE), LSE [B, H, S] ([H, T]
     for thd), fp32, natural log. Raises ValueError for arguments of another type or out of range, and for tensors that
     do not fit each other, the layout or the backend. Only the reference checks the numbers in cu_seqlens, because

@@ -332,14 +332,16 @@ def _columns_of_classes(head: HeadPattern, n_blocks: int) -> tuple[int, int]:
     return -(-members[-1] // 2), sum(-(-count // 2) for count in inner)
 
 
-@torch.compiler.assume_constant_result
 def layout_for(pattern: Pattern) -> Layout:
     """build_layout at the first call; from then on the same one, which lives as long as the pattern. `Layout.to` has
     the copies on devices. Raises ValueError as build_layout."""
-    layout = getattr(pattern, "_layout", None)
-    if layout is None:
-        layout = build_layout(pattern)
-        object.__setattr__(pattern, "_layout", layout)
+    return getattr(pattern, "_layout", None) or _first_layout(pattern)
+
+
+@torch.compiler.assume_constant_result  # torch 2.11 cannot trace this call: a pattern is a frozen dataclass
+def _first_layout(pattern: Pattern) -> Layout:
+    layout = build_layout(pattern)
+    object.__setattr__(pattern, "_layout", layout)
     return layout
 
 

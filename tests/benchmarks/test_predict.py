@@ -92,7 +92,11 @@ def test_what_was_exposed_grows_with_the_bytes(sparse, layer):
 
 
 def test_own_share_by_counting():
-    pattern = pattern_of(argparse.Namespace(local_tokens=32, block=16, stride=4, heads=4, kv_heads=2, dense_heads=1))
+    pattern = pattern_of(
+        argparse.Namespace(
+            local_tokens=32, block=16, stride=4, window=None, sink_tokens=0, heads=4, kv_heads=2, dense_heads=1
+        )
+    )
     layer, n_blocks, shares = Layer(pattern, 16 * 32, 16, 2), 32, []
     for rank in range(4):
         own = set(zigzag_blocks(rank, 4, n_blocks).tolist())

@@ -335,15 +335,10 @@ def test_optimizer_on_the_host(compare):
 LATENT = MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention --rope-type rope")
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_multi_latent_attention(gpu_lab, has_engine, spec):
-    """The kernels, against the reference."""
-    if spec == "engine" and not has_engine:
-        pytest.skip("Transformer Engine is not installed")
-    options = dict(model=LATENT, spec=SPECS[spec])
-    found = with_and_without(
-        gpu_lab, f"latent_{spec}", f"{TRAIN} --s2-backend reference", "--s2-backend auto", **options
-    )
+def test_multi_latent_attention(gpu_lab):
+    """The kernels, against the reference; against Transformer Engine's own: test_engine_gpu.py."""
+    options = dict(model=LATENT, spec=LOCAL)
+    found = with_and_without(gpu_lab, "latent", f"{TRAIN} --s2-backend reference", "--s2-backend auto", **options)
     assert_same_training(*found, **CLOSE, s2_calls=calls())
     assert "head dim 128 of value, 192 of query and key" in found[0].run.output
 
@@ -357,16 +352,3 @@ def test_tensor_parallel_ranks_of_multi_latent_attention(gpu_lab, has_engine, co
     one = gpu_lab.run("latent_one", f"--train-iters 20 --save {folder} --save-interval 10", **options)
     flags = f"--train-iters 20 --load {folder} --ckpt-step 10 --tensor-model-parallel-size 2 --sequence-parallel"
     same_training(gpu_lab.run("latent_tp2", flags, processes=2, **options), one)
-
-
-def test_dense_layers_of_multi_latent_attention(gpu_lab, has_engine):
-    """S2's kernels, against Transformer Engine's."""
-    if not has_engine:
-        pytest.skip("Transformer Engine is not installed")
-    config = gpu_lab.folder / "latent_dense.yaml"
-    config.write_text("block_size: 64\nlayers: DDDD\nspecs: {}\n")
-    lab = dataclasses.replace(gpu_lab, device_flags=f"--distributed-backend nccl --s2-config {config}")
-    found = with_and_without(
-        lab, "latent_dense_engine", f"{TRAIN} --s2-dense-core stock", "--s2-dense-core s2", model=LATENT, spec=ENGINE
-    )
-    assert_same_training(*found, **CLOSE, s2_calls=calls())

@@ -103,7 +103,7 @@ def test_a_traced_call_has_the_shapes(device):
         return s2_attention(*tensors, pattern, backend="reference")
 
     results = []
-    for function in (torch.compile(attend, backend="aot_eager", fullgraph=True), attend):
+    for function in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
         out = function(*leaves)
         assert out.shape == (90, 1, 4, 16)
         results.append([out, *torch.autograd.grad(out, leaves, grad)])

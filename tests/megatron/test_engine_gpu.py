@@ -1,0 +1,60 @@
+"""On a GPU, in fp32, these kernels train what Transformer Engine's own attention trains (`make test-gpu`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron.lifted import LIFT_UNPROVEN
+from tests.megatron.test_gpu import MODEL, SPECS
+
+pytestmark = pytest.mark.gpu
+
+# In fp32 Transformer Engine has its unfused attention.
+FLAGS = "--train-iters 10 --distributed-backend nccl --attention-backend unfused"
+DENSE = "block_size: 64\nlayers: DDDD\nspecs: {}\n"
+LATENT = MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention --rope-type rope")
+
+
+@pytest.fixture
+def equal_training(lab, count_gpus, same_training, monkeypatch, request):
+    """Of a run of Megatron alone, and of the same flags with those of ours."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine's products of fp32 are TF32
+    monkeypatch.setenv(LIFT_UNPROVEN, "1")
+    if count_gpus == 0:
+        pytest.skip("no NVIDIA GPU (nvidia-smi lists none)")
+    if subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True).returncode:
+        pytest.skip("Transformer Engine is not installed")
+    gpu_lab = dataclasses.replace(lab, device_flags="", timeout=150, gpus=True)
+
+    def compare(flags, ours, said, model=MODEL):
+        name, options = request.node.name, dict(model=model, spec=SPECS["transformer_engine"])
+        own = gpu_lab.run(f"{name}_engine", f"{FLAGS} {flags}", sparsity=False, **options)
+        run = gpu_lab.run(name, f"{FLAGS} {flags} {ours}", **options)
+        assert said in run.output and "No GPU found" not in run.output
+        same_training(run, own)
+
+    return compare
+
+
+@pytest.fixture
+def dense(lab) -> str:
+    config = lab.folder / "dense_on_a_gpu.yaml"
+    config.write_text(DENSE)
+    return f"--s2-config {config} --s2-dense-core s2"
+
+
+def test_windows(equal_training):
+    """A window that ends inside of a block; the third layer sees all."""
+    equal_training("--window-size 199,0 --window-attn-skip-freq 3", "--s2-config window-size", "window 200")
+
+
+def test_learnable_softmax_offsets(equal_training, dense):
+    equal_training("--softmax-type learnable", dense, "S2 attention kernels")
+
+
+def test_multi_latent_attention(equal_training, dense):
+    equal_training("", dense, "head dim 128 of value, 192 of query and key", model=LATENT)
