@@ -4,7 +4,7 @@
     python benchmarks/attention.py --suite hopper --groups 8K,patterns                  # some groups of the suite
     python benchmarks/attention.py --suite crossover --json benchmarks/results/h200_crossover.json
     python benchmarks/attention.py --seq-lengths 8192,131072 --num-kv-heads 8           # a shape of your own
-    python benchmarks/attention.py --config configs/s2_7b_hybrid.yaml --layer 1 --seq-lengths 32768
+    python benchmarks/attention.py --config configs/s2_7b_mixed.yaml --layer 1 --seq-lengths 32768
     python benchmarks/attention.py --tensor-format thd --documents 64 --seq-lengths 2048 --length-spread log-normal
     python benchmarks/plots.py benchmarks/results/h200_crossover.json benchmarks/results/h200.json --out docs
     python benchmarks/attention.py --list                                                 # suites, groups and entries

@@ -31,7 +31,7 @@ hostoptimizer    the optimizer's state and step on the host (--optimizer-cpu-off
 fusedloss        cross entropy fused by Megatron (--cross-entropy-fusion-impl native)
 p2p, a2a, allgather, sparse     what context-parallel ranks exchange: --cp-comm-type of a dense row, --s2-cp-comm-type
                  of the others
-s2, hybrid       all layers S2, or the layers of configs/*_hybrid.yaml
+s2, mixed        all layers S2, or the layers of configs/*_mixed.yaml
 dense            Megatron's own dense model; densekernels: dense layers computed by S2's kernels
 
 Every row is a run of its own on Megatron's mock data, with bf16 (fp32 without a GPU), the distributed optimizer,

@@ -29,7 +29,7 @@ class Shape:
 
 
 def _configs(size: str) -> dict[str, str]:
-    return {"s2": f"s2_{size}_s2.yaml", "hybrid": f"s2_{size}_hybrid.yaml", "densekernels": f"s2_{size}_dense.yaml"}
+    return {"s2": f"s2_{size}_s2.yaml", "mixed": f"s2_{size}_mixed.yaml", "densekernels": f"s2_{size}_dense.yaml"}
 
 
 SHAPES = {
@@ -37,7 +37,7 @@ SHAPES = {
     "7b": Shape(32, 4096, 11008, 32, 500000, 32000, _configs("7b")),
     # For a machine without a GPU.
     "tiny": Shape(
-        4, 128, 384, 4, 10000, 500, {"hybrid": "quickstart.yaml", "densekernels": "quickstart_dense.yaml"}, kv_heads=2
+        4, 128, 384, 4, 10000, 500, {"mixed": "quickstart.yaml", "densekernels": "quickstart_dense.yaml"}, kv_heads=2
     ),
 }
 RECOMPUTE = {
@@ -57,9 +57,9 @@ def _prefixed(prefix: str, *names: str) -> tuple[str, ...]:
 
 # One GPU, the same memory flags for each of the three, the fewest that fit into 140 GB.
 _ONE_GPU = {
-    "8k": _prefixed("1p3b-8k-none", "s2", "hybrid", "dense"),
-    "32k": _prefixed("1p3b-32k-none", "s2", "hybrid", "dense"),
-    "128k": _prefixed("1p3b-128k-full", "keep-s2", "keep-hybrid", "dense"),
+    "8k": _prefixed("1p3b-8k-none", "s2", "mixed", "dense"),
+    "32k": _prefixed("1p3b-32k-none", "s2", "mixed", "dense"),
+    "128k": _prefixed("1p3b-128k-full", "keep-s2", "keep-mixed", "dense"),
 }
 GROUPS = {
     "1p3b-one-gpu": tuple(name for names in _ONE_GPU.values() for name in names),
@@ -82,7 +82,7 @@ GROUPS = {
     ),
     "7b-1m-4gpus": ("7b-4layers-1m-tp2-cp2-full-keep-s2", "7b-8layers-1m-tp2-cp2-full-keep-s2"),
     "7b-1m-8gpus": ("7b-1m-tp8-full-keep-s2", "7b-1m-tp2-cp4-full-keep-s2"),
-    "tiny": ("tiny-512-none-hybrid", "tiny-512-full-keep-hybrid", "tiny-512-none-dense"),
+    "tiny": ("tiny-512-none-mixed", "tiny-512-full-keep-mixed", "tiny-512-none-dense"),
 }
 
 EXPECTED = (

@@ -95,11 +95,11 @@ class DenseCache(S2Cache):
 def sparsities(shape: Shape, kv_heads: int) -> dict:
     """{side: ResolvedSparsity}."""
     spec = {"local_tokens": shape.window, "stride": shape.stride}
-    hybrid = ["D"] * shape.dense_layers + ["S"] * (shape.layers - shape.dense_layers)
+    mixed = ["D"] * shape.dense_layers + ["S"] * (shape.layers - shape.dense_layers)
     sizes = dict(num_layers=shape.layers, num_heads=shape.heads, num_kv_heads=kv_heads, seq_length=max(shape.contexts))
     return {
         side: SparsityConfig.from_data({"block_size": shape.block, "layers": plan, "specs": specs}).resolve(**sizes)
-        for side, plan, specs in (("dense", ["D"], {}), ("S2 hybrid", hybrid, {"S": spec}))
+        for side, plan, specs in (("dense", ["D"], {}), ("S2 mixed", mixed, {"S": spec}))
     }
 
 
@@ -246,7 +246,7 @@ class Run:
             torch.randn(1, context, count, self.head_dim, dtype=self.dtype, device=self.device).transpose(1, 2)
             for count in sizes
         ]
-        pattern = self.models["S2 hybrid"].config.sparsity.layers[-1].pattern
+        pattern = self.models["S2 mixed"].config.sparsity.layers[-1].pattern
         for side, layer in (("dense", None), ("S2 layer", pattern)):
             took = measure(lambda layer=layer: attend(*tensors, layer, self.head_dim**-0.5), 3, self.device)
             self.add("prefill attention of a layer", context, side, ms=took)
@@ -313,7 +313,7 @@ class Run:
 
 def summary(rows: list[dict]) -> Table:
     """S2 beside dense: how many times faster, smaller, more."""
-    table = Table(title="S2 hybrid beside dense (times better)", title_justify="left")
+    table = Table(title="S2 mixed beside dense (times better)", title_justify="left")
     for name in ("KV heads", "context", "cache", "prefill attention", "first token", "largest batch"):
         table.add_column(name, justify="right")
     table.add_column("decode, by batch", justify="left")
@@ -323,12 +323,12 @@ def summary(rows: list[dict]) -> Table:
         def of(what, side, here=here):
             return [row for row in here if row["what"] == what and row["side"] == side]
 
-        def ratio(what, name, ours="S2 hybrid"):
+        def ratio(what, name, ours="S2 mixed"):
             pairs = list(zip(of(what, "dense"), of(what, ours)))
             return f"{pairs[0][0][name] / pairs[0][1][name]:.1f}" if pairs else "-"
 
         dense = {row["batch"]: row["ms"] for row in of("decode", "dense")}
-        sparse = {row["batch"]: row["ms"] for row in of("decode", "S2 hybrid")}
+        sparse = {row["batch"]: row["ms"] for row in of("decode", "S2 mixed")}
         both = ", ".join(f"{batch}: {dense[batch] / sparse[batch]:.1f}" for batch in dense if batch in sparse)
         more = f"{max(sparse)} / {max(dense)}" if dense and sparse else "-"
         table.add_row(
@@ -364,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
         run = Run(shape, kv_heads, device, deadline, console, rows)
         for number, context in enumerate(sorted(args.contexts or shape.contexts, reverse=True)):
             if number == 0:
-                checked = check_attention(run.models["S2 hybrid"], min(context, 16384))
+                checked = check_attention(run.models["S2 mixed"], min(context, 16384))
                 checks += checked
                 console.print("\n".join(checked), highlight=False)
             for measurement in (run.prefill_attention, run.decode, run.first_token):

@@ -2,7 +2,7 @@
 without it are interleaved.
 
     python benchmarks/position_loss.py --row 1p3b-32k-none-s2 --rounds 7 --steps 2          # one GPU, 80 seconds
-    python benchmarks/position_loss.py --row tiny-512-none-hybrid --rounds 2 --steps 2       # on a CPU
+    python benchmarks/position_loss.py --row tiny-512-none-mixed --rounds 2 --steps 2       # on a CPU
 
     1p3b-32k-none-s2, 7 rounds of 4 blocks of 2 steps, NVIDIA H200
     off 585.9 ms, on 586.1 ms: -0.00% of a step [-0.14%, +0.14%]; met: under 1%
@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     found, origin = probe(given), provenance("benchmarks/position_loss.py", given)
     card = origin["hardware"]["gpu"] if origin["hardware"]["gpus"] else None
     if card is None and row.shape is not SHAPES["tiny"]:
-        refuse(f"--row {args.row}: no GPU here, which it is made for; use --row tiny-512-none-hybrid")
+        refuse(f"--row {args.row}: no GPU here, which it is made for; use --row tiny-512-none-mixed")
     machine = Machine(1, card is not None, found["transformer_engine"], found["fused_gradients"])
     with tempfile.TemporaryDirectory() as folder:
         milliseconds = measure(row, machine, args.buckets, args.rounds, args.steps, Path(folder))

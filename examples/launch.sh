@@ -1,7 +1,7 @@
 # Sourced by the launchers beside it: everything that does not depend on the model's size. Settings are environment
 # variables, so that one line starts a run on any machine:
 #
-#   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_hybrid.yaml \
+#   DATA_PATH=/data/corpus_text_document TOKENIZER=/data/tokenizer CONFIG=configs/s2_7b_mixed.yaml \
 #       examples/pretrain_7b.sh
 #
 #   CONFIG           the sparsity YAML; or window-size, beside Megatron's --window-size
@@ -60,7 +60,7 @@ is_one_copy() {
 
 # launch FLAG...: adds the common flags and starts torchrun. MOCK_VOCAB_SIZE: the vocabulary of the mock data.
 launch() {
-    require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_hybrid.yaml"
+    require CONFIG "name a sparsity YAML, e.g. CONFIG=configs/s2_7b_mixed.yaml"
     [[ $CONFIG == /* || $CONFIG == window-size || -f $CONFIG ]] || CONFIG=$ROOT/$CONFIG
     local output=${OUTPUT:-$ROOT/runs/$(basename "$CONFIG" .yaml)}
 

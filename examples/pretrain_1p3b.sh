@@ -16,7 +16,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
-CONFIG=${CONFIG:-configs/s2_1p3b_hybrid.yaml}
+CONFIG=${CONFIG:-configs/s2_1p3b_mixed.yaml}
 SEQ_LENGTH=${SEQ_LENGTH:-8192}
 MOCK_VOCAB_SIZE=32000
 EXTRA_FLAGS=("$@")

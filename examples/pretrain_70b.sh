@@ -9,7 +9,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
-CONFIG=${CONFIG:-configs/s2_70b_hybrid.yaml}
+CONFIG=${CONFIG:-configs/s2_70b_mixed.yaml}
 SEQ_LENGTH=${SEQ_LENGTH:-32768}
 MOCK_VOCAB_SIZE=32000
 EXTRA_FLAGS=("$@")

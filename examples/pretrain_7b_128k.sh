@@ -8,7 +8,7 @@
 #
 # Memory of a GPU, counted, not measured: weights, gradients and an eighth of the optimizer's state 47 GiB, layer inputs
 # 4, stored attention outputs 4, one layer and the loss about 8: it needs 80 GB and the distributed optimizer
-# (Transformer Engine, or Apex). TP=2 CP=4, with sequence parallel, takes 19 GiB less. A hybrid CONFIG trains too; its
+# (Transformer Engine, or Apex). TP=2 CP=4, with sequence parallel, takes 19 GiB less. A mixed CONFIG trains too; its
 # dense layers then send all keys and values.
 # launch.sh lists the other settings.
 set -euo pipefail

@@ -78,7 +78,7 @@ def cluster(tmp_path):
         "TRANSFORMER_IMPL": "local",
         "MOCK_DATA": "1",
         "MOCK_VOCAB_SIZE": "512",
-        "CONFIG": "configs/s2_7b_hybrid.yaml",
+        "CONFIG": "configs/s2_7b_mixed.yaml",
         "OUTPUT": str(tmp_path / "a run"),
         "PREFLIGHT": "0",
     }

@@ -1,6 +1,6 @@
 """Checks a launch line before it is started: what the run will need later, each mistake as one line.
 
-    s2-megatron check -- torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml ...
+    s2-megatron check -- torchrun --nproc-per-node 8 pretrain_gpt_s2.py --s2-config configs/s2_7b_mixed.yaml ...
 
 The flags go through Megatron's own parser and validation; the sparsity is resolved for the model; the checkpoint that
 would be loaded, the data, the tokenizer and the folders are looked at. Nothing is written or downloaded. Status 0 with

@@ -1,7 +1,7 @@
 """s2-megatron export-pattern: which blocks every head of every layer attends, for other engines, and how to check a
 port.
 
-    s2-megatron export-pattern configs/s2_7b_hybrid.yaml --num-layers 32 --num-attention-heads 32 --output pattern
+    s2-megatron export-pattern configs/s2_7b_mixed.yaml --num-layers 32 --num-attention-heads 32 --output pattern
     s2-megatron export-pattern --model 7b-hf --output pattern
 
 The folder has pattern.json (ranges and offsets of every head), masks.npz (block masks, where there are any),

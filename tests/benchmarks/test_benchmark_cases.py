@@ -61,7 +61,7 @@ def test_pattern_of_a_config_layer():
     )
     assert pattern_from_flags(args, 8192) == expected
     groups = benchmark.chosen_groups(
-        flags("--config", str(CONFIGS / "s2_7b_hybrid.yaml"), "--layer", "1", "--seq-lengths", "1024,3000")
+        flags("--config", str(CONFIGS / "s2_7b_mixed.yaml"), "--layer", "1", "--seq-lengths", "1024,3000")
     )
     assert [case.name for group in groups for case, _ in group.cases] == ["1K 32/32 D128", "3000 32/32 D128"]
 

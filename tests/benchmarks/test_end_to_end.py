@@ -113,14 +113,14 @@ def test_large_rows_are_refused_without_a_gpu(capsys):
 
 
 def test_names_of_rows():
-    row = parse_row("7b-8layers-1m-tp2-cp4-pp2-full-keep-received-allgather-hybrid")
+    row = parse_row("7b-8layers-1m-tp2-cp4-pp2-full-keep-received-allgather-mixed")
     assert (row.layers, row.tokens, row.tp, row.cp, row.pp, row.exchange) == (8, 2**20, 2, 4, 2, "all_gather")
     flags = " ".join(row_flags(row, GPUS, 6, 1))
     for expected in (
         "--num-layers 8 --hidden-size 4096", "--seq-length 1048576", "--tensor-model-parallel-size 2",
         "--sequence-parallel", "--pipeline-model-parallel-size 2", "--context-parallel-size 4",
         "--recompute-granularity full", "--s2-keep-attention-output", "--s2-cp-keep-received",
-        "--s2-cp-comm-type all_gather", "--s2-config configs/s2_7b_hybrid.yaml", "--use-distributed-optimizer",
+        "--s2-cp-comm-type all_gather", "--s2-config configs/s2_7b_mixed.yaml", "--use-distributed-optimizer",
         "--bf16", "--seed 1234",
     ):  # fmt: skip
         assert expected in flags
@@ -145,7 +145,7 @@ def test_names_of_rows():
     assert [row.name for row in chosen_rows("tiny,tiny-512-none-dense")] == list(GROUPS["tiny"])
     for name, expected in (
         ("8b-32k-s2", "1p3b, 7b, tiny"), ("1p3b-32g-s2", "'32g' is not known"), ("1p3b-cp4-s2", "128k or 1m"),
-        ("1p3b-32k-cp-s2", "'cp' is not known"), ("1p3b-32k-none", "hybrid"),
+        ("1p3b-32k-cp-s2", "'cp' is not known"), ("1p3b-32k-none", "mixed"),
         ("tiny-512-s2", "densekernels"), ("1p3b-32k-full-keep-dense", "keep"), ("no_group", "1p3b-128k-cp4"),
         ("1p3b-32k-full-mlp-s2", "another one"), ("1p3b-32k-full-block3-s2", "recompute is given twice"),
         ("1p3b-32k-block25-s2", "block25 of a model of 24 layers"),
@@ -169,14 +169,14 @@ def test_memory_flags_of_names(name, expected):
 
 
 def test_rows_of_one_gpu():
-    """At each length the same memory flags for S2, hybrid and dense; the best of each side is chosen from several."""
+    """At each length the same memory flags for S2, mixed and dense; the best of each side is chosen from several."""
     rows = chosen_rows("1p3b-one-gpu")
     assert [row.name for row in rows] == [
         row.name for length in (8, 32, 128) for row in chosen_rows(f"1p3b-one-gpu-{length}k")
     ]
     for start in range(0, 9, 3):
         three = rows[start : start + 3]
-        assert [row.attention for row in three] == ["s2", "hybrid", "dense"]
+        assert [row.attention for row in three] == ["s2", "mixed", "dense"]
         assert all(row.setting() == three[0].setting() for row in three)
         assert three[0].tp * three[0].cp * three[0].pp == 1
     best = chosen_rows("1p3b-128k-best")
@@ -223,7 +223,7 @@ def test_models_are_those_of_the_launchers(size):
 @pytest.mark.slow
 def test_megatron_and_s2_accept_every_row_of_the_groups():
     rows = chosen_rows(
-        ",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-hybrid"
+        ",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-mixed"
     )
     cases = []
     for row in rows:
@@ -310,7 +310,7 @@ def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
 def test_tiny_rows(tmp_path, capsys, monkeypatch):
     """Two real runs, and in front of them one that fails: the others go on."""
     # A real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it.
-    refused = "tiny-512-none-keep-hybrid"
+    refused = "tiny-512-none-keep-mixed"
 
     def run_or_fail(command, log, limit, environment):
         if log.stem != refused:
@@ -322,11 +322,11 @@ def test_tiny_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(end_to_end, "run_logged", run_or_fail)
     monkeypatch.setenv("S2_COMMIT", "abc1234")
     path = tmp_path / "results" / "x.json"
-    names = [refused, "tiny-512-full-keep-hybrid", "tiny-512-full-dense"]
+    names = [refused, "tiny-512-full-keep-mixed", "tiny-512-full-dense"]
     arguments = ["--rows", ",".join(names), "--train-iters", "4", "--logs", str(tmp_path / "logs"), "--profile"]
     end_to_end.main([*arguments, "--json", str(path)])
     content = json.loads(path.read_text())
-    assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-hybrid,")
+    assert content["command"].startswith("python benchmarks/end_to_end.py --rows tiny-512-none-keep-mixed,")
     assert all(content["versions"][name][0].isdigit() for name in ("megatron-core", "torch")) and content["ranks"] == 1
     assert content["commit"] == "abc1234" and content["hardware"]["gpu"]
     failed, sparse, dense = content["rows"]
@@ -373,7 +373,7 @@ def test_a_spent_budget_starts_no_row(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(end_to_end, "run_logged", run)
     path = tmp_path / "x.json"
-    arguments = ["--rows", "tiny-512-none-hybrid,tiny-512-none-dense", "--budget", "100", "--train-iters", "4"]
+    arguments = ["--rows", "tiny-512-none-mixed,tiny-512-none-dense", "--budget", "100", "--train-iters", "4"]
     end_to_end.main([*arguments, "--logs", str(tmp_path / "logs"), "--json", str(path)])
     first, second = json.loads(path.read_text())["rows"]
     assert len(limits) == 1 and 50 < limits[0] <= 60 and first["error"] is None

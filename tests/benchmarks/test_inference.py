@@ -25,20 +25,20 @@ def test_a_tiny_run_writes_every_row(tmp_path, capsys):
     assert inference.main(["--tiny", "--output", str(file), "--kv-heads", "2"]) == 0
     content = json.loads(file.read_text())
     found = {(row["what"], row["side"], row.get("batch")) for row in content["rows"]}
-    expected = {("decode", side, batch) for side in ("dense", "S2 hybrid") for batch in TINY.batches}
-    expected |= {("first token", side, None) for side in ("dense", "S2 hybrid")}
+    expected = {("decode", side, batch) for side in ("dense", "S2 mixed") for batch in TINY.batches}
+    expected |= {("first token", side, None) for side in ("dense", "S2 mixed")}
     expected |= {("prefill attention of a layer", side, None) for side in ("dense", "S2 layer")}
     assert found == expected and all(row["ms"] > 0 for row in content["rows"])
     assert len(content["checks"]) == 4
-    assert "S2 hybrid beside dense" in capsys.readouterr().out
+    assert "S2 mixed beside dense" in capsys.readouterr().out
     caches = {row["side"]: row["cache_gib"] for row in content["rows"] if row["what"] == "first token"}
-    assert caches["dense"] / caches["S2 hybrid"] == pytest.approx(256 * 3 / (256 + 2 * (32 + 64)))
+    assert caches["dense"] / caches["S2 mixed"] == pytest.approx(256 * 3 / (256 + 2 * (32 + 64)))
 
 
 def test_the_real_shape_keeps_an_eighth():
     both = sparsities(Shape(), 8)
-    dense, hybrid = (sum(map(sum, kept_tokens(both[side], 131072))) for side in ("dense", "S2 hybrid"))
-    assert dense == 32 * 8 * 131072 and 7.7 < dense / hybrid < 7.9
+    dense, mixed = (sum(map(sum, kept_tokens(both[side], 131072))) for side in ("dense", "S2 mixed"))
+    assert dense == 32 * 8 * 131072 and 7.7 < dense / mixed < 7.9
 
 
 def test_sides_share_their_weights(models):
@@ -49,7 +49,7 @@ def test_sides_share_their_weights(models):
     assert torch.allclose(*logits, atol=1e-5)  # in the window both attend everything
 
 
-@pytest.mark.parametrize("side", ["dense", "S2 hybrid"])
+@pytest.mark.parametrize("side", ["dense", "S2 mixed"])
 def test_a_step_is_the_models_next_token(models, side):
     """A decoding step after a prefill gives the logits of the whole text."""
     model, text = models[side], torch.randint(0, 97, (2, 256))
@@ -70,7 +70,7 @@ def test_a_step_is_the_models_next_token(models, side):
 
 
 def test_wrong_results_stop_it(models, monkeypatch):
-    step = DecodeStep("S2 hybrid", models["S2 hybrid"], TINY, 256, 1)
+    step = DecodeStep("S2 mixed", models["S2 mixed"], TINY, 256, 1)
     check_replay(step)
     monkeypatch.setattr(step, "replay", lambda: step.eager() * 1.1)
     with pytest.raises(AssertionError, match="differs from an eager one"):
@@ -78,7 +78,7 @@ def test_wrong_results_stop_it(models, monkeypatch):
     real = inference_checks.attend
     monkeypatch.setattr(inference_checks, "attend", lambda *arguments: real(*arguments) * 1.01)
     with pytest.raises(AssertionError, match="layer 0, prefill: error"):
-        check_attention(models["S2 hybrid"], 256)
+        check_attention(models["S2 mixed"], 256)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

@@ -61,7 +61,7 @@ def test_wrong_measurements(flags, message, capsys):
 @pytest.mark.slow
 def test_the_loss_by_position_in_a_small_run(tmp_path):
     file = tmp_path / "cost.json"
-    done = run("position_loss.py", "--row", "tiny-512-none-hybrid", "--rounds", "2", "--steps", "1", "--json", file)
+    done = run("position_loss.py", "--row", "tiny-512-none-mixed", "--rounds", "2", "--steps", "1", "--json", file)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(file.read_text())
     assert len(found["block_ms"]) == 12 and min(found["block_ms"]) > 0

@@ -25,7 +25,7 @@ SHAPES |= {
     "gemma3": (48, 16, 8, 8192),
     "olmo3": (32, 32, 32, 8192),
 }
-for _kind in ("dense", "s2", "hybrid"):
+for _kind in ("dense", "s2", "mixed"):
     SHAPES |= {
         f"s2_1p3b_{_kind}": (24, 16, 16, 8192),
         f"s2_7b_{_kind}": (32, 32, 32, 32768),
@@ -46,7 +46,7 @@ def test_shipped_file_resolves(path):
     kinds = [layer.kind for layer in resolved.layers]
     assert len(kinds) == SHAPES[path.stem][0]
     assert ("s2" in kinds) == ("dense" not in path.stem) and not resolved.notes
-    if path.stem.endswith("hybrid"):
+    if path.stem.endswith("mixed"):
         assert kinds.count("dense") * 4 == len(kinds) and kinds[3] == "dense"
     assert path.read_text().startswith("# yaml-language-server: $schema=s2.schema.json\n")
     assert tensor_parallel_balance(resolved, 2) < 1.1
@@ -56,7 +56,7 @@ def test_every_size_has_its_three_plans():
     assert {path.stem for path in CONFIGS} == set(SHAPES)
 
 
-@pytest.mark.parametrize("name", ["s2_7b_s2", "s2_7b_hybrid", "s2_70b_s2", "s2_70b_hybrid", "s2_1p3b_s2", "quickstart"])
+@pytest.mark.parametrize("name", ["s2_7b_s2", "s2_7b_mixed", "s2_70b_s2", "s2_70b_mixed", "s2_1p3b_s2", "quickstart"])
 def test_coverage_within_the_fewest_layers(name):
     """ceil(stride / KV heads) consecutive S2 layers attend every causal block, wherever one starts."""
     resolved = shipped(name)

@@ -163,7 +163,7 @@ def test_beams_move_with_their_rows(name):
         assert (out[row : row + 1] - expected[:, :, 102 - start :]).abs().max() < FP64
 
 
-@pytest.mark.parametrize("name", mostly_slow(["phi3_small", "s2_7b_hybrid", "s2_70b_s2"], "s2_7b_hybrid"))
+@pytest.mark.parametrize("name", mostly_slow(["phi3_small", "s2_7b_mixed", "s2_70b_s2"], "s2_7b_mixed"))
 def test_shipped_configs_decode(name):
     """The real heads and blocks, past window and stride."""
     sparsity = load_config(SHIPPED[name]).resolve(num_layers=4, num_heads=32, num_kv_heads=8, seq_length=4096)

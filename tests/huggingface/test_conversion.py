@@ -44,7 +44,7 @@ def long_mask():
 MODELS = {
     "dense": lambda: model_of(layers_of(None, None), tie_word_embeddings=True),
     "s2": lambda: model_of(layers_of(ranged(4), ranged(4, base_offset=1), kv_heads=4), qk_norm=True),
-    "hybrid": lambda: model_of(layers_of(None, ranged(dense_heads=(1,)), ranged(slide="query")), qkv_bias=True),
+    "mixed": lambda: model_of(layers_of(None, ranged(dense_heads=(1,)), ranged(slide="query")), qkv_bias=True),
     "mask": lambda: model_of(layers_of(None, long_mask())),
     "scaled": lambda: model_of(
         ResolvedSparsity(layers_of(ranged()).layers, (), 0.05, BLOCK, HEADS, KV_HEADS, 1024), softmax_type="off-by-one"
@@ -77,7 +77,7 @@ def made(tmp_path_factory, tools):
     root = tmp_path_factory.mktemp("models")
     config = write_mask_config(root)
     for name, build in MODELS.items():
-        randomised(build()).save_pretrained(root / name, max_shard_size="60KB" if name == "hybrid" else "5GB")
+        randomised(build()).save_pretrained(root / name, max_shard_size="60KB" if name == "mixed" else "5GB")
         unseen = [] if name == "mask" else ["--no-logit-check"]  # a test below compares the logits of all
         tools("import-hf", "--input", root / name, "--output", root / f"{name}-mcore", *unseen)
         job = dict(
@@ -139,12 +139,12 @@ def test_a_round_trip_is_bit_equal(tools, made, name, tmp_path):
 
 
 def test_several_files_are_read_and_written(tools, made, tmp_path):
-    assert len(list((made / "hybrid").glob("model-*.safetensors"))) > 1
-    tools("export-hf", "--load", made / "hybrid-mcore", "--output", tmp_path / "out", "--max-shard-gb", "0.00005")
+    assert len(list((made / "mixed").glob("model-*.safetensors"))) > 1
+    tools("export-hf", "--load", made / "mixed-mcore", "--output", tmp_path / "out", "--max-shard-gb", "0.00005")
     files = list((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3 and all(path.stat().st_size < 60_000 for path in files)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    before = AutoModelForCausalLM.from_pretrained(made / "hybrid")
+    before = AutoModelForCausalLM.from_pretrained(made / "mixed")
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, before.model.layers[1].mlp.up_proj.weight)
 
 

@@ -15,7 +15,7 @@ from s2_megatron.tools.choose_dense.plan import dense_kv_heads
 DENSE_LOSS = 2.0
 CONFIGS = {
     "plain": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
-    "hybrid": "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
+    "mixed": "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
     "offsets by layer": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 16, base_offset: 3, layer_step: 5}\n",
     "two specs": "layers: [A, A1, D, A]\nspecs:\n  A: {local_blocks: 2, stride: 8}\n"
     "  A1: {local_blocks: 2, stride: 4}\n",
@@ -41,11 +41,11 @@ def command(tmp_path, monkeypatch):
     )  # fmt: skip
     write_dataset(tmp_path / "text", (np.full(600, number, np.uint16) for number in range(10)))
 
-    def run(*options: str, config: str = CONFIGS["hybrid"], **changes) -> int:
+    def run(*options: str, config: str = CONFIGS["mixed"], **changes) -> int:
         monkeypatch.setattr("s2_megatron.tools.hf.torch_dist.iteration_folder", lambda load: load / "iter_0000001")
         arguments = Namespace(**trained | changes)
         monkeypatch.setattr("s2_megatron.tools.hf.checkpoint_model.checkpoint_arguments", lambda folder: arguments)
-        others = {"f": FUNCTION, "d": "layers: D\n", "w": WINDOWS, "h": CONFIGS["hybrid"], "v": ONE_WIDE}
+        others = {"f": FUNCTION, "d": "layers: D\n", "w": WINDOWS, "h": CONFIGS["mixed"], "v": ONE_WIDE}
         for name, text in {"plan": config, **others}.items():
             (tmp_path / f"{name}.yaml").write_text(text)
         given = {"--load": "dense", "--s2-config": "plan.yaml", "--data-path": "text", "--write": "new.yaml"}

@@ -143,14 +143,14 @@ def test_the_yaml_is_the_plan_with_the_heads_dense(name, shape):
 
 
 def test_candidates():
-    _, hybrid = resolved(CONFIGS["hybrid"], "GQA")
-    assert candidates(hybrid, "layer") == [Unit(layer, (0, 1, 2, 3)) for layer in (0, 1, 2, 4, 5, 6)]
-    assert len(candidates(hybrid, "head")) == 24 and count_dense(hybrid) == 8
+    _, mixed = resolved(CONFIGS["mixed"], "GQA")
+    assert candidates(mixed, "layer") == [Unit(layer, (0, 1, 2, 3)) for layer in (0, 1, 2, 4, 5, 6)]
+    assert len(candidates(mixed, "head")) == 24 and count_dense(mixed) == 8
     _, some = resolved(CONFIGS["dense heads"], "GQA")
     assert candidates(some, "layer")[1] == Unit(1, (0, 1, 2)) and Unit(1, (3,)) not in candidates(some, "head")
     _, short = resolved(CONFIGS["window"], "GQA", length=64)  # as long as the window
     assert candidates(short, "head") == []
-    assert all_dense(hybrid).density() == 1
+    assert all_dense(mixed).density() == 1
 
 
 def test_layers_that_become_dense_are_d():
@@ -205,7 +205,7 @@ REFUSED = {
     "mask": ([], {"config": "layers: S\nspecs:\n  S: {mask: m.npz}\n"}, "specs.S is a mask; expected windows and"),
     "mtp": ([], {"config": f"mtp_layers: S\n{CONFIGS['plain']}"}, "mtp_layers: expected a plan without them"),
     "scale": ([], {"config": f"softmax_scale: 0.5\n{CONFIGS['plain']}"}, "softmax_scale 0.5; expected that of the"),
-    "layers": ([], {"config": CONFIGS["hybrid"], "num_layers": 6}, "for --num-layers 6"),
+    "layers": ([], {"config": CONFIGS["mixed"], "num_layers": 6}, "for --num-layers 6"),
     "dense": ([], {"config": "layers: D\n"}, "nothing is sparse at 256 tokens; expected a plan with sparse heads"),
     "window": (["--seq-length", "64"], {"config": CONFIGS["window"]}, "nothing is sparse at 64 tokens"),
     "beside": (["--beside", "none.yaml"], {}, "none.yaml"),
@@ -266,12 +266,12 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
 def test_heads_that_are_measured_under_another_plan(command, made_up, tmp_path, capsys):
     """--beside loses 3 % and is measured under; the heads are dense in --s2-config, whose offsets and windows stay."""
     (tmp_path / "narrow.yaml").write_text("layers: S\nspecs:\n  S: {local_tokens: 64, stride: 2}\n")
-    assert command("--heads", "6", "--beside", "narrow.yaml", config=CONFIGS["hybrid"]) == 2  # those of D are no choice
+    assert command("--heads", "6", "--beside", "narrow.yaml", config=CONFIGS["mixed"]) == 2  # those of D are no choice
     assert (
         "--heads 6: 6 KV heads are sparse in --s2-config plan.yaml and in --beside narrow.yaml; expected fewer"
         in capsys.readouterr().err
     )
-    assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["hybrid"]) == 0
+    assert command("--heads", "1", "--beside", "narrow.yaml", "--json", "facts.json", config=CONFIGS["mixed"]) == 0
     out, error = capsys.readouterr()
     assert "│ narrow.yaml + the best 1, chosen" in out and "plan.yaml +" not in out and "loses only" not in error
     text = (tmp_path / "new.yaml").read_text()
@@ -300,7 +300,7 @@ def test_a_plan_that_loses_too_little_to_rank_by_is_told(share, warned, command,
 
 def test_a_plan_without_the_first_token_is_told(command, made_up, capsys):
     """With it, heads are ranked beside sparse ones that see it."""
-    assert command(config=CONFIGS["hybrid"]) == 1
+    assert command(config=CONFIGS["mixed"]) == 1
     assert "of 12 query heads in the layers of spec S do not see the first token" in capsys.readouterr().err
     assert command("--json", "other.json", config=CONFIGS["tokens"]) == 1
     assert "do not see the first token" not in capsys.readouterr().err

@@ -51,8 +51,8 @@ def test_every_measured_step_is_forecast_by_a_fit_without_it(built):
         assert abs(forecast_tables.error(row["forecast_ms"], row["step_ms"])) < 0.15, row
         assert abs(forecast_tables.error(row["forecast_gib"], row["peak_gib"])) < 0.10, row
     names = " ".join(row["row"] for row in rows)
-    for part in ("8k-none-s2", "8k-none-hybrid", "8k-none-dense", "32k-none-s2", "32k-none-hybrid", "32k-none-dense",
-                 "128k-full-keep-s2", "128k-full-keep-hybrid", "128k-full-dense", "cp2-full-keep-s2",
+    for part in ("8k-none-s2", "8k-none-mixed", "8k-none-dense", "32k-none-s2", "32k-none-mixed", "32k-none-dense",
+                 "128k-full-keep-s2", "128k-full-keep-mixed", "128k-full-dense", "cp2-full-keep-s2",
                  "cp2-full-p2p-dense", "cp4-full-keep-s2", "cp4-full-p2p-dense",
                  "128k-block18-keep-s2", "7b-"):  # fmt: skip
         assert part in names, part

@@ -152,6 +152,6 @@ def test_the_exchange_of_context_parallel_ranks(tmp_path, capsys):
 def test_ten_million_tokens_take_seconds(capsys):
     flags = ["--num-layers", "32", "--num-attention-heads", "32", "--seq-length", "10485760"]
     begin = time.process_time()
-    assert inspect_command(str(ROOT / "configs/s2_7b_hybrid.yaml"), *flags) == 0
+    assert inspect_command(str(ROOT / "configs/s2_7b_mixed.yaml"), *flags) == 0
     assert time.process_time() - begin < 10
     assert "(29.7%)" in capsys.readouterr().out

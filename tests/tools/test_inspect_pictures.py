@@ -115,7 +115,7 @@ def test_the_heads_together_serve_the_last_query():
 
 
 def test_consecutive_layers_serve_the_last_query_together():
-    sparsity = load_config(ROOT / "configs/s2_70b_hybrid.yaml").resolve(
+    sparsity = load_config(ROOT / "configs/s2_70b_mixed.yaml").resolve(
         num_layers=8, num_heads=64, num_kv_heads=8, seq_length=8192
     )
     patterns = context_picture.covering_layers(sparsity)

@@ -69,8 +69,8 @@ def test_flags_before_the_line_win(capsys):
     facts = inspected(capsys, S2_YAML, "--seq-length", "32768", "--gpus", "8", "--num-query-groups", "4", "--", *LINE)
     model = facts["model"]
     assert (model["seq_length"], model["gpus"], model["kv_heads"]) == (32768, 8, 4)
-    hybrid = inspected(capsys, str(ROOT / "configs/s2_1p3b_hybrid.yaml"), "--", *LINE)
-    assert [layer["spec"] for layer in hybrid["layers"]] == ["S", "D"]
+    mixed = inspected(capsys, str(ROOT / "configs/s2_1p3b_mixed.yaml"), "--", *LINE)
+    assert [layer["spec"] for layer in mixed["layers"]] == ["S", "D"]
 
 
 @pytest.mark.parametrize("before, behind", [
@@ -166,7 +166,7 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
 
 @pytest.mark.parametrize("flags, reason", [
     (["--num-experts", "8"], "not measured with --num-experts: mixture of experts"),
-    (["--fp8-format", "hybrid"], "not measured with --fp8-format: FP8"),
+    (["--fp8-format", "mixed"], "not measured with --fp8-format: FP8"),
     (["--pipeline-model-parallel-size", "4", "--decoder-first-pipeline-num-layers", "3", "--num-layers", "27"],
      "not measured with --decoder-first-pipeline-num-layers: uneven pipeline stages"),
     (["--mtp-num-layers", "1"], "not measured with --mtp-num-layers: multi-token prediction"),

@@ -171,7 +171,7 @@ def model_sizes(args: Namespace) -> dict[str, int]:
     if missing:
         raise ValueError(
             f"{', '.join(missing)}: not given; expected the sizes of the model; give them as flags, for example "
-            "s2-megatron inspect configs/s2_7b_hybrid.yaml --num-layers 32 --num-attention-heads 32 --seq-length 8192, "
+            "s2-megatron inspect configs/s2_7b_mixed.yaml --num-layers 32 --num-attention-heads 32 --seq-length 8192, "
             "or a training's launch line behind --"
         )
     return dict(

@@ -2,7 +2,7 @@
 checkpoint, from which pretraining with S2-Attention continues.
 
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
-    torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_hybrid.yaml --load llama-megatron --finetune ...
+    torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_mixed.yaml --load llama-megatron --finetune ...
 
 One tensor is in memory at a time. Then the logits of a short text are compared with transformers' (the whole model, or
 the first layers that fit into half of the free memory), and a whole launch line is printed.
