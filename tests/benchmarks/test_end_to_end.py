@@ -222,9 +222,7 @@ def test_models_are_those_of_the_launchers(size):
 
 @pytest.mark.slow
 def test_megatron_and_s2_accept_every_row_of_the_groups():
-    rows = chosen_rows(
-        ",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-mixed"
-    )
+    rows = chosen_rows(",".join(GROUPS) + ",1p3b-32k-cp4-full-densekernels,7b-1m-cp4-pp2-full-received-allgather-mixed")
     cases = []
     for row in rows:
         flags = [str(ROOT / flag) if flag.startswith("configs/") else flag for flag in row_flags(row, GPUS, 6, 1)]
