@@ -166,7 +166,7 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
 
 @pytest.mark.parametrize("flags, reason", [
     (["--num-experts", "8"], "not measured with --num-experts: mixture of experts"),
-    (["--fp8-format", "mixed"], "not measured with --fp8-format: FP8"),
+    (["--fp8-format", "hybrid"], "not measured with --fp8-format: FP8"),
     (["--pipeline-model-parallel-size", "4", "--decoder-first-pipeline-num-layers", "3", "--num-layers", "27"],
      "not measured with --decoder-first-pipeline-num-layers: uneven pipeline stages"),
     (["--mtp-num-layers", "1"], "not measured with --mtp-num-layers: multi-token prediction"),
