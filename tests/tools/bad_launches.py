@@ -117,6 +117,7 @@ MADE = {
     "multiple_validation_sets and a test set": {"--multiple-validation-sets": None, "--full-validation": None},
     "no data to validate with": {"--split": "100,0,0"},
     "no tokenizer": {},
+    "no eval_interval": {},
     "non_persistent_save_interval": {
         "--save": "{tmp}/save", "--save-interval": "10", "--non-persistent-save-interval": "2",
     },
@@ -129,7 +130,7 @@ MADE = {
     "rampup_batch_size": {"--rampup-batch-size": ["2", "2", "6"]},
     **{f"{name} without a folder": {flag_of(name): "2"} for name in WRITTEN_INTERVALS},
 }  # fmt: skip
-LEFT_OUT = {"no tokenizer": ("--tokenizer-type",)}  # flags of GOOD that such a launch does not have
+LEFT_OUT = {"no tokenizer": ("--tokenizer-type",), "no eval_interval": ("--eval-interval",)}  # flags of GOOD that such a launch does not have
 
 
 def mistake(name: str) -> Bad:

@@ -51,6 +51,11 @@ MISTAKES: dict[str, Mistake] = {
         "--full-validation, or give the second part of --split (or --valid-data-path) some data",
         own_data=True,
     ),
+    "no eval_interval": Mistake(
+        lambda args: args.eval_interval is None and not (args.full_validation or args.skip_train),
+        "--eval-interval is not given: Megatron counts the validation data by it, also with --eval-iters 0; expected "
+        "one; add --eval-interval 1000",
+    ),
     "no tokenizer": Mistake(
         lambda args: args.tokenizer_type is None and args.vocab_file is None and not args.use_checkpoint_args,
         "--tokenizer-type is not given: pretrain_gpt_s2.py takes GPT2BPETokenizer then, with --vocab-file and "
