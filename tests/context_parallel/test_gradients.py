@@ -150,6 +150,7 @@ def test_triton_kernels(found, ranks):
 
 @pytest.mark.parametrize("ranks", mostly_slow([2, 4], 2))
 def test_a_context_before_and_lazy_negation_change_nothing(found, ranks):
+    """And what was saved is fetched once."""
     for results in found(ranks):
         wrong = [name for name, right in results["contexts"].items() if not right]
-        assert not wrong and len(results["contexts"]) == 13
+        assert not wrong and len(results["contexts"]) == 21

@@ -186,22 +186,44 @@ def volume(group):
     }
 
 
+def fetches(given, attend, **options) -> list[int]:
+    """How often a backward fetches each tensor that was saved for it."""
+    counts = []
+
+    def pack(tensor):
+        counts.append(0)
+        return len(counts) - 1, tensor
+
+    def unpack(packed):
+        counts[packed[0]] += 1
+        return packed[1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        differentiate(given, attend, **options)
+    return counts
+
+
 def contexts(group):
     """Whether every bit is that of a plain first call: of training after a call in another context, which filled the
-    caches, and with lazily negated tensors, which kernels read as their negatives."""
+    caches, and with lazily negated tensors, which kernels read as their negatives. And whether the backward fetches
+    once what the forward saved, which may lie on the host."""
     rank, size = group.rank(), group.size()
-    pattern, results = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1), {}
-    whole = inputs(pattern, 16 * size, 8, 1, torch.float64)
+    stripes, results = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1), {}
+    windows = ranges((), 4, 16, 8, window=9, sink_tokens=2)
+    whole = inputs(stripes, 16 * size, 8, 1, torch.float64)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
     packed = PackedSequence(torch.tensor([0, 9, 16 * size], dtype=torch.int32), 16 * size)
     before = {"inference": torch.inference_mode, "device": lambda: torch.device("meta")}
-    for name in (*COMM_TYPES, "all_gather packed", "a2a packed"):
+    for name in (*COMM_TYPES, *(f"{comm_type} packed" for comm_type in COMM_TYPES)):
+        pattern = windows if name == "sparse packed" else stripes
         comm_type, options = name.split()[0], dict(softmax_scale=0.4, backend="reference")
         given = mine
         if name.endswith("packed"):
             given, options["packed"] = [tensor[:, 0] for tensor in mine], packed
         sequence_order.cache_clear()
         plain = differentiate(given, ContextParallel(pattern, group, comm_type).attention, **options)
+        fetched = fetches(given, ContextParallel(pattern, group, comm_type).attention, **options)
+        results[f"{name}/fetched once"] = len(fetched) > 0 and set(fetched) == {1}
         for context in before:
             sequence_order.cache_clear()
             cp = ContextParallel(pattern, group, comm_type)
