@@ -6,7 +6,7 @@
     out = cp.attention(query, key, value)     # [S/c, B, heads, D] of this rank, in Megatron's zigzag order
 
 sparse      every rank receives the key blocks that its pattern attends, and no others (plan.py), while it computes what
-            needs none of them (sparse.py)
+            needs none of them (sparse.py); of packed documents the halos of windows and the sinks (documents.py)
 all_gather  every rank receives all keys and values: the plain reference (dense.py)
 a2a         every rank receives the whole sequence of some heads (Ulysses, arXiv 2309.14509; dense.py)
 
@@ -28,6 +28,8 @@ from s2_megatron.context_parallel.dense import (
     documents_of_rank,
     sequence_order,
 )
+from s2_megatron.context_parallel.document_plan import why_not
+from s2_megatron.context_parallel.documents import DocumentAttention, DocumentPlans
 from s2_megatron.context_parallel.plan import check_block_count, check_comm_type, make_plan, zigzag_blocks
 from s2_megatron.context_parallel.sparse import SparseAttention, SparseState
 from s2_megatron.ops.api import make_call, resolve_backend
@@ -83,6 +85,8 @@ class ContextParallel:
         heads = pattern.tensor_parallel_slice(self.rank, self.size) if self.comm_type == "a2a" else pattern
         self._layout = build_layout(heads)
         self._prepared: dict = {}
+        packable = comm_type == "sparse" and why_not(pattern) is None
+        self._documents = DocumentPlans(pattern, group, cut) if packable else None
 
     def prepare(
         self, seq_length: int, device: torch.device, head_dim: int, dtype: torch.dtype, backend: str = "auto"
@@ -125,7 +129,7 @@ class ContextParallel:
         softmax_offset: [H]; its gradient is this rank's part, the sum over the ranks is the whole. output: of a layer
         that is recomputed, to launch no second forward. The other arguments as in s2_attention. Returns out, of query's
         shape (with value's head dim) and dtype. Raises ValueError as s2_attention, for lengths that cannot be cut, and
-        for packed ones with comm type sparse.
+        for packed ones with comm type sparse and a pattern of more than windows and sinks.
         """
         call = make_call(
             query,
@@ -153,13 +157,8 @@ class ContextParallel:
 
     def _attend(self, query, key, value, softmax_offset, call: AttentionCall, output):
         packed = call.packed
-        if packed is None and self.comm_type != "a2a":
+        if self.comm_type == "sparse" or (packed is None and self.comm_type != "a2a"):
             return self._own_queries(query, key, value, softmax_offset, call, output)
-        if self.comm_type == "sparse":
-            raise ValueError(
-                "packed sequences with s2_cp_comm_type='sparse', whose plan is for one sequence; expected all_gather "
-                "or a2a; use --s2-cp-comm-type all_gather"
-            )
         tokens = query.shape[0] * self.size
         if packed is not None and self.cut == "document":
             order = cut_order(packed.starts, tokens, self.size)
@@ -180,15 +179,23 @@ class ContextParallel:
         return recompute_attention(all_queries, *whole, call, output, softmax_offset)[rows]
 
     def _own_queries(self, query, key, value, offset, call: AttentionCall, output):
-        """Of one unpacked sequence: this rank's queries and the keys that they need, by sparse or all_gather."""
-        state = self.state(query.shape[0] * self.size, query.device)
-        call = call._replace(layout=state.layout)
-        function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
+        """This rank's queries and the keys that they need: sparse, or all_gather of one unpacked sequence."""
+        function, state = self._way(query.shape[0] * self.size, query.device, call.packed)
+        call = call._replace(layout=self._layout.to(query.device))
         known = None if output is None else output.take(query)
         out, lse = function.apply(query, key, value, offset, call, state, self.keep_received, known)
         if output is not None:
             output.store(out, lse)
         return out
+
+    def _way(self, tokens: int, device: torch.device, packed: PackedSequence | None) -> tuple:
+        """(the autograd function, what the calls of one length, or of one packed batch, share)"""
+        if packed is None:
+            function = SparseAttention if self.comm_type == "sparse" else GatheredAttention
+            return function, self.state(tokens, device)
+        if self._documents is None:
+            raise ValueError(why_not(self.pattern))
+        return DocumentAttention, self._documents.of(packed, tokens, device)
 
     def state(self, tokens: int, device: torch.device) -> SparseState | GatheredState:
         """What the calls of one length share; not for a2a. Raises ValueError for a length that cannot be cut."""

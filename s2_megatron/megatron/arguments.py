@@ -99,8 +99,8 @@ def add_s2_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="TYPE",
         help="How context-parallel ranks exchange keys and values in the layers that S2's op computes: "
         f"{', '.join(COMM_TYPES)}; one for all layers, or one per layer. sparse: each rank receives the key blocks "
-        "that its pattern attends. all_gather: all keys and values. a2a: the whole sequence of some heads. Megatron's "
-        "own dense layers follow --cp-comm-type.",
+        "that its pattern attends (with packed documents for windows and sinks only). all_gather: all keys and values. "
+        "a2a: the whole sequence of some heads. Megatron's own dense layers follow --cp-comm-type.",
     )
     group.add_argument(
         "--s2-cp-keep-received",

@@ -4,10 +4,12 @@ inputs, and what is compared of them."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from s2_megatron.ops.layout import PackedSequence
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import random_mask
@@ -20,6 +22,7 @@ class Case(NamedTuple):
     batch: int = 1
     keep_received: bool = False
     value_dim: int | None = None  # where it is not dim
+    documents: tuple[float, ...] = ()  # packed into one row: their shares of it, the rest is padding
 
     @property
     def width(self) -> int:
@@ -99,6 +102,16 @@ def own_rows(tensor, rank, size):
     """The rows of a tensor of the whole sequence that a rank holds, in Megatron's zigzag order."""
     chunks = tensor.chunk(2 * size)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+
+def documents_of(case: Case, size: int, device) -> PackedSequence | None:
+    """The packed documents of a case, None where it has none."""
+    if not case.documents:
+        return None
+    tokens = tokens_of(case, size)
+    lengths = [int(share * tokens) for share in case.documents]
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return PackedSequence(borders, max(lengths))
 
 
 def tokens_of(case: Case, size: int) -> int:

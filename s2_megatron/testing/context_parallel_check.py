@@ -8,7 +8,7 @@ waiting for the GPU.
     case           dtype     exchange    out      dq       dk       dv       repeats  bytes  waits
     paper          bfloat16  sparse      1.01     1.02     1.00     1.00     yes      plan   no
     ...
-    15 combinations in 50 s: all right
+    18 combinations in ... s: all right
 
 The numbers are the error (norm-wise, against fp64) over that of one GPU; at most 2 is right. --dtypes, --cases and
 --comm-types choose: most of the time goes into compiling. On a machine without GPUs it runs over gloo with small cases,
@@ -21,11 +21,15 @@ import argparse
 import os
 import sys
 import time
+from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from s2_megatron.context_parallel.attention import ContextParallel
+from s2_megatron.context_parallel.document_plan import plan_documents, reaches, slot_bytes
+from s2_megatron.context_parallel.documents import read_borders
 from s2_megatron.context_parallel.exchange import count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES, make_plan
 from s2_megatron.ops.api import s2_attention
@@ -36,6 +40,7 @@ from s2_megatron.testing.context_parallel_cases import (
     Case,
     block_mask,
     differentiate,
+    documents_of,
     inputs,
     own_rows,
     ranges,
@@ -53,6 +58,7 @@ def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
             "paper": Case(ranges(((1, 1), (None, 4)), 16, 4, 2, layer_index=1), 3, 16),
             "mask": Case(block_mask(16, 2, 2, 2), 1, 16),
             "latent": Case(ranges(((1, 1), (None, 4)), 16, 2, 2), 3, 24, value_dim=16),
+            "packed": Case(ranges((), 16, 4, 2, window=21, sink_tokens=3), 3, 16, documents=(0.3, 0.01, 0.6)),
         }
     return {
         "paper": Case(ranges(((4, 1), (None, 8)), 64, 16, 8, layer_index=1, base_offset=1), 8, dim, 2),
@@ -62,6 +68,7 @@ def cases(on_gpu: bool, dim: int) -> dict[str, Case]:
         "mask": Case(block_mask(64, 16, 8, 8), 48 // (2 * 8), dim),
         "blocks-of-128": Case(ranges(((4, 1), (None, 8)), 128, 16, 8), 2, 96),
         "latent": Case(ranges(((4, 1), (None, 8)), 64, 8, 8), 4, 192, value_dim=128),
+        "packed": Case(ranges((), 64, 16, 8, window=1000, sink_tokens=4), 32, dim, documents=(0.3, 0.01, 0.6)),
     }
 
 
@@ -102,12 +109,14 @@ def check_case(
     the plan's, and what a third run said that waited for the GPU}. backend, deterministic: of s2_attention, on one GPU
     and on several."""
     rank, size = group.rank(), group.size()
-    whole = inputs(case.pattern, tokens_of(case, size), case.dim, case.batch, dtype, value_dim=case.value_dim)
+    tokens, documents = tokens_of(case, size), documents_of(case, size, device)
+    whole = inputs(case.pattern, tokens, case.dim, case.batch, dtype, documents is not None, case.value_dim)
     whole = [tensor.to(device) for tensor in whole]
     layout = build_layout(case.pattern, device)
-    options = dict(softmax_scale=2 * case.dim**-0.5, deterministic=deterministic)
-    truth = differentiate([tensor.double() for tensor in whole], s2_attention, layout, backend="reference", **options)
-    alone = differentiate(whole, s2_attention, layout, backend=backend, **options)
+    options = dict(softmax_scale=2 * case.dim**-0.5, deterministic=deterministic, packed=documents)
+    one = partial(s2_attention, layout=layout, tensor_format="sbhd" if documents is None else "thd", **options)
+    truth = differentiate([tensor.double() for tensor in whole], one, backend="reference")
+    alone = differentiate(whole, one, backend=backend)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
 
     def rows(tensor):
@@ -121,7 +130,8 @@ def check_case(
         def step(cp=cp):
             return differentiate(mine, cp.attention, backend=backend, **options)
 
-        cp.prepare(tokens_of(case, size), device, case.width, dtype, backend)  # as a layer does
+        if documents is None:
+            cp.prepare(tokens, device, case.width, dtype, backend)  # as a layer does
         with count_traffic() as traffic:
             got = step()
         again, waited = step(), waits(step, device)
@@ -133,12 +143,24 @@ def check_case(
             [all(torch.equal(a, b) for a, b in zip(got, again)), True], dtype=torch.int32, device=device
         )
         if comm_type == "sparse":
-            plan = make_plan(case.pattern, rank, size, tokens_of(case, size) // case.pattern.block_size)
-            expected = plan.sent_slots[rank] * (1 if case.keep_received else 2) + plan.needed_slots[rank]
-            flags[1] = traffic.bytes_sent == expected * plan.slot_bytes(case.width, got[0].itemsize, case.batch)
+            counts, n_bytes = _planned(case, documents, rank, size, got[0].itemsize)
+            expected = counts[rank].sum() * (1 if case.keep_received else 2) + counts[:, rank].sum()
+            flags[1] = bool(traffic.bytes_sent == expected * n_bytes)
         dist.all_reduce(flags, dist.ReduceOp.MIN, group=group)
         found[comm_type] = {**result, "repeats": bool(flags[0]), "bytes": bool(flags[1]), "waited": waited}
     return found
+
+
+def _planned(case: Case, documents, rank: int, size: int, itemsize: int):
+    """(slots from each rank to each, bytes of a slot) of `sparse`"""
+    tokens = tokens_of(case, size)
+    if documents is None:
+        plan = make_plan(case.pattern, rank, size, tokens // case.pattern.block_size)
+        return plan.counts, plan.slot_bytes(case.width, itemsize, case.batch)
+    borders = read_borders(documents.starts)
+    row = np.array([0, tokens])
+    plan = plan_documents(reaches(case.pattern), borders[:-1], np.diff(borders), row, tokens, rank, size)
+    return plan.counts, slot_bytes(case.width, itemsize)
 
 
 def is_right(found: dict, bits: bool = True) -> bool:

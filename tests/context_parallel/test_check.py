@@ -36,7 +36,7 @@ def test_two_processes(checked):
     code, output = checked("")
     assert code == 0, output
     assert "ranks 2, gloo, CPU" in output
-    assert "12 combinations in" in output and "all right" in output
+    assert "18 combinations in" in output and "all right" in output
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Runs every case on several ranks over gloo, in one process each, and writes what was found as JSON.
 
-    python tests/context_parallel/worker.py RANKS FILE [contexts|gradients|offsets|triton|packed|wrong|volume ...]
+    python tests/context_parallel/worker.py RANKS FILE [PART ...]    (those in PARTS)
 
 The ranks are forked from one process that has imported everything: eight of them start in a second on two cores.
 """
@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from unittest.mock import patch
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from s2_megatron.context_parallel import attention as context_parallel
 from s2_megatron.context_parallel import plan as cp_plan
 from s2_megatron.context_parallel.attention import ContextParallel
-from s2_megatron.context_parallel.dense import cut_order, sequence_order
-from s2_megatron.context_parallel.exchange import BlockExchange, Pending, all_gather, count_traffic
+from s2_megatron.context_parallel.dense import sequence_order
+from s2_megatron.context_parallel.exchange import BlockExchange, all_gather, count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.ops.api import s2_attention
 from s2_megatron.ops.layout import PackedSequence, build_layout
@@ -38,46 +38,9 @@ from s2_megatron.testing.context_parallel_cases import (
     ranges,
     tokens_of,
 )
+from tests.context_parallel.packed_worker import packed, packed_kernels
+from tests.context_parallel.watching import arrives_late, difference, handed_over
 from tests.interpreter import patch_language_once
-
-
-def difference(mine, truth, scale_of=None):
-    """max |a - b| / max |b|, b of the whole sequence."""
-    return ((mine - truth).abs().max() / (truth if scale_of is None else scale_of).abs().max()).item()
-
-
-@contextmanager
-def handed_over():
-    """[[bytes of the tensor sent, bytes of the tensor received]] of every collective that torch is given while the
-    context is open."""
-    seen = []
-
-    def watched(collective):
-        def call(received, sent, *args, **kwargs):
-            seen.append([sent.numel() * sent.itemsize, received.numel() * received.itemsize])
-            return collective(received, sent, *args, **kwargs)
-
-        return call
-
-    with ExitStack() as stack:
-        for name in ("all_to_all_single", "all_gather_into_tensor"):
-            stack.enter_context(patch.object(dist, name, watched(getattr(dist, name))))
-        yield seen
-
-
-@contextmanager
-def arrives_late():
-    """Every transfer happens when its result is asked for, as late as it may, and what is received is NaN before."""
-
-    def start(pending, received, held, work):
-        pending.received, pending.late = received.fill_(float("nan")), work
-
-    def result(pending):
-        pending.late()
-        return pending.received
-
-    with patch.object(Pending, "__init__", start), patch.object(Pending, "result", result):
-        yield
 
 
 def inputs_of(case: Case, tokens: int, dtype) -> list[torch.Tensor]:
@@ -223,66 +186,44 @@ def volume(group):
     }
 
 
-def packed_inputs(lengths, cut, size):
-    """(documents' borders, order of the tokens on the ranks)"""
-    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    tokens = sum(lengths)
-    cut_at = borders if cut == "document" else torch.tensor([0, tokens], dtype=torch.int32)
-    return borders, cut_order(cut_at, tokens, size)
+def fetches(given, attend, **options) -> list[int]:
+    """How often a backward fetches each tensor that was saved for it."""
+    counts = []
 
+    def pack(tensor):
+        counts.append(0)
+        return len(counts) - 1, tensor
 
-def packed(group):
-    rank, size = group.rank(), group.size()
-    results = {}
-    stripes = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1)
-    tokens = ranges((), 4, 16, 8, window=[7, 13, 1, 30, 9, 2, 64, 5], sink_tokens=6)
-    value_dims = {"document": 12, "one": 5}  # others than queries and keys have
-    cases = {
-        "tokens": [37, 1, 50, 24, 16],
-        "sequence": [37, 1, 50, 24, 16],
-        "document": [unit * 2 * size for unit in (3, 1, 5, 2)],
-        "one": [16 * size],
-    }
-    for name, lengths in cases.items():
-        pattern = tokens if name == "tokens" else stripes
-        cut = "document" if name == "document" else "sequence"
-        lengths = list(lengths)
-        lengths[-1] += -sum(lengths) % (2 * size)
-        borders, order = packed_inputs(lengths, cut, size)
-        documents = PackedSequence(borders, max(lengths))
-        whole = inputs(pattern, sum(lengths), 8, 1, torch.float64, packed=True, value_dim=value_dims.get(name))
-        options = dict(softmax_scale=0.4, packed=documents, backend="reference")
-        truth = differentiate(whole, s2_attention, build_layout(pattern), tensor_format="thd", **options)
-        rows = order.argsort().chunk(size)[rank]
-        for comm_type in ("all_gather", "a2a"):
-            cp = ContextParallel(pattern, group, comm_type, cut=cut)
-            got = differentiate([tensor[rows] for tensor in whole], cp.attention, **options)
-            results[f"{name}/{comm_type}"] = {key: difference(a, b[rows], b) for key, a, b in zip(NAMES, got, truth)}
-    try:
-        ContextParallel(pattern, group, "sparse").attention(
-            *[tensor[rows] for tensor in whole[:3]], packed=documents, backend="reference"
-        )
-    except ValueError as error:
-        results["sparse"] = str(error)
-    return results
+    def unpack(packed):
+        counts[packed[0]] += 1
+        return packed[1]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        differentiate(given, attend, **options)
+    return counts
 
 
 def contexts(group):
     """Whether every bit is that of a plain first call: of training after a call in another context, which filled the
-    caches, and with lazily negated tensors, which kernels read as their negatives."""
+    caches, and with lazily negated tensors, which kernels read as their negatives. And whether the backward fetches
+    once what the forward saved, which may lie on the host."""
     rank, size = group.rank(), group.size()
-    pattern, results = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1), {}
-    whole = inputs(pattern, 16 * size, 8, 1, torch.float64)
+    stripes, results = ranges(((2, 1), (None, 4)), 4, 16, 8, layer_index=1), {}
+    windows = ranges((), 4, 16, 8, window=9, sink_tokens=2)
+    whole = inputs(stripes, 16 * size, 8, 1, torch.float64)
     mine = [own_rows(tensor, rank, size) for tensor in whole]
     packed = PackedSequence(torch.tensor([0, 9, 16 * size], dtype=torch.int32), 16 * size)
     before = {"inference": torch.inference_mode, "device": lambda: torch.device("meta")}
-    for name in (*COMM_TYPES, "all_gather packed", "a2a packed"):
+    for name in (*COMM_TYPES, *(f"{comm_type} packed" for comm_type in COMM_TYPES)):
+        pattern = windows if name == "sparse packed" else stripes
         comm_type, options = name.split()[0], dict(softmax_scale=0.4, backend="reference")
         given = mine
         if name.endswith("packed"):
             given, options["packed"] = [tensor[:, 0] for tensor in mine], packed
         sequence_order.cache_clear()
         plain = differentiate(given, ContextParallel(pattern, group, comm_type).attention, **options)
+        fetched = fetches(given, ContextParallel(pattern, group, comm_type).attention, **options)
+        results[f"{name}/fetched once"] = len(fetched) > 0 and set(fetched) == {1}
         for context in before:
             sequence_order.cache_clear()
             cp = ContextParallel(pattern, group, comm_type)
@@ -352,6 +293,7 @@ PARTS = {
     "offsets": offsets,
     "triton": triton,
     "packed": packed,
+    "packed_kernels": packed_kernels,
     "wrong": wrong,
     "volume": volume,
 }

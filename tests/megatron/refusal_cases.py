@@ -363,7 +363,21 @@ LAYERS = {
     ),
     "packed": (
         dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
-        "use --s2-cp-comm-type all_gather, or a2a",
+        "(layers from 0: 1-3); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a "
+        "layer)",
+    ),
+    "packed_one_layer": (
+        dict(
+            flags={
+                "--context-parallel-size": "2",
+                "--dataloader-inter-document-masking": None,
+                "--s2-cp-comm-type": ["sparse", "a2a", "sparse", "all_gather"],
+            },
+            world_size=2,
+        ),
+        "takes windows and sinks; strides, masks and dense heads have keys all over a document, so nearly all would "
+        "travel (layers from 0: 2); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a "
+        "layer)",
     ),
     "length": (
         dict(flags={"--context-parallel-size": "4", "--seq-length": "1088"}, world_size=4),

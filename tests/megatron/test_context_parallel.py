@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
+from s2_megatron.megatron.records.report import report_context_parallel
+from s2_megatron.megatron.settings import S2Run, S2Settings
+from s2_megatron.patterns.ranges import make_range_pattern
 from tests.tiers import mostly_slow
 
 CP2 = "--context-parallel-size 2"
@@ -24,6 +30,7 @@ LAYOUTS = {
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall"
 WEIGHTS_ONLY = "--no-load-optim --no-load-rng"
 PACKED = "--dataloader-inter-document-masking --s2-cp-comm-type"
+SPARSE = "all_gather sparse sparse sparse"  # the first layer is dense, with keys all over a document
 
 
 @pytest.fixture(scope="session")
@@ -123,25 +130,81 @@ def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same
 
 
 @pytest.mark.slow
-def test_documents_cut_by_themselves(lab, scripts, conversations, same_training):
+def test_documents_cut_by_themselves(lab, scripts, conversations, windows, same_training):
     """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process
     gets the same pads)."""
     path, tokenizer, stand_in = conversations
-    flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
+    sft = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
         --tokenizer-model {tokenizer} --data-path {path} --split 80,20,0 --train-iters 4 --seq-length 256
         --max-position-embeddings 256 --eval-iters 1 --eval-interval 4"""
     options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
-    one_process = lab.run("context_sft", flags, **options)
-    for comm_type in ("a2a", "all_gather"):
-        run = lab.run(
-            f"context_sft_{comm_type}", f"{flags} {CP2} --s2-cp-comm-type {comm_type}", processes=2, **options
-        )
-        same_training(run, one_process, steps=4)
-        assert run.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-5)
-        assert run.evaluations == pytest.approx(one_process.evaluations, abs=1e-5) and run.evaluations
+    for name, flags, comm_types in (("", sft, ("a2a", "all_gather")), ("_windows", f"{sft} {windows}", (SPARSE,))):
+        one_process = lab.run(f"context_sft{name}", flags, **options)
+        for comm_type in comm_types:
+            flags_of_run = f"{flags} {CP2} --s2-cp-comm-type {comm_type}"
+            run = lab.run(f"context_sft{name}_{comm_type.replace(' ', '_')}", flags_of_run, processes=2, **options)
+            same_training(run, one_process, steps=4)
+            assert run.grad_norms == pytest.approx(one_process.grad_norms, rel=1e-5)
+            assert run.evaluations == pytest.approx(one_process.evaluations, abs=1e-5) and run.evaluations
 
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+WINDOWS = """block_size: 16
+layers: DSTT
+specs:
+  S: {window: 21, sink_tokens: 3}
+  T: {window: [5, 40], sink_tokens: 18}
+"""
+
+
+@pytest.fixture(scope="session")
+def windows(lab):
+    """The flag for a model of windows and sinks."""
+    path = lab.folder / "windows.yaml"
+    path.write_text(WINDOWS)
+    return f"--s2-config {path}"
+
+
+@pytest.fixture(scope="session")
+def packed_windows(lab, windows):
+    """windows(name, flags, processes) -> a run with packed documents and learnable softmax offsets."""
+    common = f"{windows} --dataloader-inter-document-masking --softmax-type learnable --train-iters 8"
+    return lambda name, processes, flags: lab.run(f"windows_{name}", f"{common} {flags}", processes=processes)
+
+
+@pytest.mark.parametrize(
+    "name, flags",
+    [("sparse", ""), pytest.param("kept", f"{RECOMPUTE} --s2-keep-attention-output", marks=pytest.mark.slow)],
+)
+def test_windows_of_packed_documents_by_sparse(packed_windows, same_training, name, flags):
+    """A plan for each microbatch; both chunks of a rank hold pieces of documents, and a document goes over several
+    chunks."""
+    one_process = packed_windows(f"alone_{name}", 1, flags)
+    run = packed_windows(name, 2, f"{CP2} --s2-cp-comm-type {SPARSE} {flags} --micro-batch-size 2")
+    same_training(run, one_process, steps=8)
+    assert "a rank receives at most" in run.output
+
+
+def test_what_is_said_of_packed_documents_by_sparse(capsys):
+    """The most that a rank receives; a dense layer that these kernels compute is refused when the run starts."""
+    window = make_range_pattern(block_size=16, num_heads=4, num_kv_heads=2, ranges=(), window=21, sink_tokens=3)
+    layers = LayerSparsity("D", None), LayerSparsity("S", window)
+    sparsity = ResolvedSparsity(layers, (), None, block_size=16, num_heads=4, num_kv_heads=2, seq_length=256)
+    transformer = SimpleNamespace(
+        tensor_model_parallel_size=2, context_parallel_size=2, bf16=True, fp16=False, multi_latent_attention=False,
+        kv_channels=16 * 1024,
+    )  # fmt: skip
+    settings = S2Settings(cp_comm_types=("all_gather", "sparse"), packed=True, packed_cut="sequence")
+    report_context_parallel(S2Run(sparsity, settings), [True, True], transformer)
+    # Two chunks, 20 tokens before and 3 first ones, K and V of a KV head of 16 Ki numbers in bf16.
+    assert f"at most {2 * 23 * 2 * 16 * 1024 * 2 / 2**20:.1f} MiB in the forward" in capsys.readouterr().err
+    run = S2Run(sparsity, replace(settings, cp_comm_types=("sparse",), packed_cut="document"))
+    report_context_parallel(run, [False, True], transformer)
+    assert "MiB of each document" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"layer 0 .*is dense.*--s2-cp-comm-type all_gather"):
+        report_context_parallel(run, [True, True], transformer)
+
+
 # name: (processes, flags, launches of the attention in one forward pass of the layers that a rank holds, how many of
 # them are `sparse`, which launches twice with the reference: for the own keys and for the received ones)
 STORED = {

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers, tensor_parallel_balance
+from s2_megatron.context_parallel.document_plan import most_received_slots, slot_bytes, why_not
 from s2_megatron.context_parallel.plan import LayerCosts, check_comm_type, layer_costs
 from s2_megatron.megatron.settings import S2Run, S2Settings, computed_head_dim
-from s2_megatron.patterns.ranges import RangePattern
+from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.printing import print_once, print_table
 
 if TYPE_CHECKING:
@@ -103,22 +104,31 @@ def core_names(
     return names
 
 
-def _costs(run: S2Run, transformer: TransformerConfig, layer: int) -> list[LayerCosts]:
-    """Of every tensor-parallel rank."""
-    sparsity, settings = run.sparsity, run.settings
+def _slices(run: S2Run, transformer: TransformerConfig, layer: int) -> list[Pattern]:
+    """The patterns of a layer's tensor-parallel ranks, each once."""
+    sparsity = run.sparsity
     pattern = sparsity.all_layers[layer].pattern
     if pattern is None:
         pattern = RangePattern.dense(sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
-    tp_size, size = transformer.tensor_model_parallel_size, transformer.context_parallel_size
-    slices = dict.fromkeys(pattern.tensor_parallel_slice(rank, tp_size) for rank in range(tp_size))
+    tp_size = transformer.tensor_model_parallel_size
+    return list(dict.fromkeys(pattern.tensor_parallel_slice(rank, tp_size) for rank in range(tp_size)))
+
+
+def _itemsize(transformer: TransformerConfig) -> int:
+    return 2 if transformer.bf16 or transformer.fp16 else 4
+
+
+def _costs(run: S2Run, transformer: TransformerConfig, layer: int) -> list[LayerCosts]:
+    """Of every tensor-parallel rank."""
+    settings, size = run.settings, transformer.context_parallel_size
+    slices, comm_type = _slices(run, transformer, layer), settings.comm_type(layer)
+    check_comm_type(comm_type, slices[0].num_kv_heads, size)
     options = dict(
         head_dim=computed_head_dim(transformer),
-        itemsize=2 if transformer.bf16 or transformer.fp16 else 4,
+        itemsize=_itemsize(transformer),
         keep_received=settings.cp_keep_received,
     )
-    comm_type = settings.comm_type(layer)
-    check_comm_type(comm_type, next(iter(slices)).num_kv_heads, size)
-    return [layer_costs(part, size, sparsity.seq_length, comm_type, **options) for part in slices]
+    return [layer_costs(part, size, run.sparsity.seq_length, comm_type, **options) for part in slices]
 
 
 def report_context_parallel(run: S2Run, ours: Sequence[bool], transformer: TransformerConfig) -> None:
@@ -126,19 +136,11 @@ def report_context_parallel(run: S2Run, ours: Sequence[bool], transformer: Trans
     the balance of work. ours: whether S2's op computes the layer.
 
     Raises ValueError for lengths that cannot be cut and comm types that do not suit the heads. Of packed batches, whose
-    work depends on the documents, only the comm types are checked.
+    work depends on the documents, the comm types are checked and the most that `sparse` receives is printed.
     """
     sparsity, settings, size = run.sparsity, run.settings, transformer.context_parallel_size
     if settings.packed:
-        for layer, own in enumerate(ours):
-            if own:
-                local_groups = max(1, sparsity.num_kv_heads // transformer.tensor_model_parallel_size)
-                check_comm_type(settings.comm_type(layer), local_groups, size)
-        cut = "each document" if settings.packed_cut == "document" else "the whole row"
-        print_once(
-            f"S2: packed rows are cut over {size} context-parallel ranks, {cut} in zigzag; work and bytes depend on "
-            "the documents"
-        )
+        _report_packed(run, ours, transformer)
         return
     rows: dict[tuple, list[str]] = {}
     largest = total = 0.0
@@ -170,6 +172,30 @@ def report_context_parallel(run: S2Run, ours: Sequence[bool], transformer: Trans
     print_table(table)
     fix = "use --s2-cp-comm-type sparse, or a smaller --context-parallel-size"
     _print_balance("context", size, largest / total, fix)
+
+
+def _report_packed(run: S2Run, ours: Sequence[bool], transformer: TransformerConfig) -> None:
+    settings, size, most = run.settings, transformer.context_parallel_size, 0
+    for layer, own in enumerate(ours):
+        if not own:
+            continue
+        comm_type, parts = settings.comm_type(layer), _slices(run, transformer, layer)
+        check_comm_type(comm_type, parts[0].num_kv_heads, size)
+        if comm_type == "sparse":
+            refused = next(filter(None, map(why_not, parts)), None)
+            if refused is not None:  # of a dense layer that these kernels compute: the others are refused before
+                raise ValueError(f"layer {layer} (from 0): {refused}")
+            most = max(most, *map(most_received_slots, parts))
+    whole_row = settings.packed_cut == "sequence"
+    cut, bound = "the whole row" if whole_row else "each document", ""
+    if most:
+        n_bytes = most * slot_bytes(computed_head_dim(transformer), _itemsize(transformer))
+        of_each = "" if whole_row else " of each document"
+        bound = f"; a rank receives at most {_mebibytes(n_bytes)} MiB{of_each} in the forward of a layer with sparse"
+    print_once(
+        f"S2: packed rows are cut over {size} context-parallel ranks, {cut} in zigzag; work and bytes depend on the "
+        f"documents{bound}"
+    )
 
 
 def _mebibytes(count: int) -> str:

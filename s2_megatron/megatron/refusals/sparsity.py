@@ -6,7 +6,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable
 
-from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
+from s2_megatron.context_parallel.document_plan import why_not
 from s2_megatron.context_parallel.plan import check_block_count, check_comm_type
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.refusals.refusal import listed
@@ -37,16 +38,29 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
         kv_heads = max(1, run.sparsity.num_kv_heads // args.tensor_model_parallel_size)
         for comm_type in sorted(used):
             check(check_comm_type, comm_type, kv_heads, size)
-        if "sparse" in used and settings.packed:
-            found.append(
-                "--s2-cp-comm-type sparse plans the exchange for one sequence, and packed documents (--sft, "
-                "--dataloader-inter-document-masking) change from batch to batch; use --s2-cp-comm-type all_gather, or "
-                "a2a"
-            )
+        if settings.packed:
+            found += _sparse_and_packed(run)
         if used - {"a2a"} and not settings.packed:
             check(check_block_count, args.seq_length, size, run.sparsity.block_size)
     if found:
         raise ValueError(listed(found))
+
+
+def _sparse_and_packed(run: S2Run) -> list[str]:
+    """What is wrong with S2 layers that have packed documents and the exchange `sparse`."""
+    layers = [
+        index
+        for index, layer in enumerate(run.sparsity.all_layers)
+        if run.settings.comm_type(index) == "sparse" and layer.pattern is not None and why_not(layer.pattern)
+    ]
+    if not layers:
+        return []
+    return [
+        "--s2-cp-comm-type sparse with packed documents (--sft, --dataloader-inter-document-masking) takes windows and "
+        "sinks; strides, masks and dense heads have keys all over a document, so nearly all would travel (layers from "
+        f"0: {joined_layers([str(layer) for layer in layers])}); use --s2-cp-comm-type all_gather, or a2a, for all "
+        "layers or for these (one word a layer)"
+    ]
 
 
 def refuse_softmax_scale(args: Namespace, sparsity: ResolvedSparsity) -> None:
