@@ -130,7 +130,8 @@ MADE = {
     "rampup_batch_size": {"--rampup-batch-size": ["2", "2", "6"]},
     **{f"{name} without a folder": {flag_of(name): "2"} for name in WRITTEN_INTERVALS},
 }  # fmt: skip
-LEFT_OUT = {"no tokenizer": ("--tokenizer-type",), "no eval_interval": ("--eval-interval",)}  # flags of GOOD that such a launch does not have
+# Flags of GOOD that such a launch does not have.
+LEFT_OUT = {"no tokenizer": ("--tokenizer-type",), "no eval_interval": ("--eval-interval",)}
 
 
 def mistake(name: str) -> Bad:
