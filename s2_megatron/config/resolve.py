@@ -139,7 +139,9 @@ def _tiled_plan(config: S2Config, source: Source, key: str, flag: str, count: in
             (key,),
             f"{shown(getattr(config, key))}, {len(plan)} names, for {flag} {count}",
             f"a plan whose length is {count} or divides it",
-            f"a plan of {lengths} names, or {flag} {counts}",
+            f"a plan of {lengths} names, or {counts} of these layers"
+            if flag.endswith(":")
+            else f"a plan of {lengths} names, or {flag} {counts}",
         )
     )
 

@@ -145,7 +145,8 @@ def _plan(windows: list[int | None]) -> list[str]:
     return ["D" if window is None else "W" for window in windows]
 
 
-def _resolved(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
+def resolve_layers(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
+    """The sparsity of every layer from a config, for the model of `args`. Raises ValueError when they do not fit."""
     of_mtp, runs = _mtp_layers(args)  # --mtp-use-repeated-layer runs one layer several times
     places, pattern = attention_places(args), getattr(args, "hybrid_layer_pattern", None)
     names = {}
@@ -172,7 +173,7 @@ def _resolved(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
 def resolve_windows(args: Namespace) -> ResolvedSparsity:
     """The sparsity of every layer by --window-size and --window-attn-skip-freq: exact windows, and dense layers where
     Megatron has none. Raises ValueError as check_windows does, and when they do not fit the model."""
-    sparsity = _resolved(_window_config(args), args)
+    sparsity = resolve_layers(_window_config(args), args)
     if all(layer.pattern is None for layer in sparsity.all_layers):
         note = f"--window-attn-skip-freq {args.window_attn_skip_freq} leaves no layer a window: the model is DENSE"
         sparsity = dataclasses.replace(sparsity, notes=(note,))
@@ -183,7 +184,7 @@ def resolve_sparsity(args: Namespace) -> ResolvedSparsity:
     """The sparsity of every layer from --s2-config, for the model of `args`. Raises ValueError when they do not fit."""
     if args.s2_config == FROM_FLAGS:
         return resolve_windows(args)
-    return _resolved(load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns), args)
+    return resolve_layers(load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns), args)
 
 
 def stock_sparsity(args: Namespace) -> ResolvedSparsity:
