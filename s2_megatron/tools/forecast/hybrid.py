@@ -10,9 +10,11 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+from s2_megatron.config.errors import printable
 from s2_megatron.megatron.sparsity import layer_symbols
 
 NAMES = {"*": "attention", "-": "MLP", "E": "experts", "M": "Mamba", "G": "gated delta net"}
+OTHERS = {"D": "DSA", "+": "multi-latent attention"}  # of which nothing is counted
 # Why there is no forecast of memory and step time with these layers.
 NOT_MEASURED = {"E": "mixture of experts", "M": "Mamba", "G": "gated delta nets"}
 
@@ -74,7 +76,7 @@ def hybrid_sizes(args: Namespace, ffn: int) -> HybridSizes:
         latent=args.moe_latent_size or 0,
         mamba_state=args.mamba_state_dim,
         mamba_groups=args.mamba_num_groups,
-        mamba_heads=args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim,
+        mamba_heads=args.mamba_num_heads or 2 * args.hidden_size // max(1, args.mamba_head_dim),
         key_dim=(args.linear_key_head_dim or 128) * (args.linear_num_key_heads or 16),
         value_dim=value_head * value_heads,
         value_head=value_head,
@@ -84,11 +86,17 @@ def hybrid_sizes(args: Namespace, ffn: int) -> HybridSizes:
 
 
 def refused_layers(pattern: str) -> tuple[list[str], bool]:
-    """(why there is no forecast with this --hybrid-layer-pattern, whether FLOPs and parameters are known)."""
-    flag, symbols = f"--hybrid-layer-pattern {pattern}", layer_symbols(pattern)
+    """(why there is no forecast with this --hybrid-layer-pattern, whether FLOPs and parameters are known). Raises
+    ValueError for a symbol that Megatron does not know."""
+    flag, symbols = f"--hybrid-layer-pattern {printable(pattern, 200)}", layer_symbols(pattern)
+    if wrong := set(pattern) - {*NAMES, *OTHERS, "|", "/"}:
+        raise ValueError(
+            f"{flag}: no layer is called {printable(''.join(sorted(wrong)), 20)}; expected some of "
+            f"{' '.join([*NAMES, *OTHERS])}; correct it"
+        )
     found = [f"{flag}: layers {symbol}, {NOT_MEASURED[symbol]}" for symbol in NOT_MEASURED if symbol in symbols]
-    unknown = [symbol for symbol in dict.fromkeys(symbols) if symbol not in NAMES]
-    found += [f"{flag}: layers {symbol}" for symbol in unknown]
+    unknown = [symbol for symbol in OTHERS if symbol in symbols]
+    found += [f"{flag}: layers {symbol}, {OTHERS[symbol]}" for symbol in unknown]
     if "/" in pattern:
         found.append(f"{flag}: multi-token prediction")
     if len({len(stage) for stage in pattern.partition("/")[0].split("|")}) > 1:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import COMM_TYPES, LayerCosts, layer_costs
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNEVEN, UNKNOWN, reasons
+from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNEVEN, UNKNOWN, destination, reasons
 from s2_megatron.tools.forecast.flops import token_flops
 from s2_megatron.tools.forecast.hybrid import NAMES, NOT_MEASURED, refused_layers
 from s2_megatron.tools.forecast.memory import memory
@@ -228,9 +228,10 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     Raises ValueError for sizes that do not divide each other.
     """
     missing, refused = missing_sizes(args), reasons(words, REFUSED)
-    mtp = f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}"
-    if args.mtp_num_layers and mtp not in refused:  # given before the launch line
-        refused.append(mtp)
+    for flag in ("--mtp-num-layers", "--num-experts"):  # perhaps given before the launch line
+        reason = f"{flag}: {REFUSED[flag]}"
+        if getattr(args, destination(flag)) and reason not in refused:
+            refused.append(reason)
     pattern, known = args.hybrid_layer_pattern, True
     if pattern is not None:  # which says where experts are
         found, known = refused_layers(pattern)
