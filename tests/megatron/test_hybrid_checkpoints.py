@@ -11,7 +11,7 @@ import pytest
 from s2_megatron.megatron.checkpoints.compare import compare_shapes, compare_sparsity
 from s2_megatron.megatron.checkpoints.folder import StoredCheckpoint
 from s2_megatron.megatron.checkpoints.hooks import CheckpointHooks
-from s2_megatron.megatron.checkpoints.translation import loads_weights_only
+from s2_megatron.megatron.checkpoints.translation import finetune_note, loads_weights_only
 from s2_megatron.megatron.sparsity import resolve_sparsity
 from tests.megatron.test_hybrid import HYBRID
 from tests.tiers import mostly_slow
@@ -125,7 +125,7 @@ def test_a_local_checkpoint_is_not_translated():
 
 
 def test_sparsity_is_compared_by_attention_layers(tmp_path):
-    """--finetune leaves a HybridModel the optimizer's state of a GPT (read in Megatron 0.19.2)."""
+    """--finetune leaves a HybridModel the optimizer's state of a GPT: run with Megatron 0.19.2."""
 
     def plan(letters, args):
         path = tmp_path / "plan.yaml"
@@ -138,6 +138,8 @@ def test_sparsity_is_compared_by_attention_layers(tmp_path):
     for finetune in (False, True):
         args = mine(finetune=finetune)
         assert not loads_weights_only(args, gpt.args)
+        note = finetune_note(args, gpt)
+        assert ("add --no-load-optim for the weights alone" in note) if finetune else note is None
         with pytest.raises(ValueError) as caught:
             compare_sparsity(args, plan("DDS", args), gpt)
         assert "\n  layer 1: local 2" in str(caught.value) and "add --no-load-optim to load" in str(caught.value)

@@ -19,6 +19,7 @@ from s2_megatron.config.sparsity import ResolvedSparsity, diff_sparsity
 from s2_megatron.megatron.checkpoints.folder import CheckpointError, StoredCheckpoint, checkpoint_to_load, remedy
 from s2_megatron.megatron.checkpoints.translation import (
     compare_models,
+    finetune_note,
     flag_for_weights,
     is_translated,
     loads_weights_only,
@@ -149,8 +150,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
         compare_sparsity(args, sparsity, checkpoint)
         compare_softmax_type(args, checkpoint)
         compare_rope_scaling(args, checkpoint)
-        if (note := dropout_note(args, checkpoint)) is not None:
-            print_once(f"S2: {note}")
+        for note in (dropout_note(args, checkpoint), finetune_note(args, checkpoint)):
+            if note is not None:
+                print_once(f"S2: {note}")
     return checkpoint
 
 

@@ -41,6 +41,16 @@ def loads_weights_only(args: Namespace, stored: Namespace) -> bool:
     return finetune or bool(args.no_load_optim) or bool(getattr(stored, "no_save_optim", False))
 
 
+def finetune_note(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
+    """What to say where --finetune stands for the weights alone, and Megatron takes more."""
+    if not args.finetune or checkpoint.weights_only:
+        return None
+    return (
+        f"--finetune with the GPT in --load {checkpoint.folder}: Megatron loads its optimizer's state into the "
+        "HybridModel all the same, and wants its --lr and --min-lr; add --no-load-optim for the weights alone"
+    )
+
+
 def compare_models(args: Namespace, checkpoint: StoredCheckpoint) -> bool:
     """Whether a run of `args` has Megatron translate this checkpoint.
 
