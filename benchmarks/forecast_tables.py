@@ -24,7 +24,7 @@ from s2_megatron.config.load import load_config
 from s2_megatron.tools.commands import CommandParser
 from s2_megatron.tools.forecast.flags import read_flags
 from s2_megatron.tools.forecast.memory import GIB, memory
-from s2_megatron.tools.forecast.run import TrainingRun, dense_sparsity, model_sizes, training_run
+from s2_megatron.tools.forecast.run import TrainingRun, dense_sparsity, sparsity_of, training_run
 from s2_megatron.tools.forecast.step_time import step_time
 from s2_megatron.tools.forecast.tables import FOLDER, FORMAT, Tables
 from s2_megatron.tools.launch_line import parse_launch_line
@@ -150,11 +150,7 @@ def run_of(command: str, gpus: int) -> TrainingRun:
     """The run of a measured row's command."""
     flags = parse_launch_line(shlex.split(command)).flags
     args = read_flags(flags)
-    sparsity = (
-        dense_sparsity(args)
-        if args.s2_config is None
-        else load_config(ROOT / args.s2_config).resolve(**model_sizes(args))
-    )
+    sparsity = dense_sparsity(args) if args.s2_config is None else sparsity_of(load_config(ROOT / args.s2_config), args)
     return training_run(args, sparsity, gpus)
 
 

@@ -48,9 +48,10 @@ class SparsityConfig:
         seq_length: int,
         mtp_num_layers: int | None = None,
         layers_flag: str = "--num-layers",
+        mtp_flag: str = "--mtp-num-layers",
     ) -> ResolvedSparsity:
-        """The pattern of every layer of a model (heads and layers global, before any parallel slicing). layers_flag:
-        what errors call num_layers.
+        """The pattern of every layer of a model (heads and layers global, before any parallel slicing). layers_flag,
+        mtp_flag: what errors call num_layers and mtp_num_layers.
 
         Raises ValueError when the plan does not fit the layers, a mask or function cannot be used, or dense heads do
         not exist.
@@ -64,6 +65,7 @@ class SparsityConfig:
             seq_length=seq_length,
             mtp_num_layers=mtp_num_layers or 0,
             layers_flag=layers_flag,
+            mtp_flag=mtp_flag,
         )
 
 

@@ -31,6 +31,7 @@ def resolve_config(
     seq_length: int,
     mtp_num_layers: int,
     layers_flag: str = "--num-layers",
+    mtp_flag: str = "--mtp-num-layers",
 ) -> ResolvedSparsity:
     """See SparsityConfig.resolve. source: where the masks' relative paths start, and what errors name."""
     for flag, value, least, most in (
@@ -38,7 +39,7 @@ def resolve_config(
         ("--num-attention-heads", num_heads, 1, MOST_HEADS),
         ("--num-query-groups", num_kv_heads, 1, MOST_HEADS),
         ("--seq-length", seq_length, 1, MOST_SEQ_LENGTH),
-        ("--mtp-num-layers", mtp_num_layers, 0, MOST_LAYERS),
+        (mtp_flag, mtp_num_layers, 0, MOST_LAYERS),
     ):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{flag} {shown(value)}: expected an integer, {least} to {most}")
@@ -59,7 +60,7 @@ def resolve_config(
             f"needs the same number of query heads; nearest valid: --num-query-groups {best}"
         )
     plan = _tiled_plan(config, source, "layers", layers_flag, num_layers)
-    mtp_plan = _mtp_plan(config, source, mtp_num_layers)
+    mtp_plan = _mtp_plan(config, source, mtp_flag, mtp_num_layers)
 
     for name in dict.fromkeys((*plan, *mtp_plan)):
         if name != "D":
@@ -138,12 +139,14 @@ def _tiled_plan(config: S2Config, source: Source, key: str, flag: str, count: in
             (key,),
             f"{shown(getattr(config, key))}, {len(plan)} names, for {flag} {count}",
             f"a plan whose length is {count} or divides it",
-            f"a plan of {lengths} names, or {flag} {counts}",
+            f"a plan of {lengths} names, or {counts} of these layers"
+            if flag.endswith(":")
+            else f"a plan of {lengths} names, or {flag} {counts}",
         )
     )
 
 
-def _mtp_plan(config: S2Config, source: Source, count: int) -> list[str]:
+def _mtp_plan(config: S2Config, source: Source, flag: str, count: int) -> list[str]:
     if count == 0:
         return []
     if config.mtp_layers is None:
@@ -151,12 +154,12 @@ def _mtp_plan(config: S2Config, source: Source, count: int) -> list[str]:
         raise source.error(
             Problem(
                 ("mtp_layers",),
-                f"nothing, and a model with --mtp-num-layers {count}",
+                f"nothing, and a model with {flag} {count}",
                 f"the plan of the multi-token-prediction layers, of {', '.join(names)}",
                 " or ".join(f"mtp_layers: {n}" for n in names[:2]),
             )
         )
-    return _tiled_plan(config, source, "mtp_layers", "--mtp-num-layers", count)
+    return _tiled_plan(config, source, "mtp_layers", flag, count)
 
 
 class _Patterns:

@@ -51,7 +51,8 @@ class ResolvedSparsity:
     layers: the decoder's, in global order. mtp_layers: the multi-token-prediction layers. softmax_scale: for every
     layer of the model, dense ones included; None leaves Megatron's 1/sqrt(head dim). seq_length: the one that tables
     and densities are computed for. notes: remarks worth printing. places: where `layers` stand among all layers of a
-    model that has others, too (Megatron's HybridModel), in order; empty where they are all of them.
+    model that has others, too (Megatron's HybridModel), in order; empty where they are all of them. mtp_places: where
+    `mtp_layers` stand in their own depth of such a model.
     """
 
     layers: tuple[LayerSparsity, ...]
@@ -63,10 +64,15 @@ class ResolvedSparsity:
     seq_length: int
     notes: tuple[str, ...] = field(default=(), compare=False)
     places: tuple[int, ...] = field(default=(), compare=False)
+    mtp_places: tuple[int, ...] = field(default=(), compare=False)
 
     def place(self, layer: int) -> int:
-        """The index of a layer of `layers` among all layers of the model."""
-        return self.places[layer] if self.places else layer
+        """The index of a layer of `all_layers` among all layers of the model; Megatron counts those of multi-token
+        prediction from the start again."""
+        if layer < len(self.layers):
+            return self.places[layer] if self.places else layer
+        layer -= len(self.layers)
+        return self.mtp_places[layer] if self.mtp_places else layer
 
     @property
     def all_layers(self) -> tuple[LayerSparsity, ...]:

@@ -17,6 +17,7 @@ from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+from s2_megatron.megatron.hybrid_specs import refuse_dropped
 from s2_megatron.megatron.patches import (
     guard_processes,
     install_checkpoint_hooks,
@@ -210,6 +211,7 @@ def _check_losses(args: Namespace, flags: RunFlags) -> None:
 def _resolve_run(args: Namespace, *, elsewhere: bool) -> S2Run:
     """What --s2-config and the other flags ask for. Raises ValueError for what cannot be honoured."""
     refuse_unsupported(args, elsewhere=elsewhere)
+    refuse_dropped(args)
     run = S2Run(_apply_softmax_scale(args, resolve_sparsity(args)), S2Settings.from_args(args))
     refuse_layers(args, run)
     if not elsewhere:

@@ -9,21 +9,27 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 
+from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
-from s2_megatron.megatron.layer_cores import core_specs, uses_transformer_engine, with_core
+from s2_megatron.megatron.layer_cores import core_specs, require_repeatable, uses_transformer_engine, with_core
 from s2_megatron.megatron.model.hybrid_stack import is_local_stack, local_stack_spec, require_layers
 from s2_megatron.megatron.settings import S2Run
-from s2_megatron.megatron.sparsity import ATTENTION, layer_symbols
+from s2_megatron.megatron.sparsity import attention_in, layer_symbols, mtp_symbols
 
 
 class HybridAttentionLayer(TransformerLayer):
     """An attention layer of a HybridModel. by_place: what stands in each of them, by its index among all layers of the
-    model; submodules: of the spec, not used. The other arguments as Megatron passes them."""
+    model, or of one depth of the multi-token prediction (of_mtp); submodules: of the spec, not used. The other
+    arguments as Megatron passes them."""
 
     def __init__(
         self,
@@ -32,23 +38,43 @@ class HybridAttentionLayer(TransformerLayer):
         layer_number: int,
         *,
         by_place: dict[int, TransformerLayerSubmodules],
+        of_mtp: bool = False,
         **named,
     ):
-        assert not named.get("is_mtp_layer"), "by_place holds the decoder's layers alone"
+        assert bool(named.get("is_mtp_layer")) == of_mtp, "by_place is of other layers"
         super().__init__(config, by_place[layer_number - 1], layer_number, **named)
+
+
+class HybridMTPLayer(MultiTokenPredictionLayer):
+    """One depth of the multi-token prediction of a HybridModel. attention: the spec of its own attention layers, in
+    place of the decoder's. The other arguments as Megatron passes them."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules,
+        *,
+        attention: ModuleSpec,
+        hybrid_submodules: HybridStackSubmodules,
+        **named,
+    ):
+        own = copy.copy(hybrid_submodules)
+        own.attention_layer = attention
+        super().__init__(config, submodules, hybrid_submodules=own, **named)
 
 
 def s2_stack_spec(
     config: TransformerConfig, run: S2Run, pattern: str, *, stock: ModuleSpec | None = None
 ) -> ModuleSpec:
-    """The spec of all layers of a HybridModel, each `*` with the core attention that run.sparsity gives it.
+    """The spec of all layers of a HybridModel, each `*` with the core attention that run.sparsity gives it, those of
+    multi-token prediction, too.
 
     pattern: --hybrid-layer-pattern. stock: the spec to start from; default Megatron's, or that of its local modules, as
     config.transformer_impl says.
-    Raises ValueError when the sparsity was resolved for other layers, for layers that a local stack does not have, and
-    as resolve_dense_core does.
+    Raises ValueError when the sparsity was resolved for other layers, for layers that a local stack does not have, for
+    different layers of multi-token prediction with --mtp-use-repeated-layer, and as resolve_dense_core does.
     """
-    places = tuple(place for place, symbol in enumerate(layer_symbols(pattern)) if symbol == ATTENTION)
+    places, per_depth = (attention_in(symbols) for symbols in (layer_symbols(pattern), mtp_symbols(pattern)))
     if run.sparsity.places != places:
         raise ValueError(
             f"hybrid_layer_pattern={pattern!r} has attention in layers {list(places)} (counted from 0), but the S2 "
@@ -58,35 +84,68 @@ def s2_stack_spec(
     if stock is None:
         stock = hybrid_stack_spec if uses_transformer_engine(config) else local_stack_spec(config)
     if is_local_stack(stock):
-        require_layers(stock.submodules, layer_symbols(pattern))
-    attention = stock.submodules.attention_layer
-    by_place = {
-        place: with_core(attention, config, core, f"layer {place} (counted from 0)").submodules
-        for place, core in zip(places, core_specs(config, run))
-    }
+        require_layers(stock.submodules, layer_symbols(pattern) + mtp_symbols(pattern))
+    attention, cores = stock.submodules.attention_layer, core_specs(config, run)
     submodules = copy.copy(stock.submodules)
-    submodules.attention_layer = ModuleSpec(
-        module=HybridAttentionLayer, params={"by_place": by_place}, submodules=attention.submodules
-    )
+    submodules.attention_layer = _attention_spec(attention, config, dict(zip(places, cores)), "layer")
+    if per_depth:
+        of_mtp, depths = cores[len(places) :], config.mtp_num_layers
+        if run.sparsity.mtp_places != per_depth * depths:
+            raise ValueError(
+                f"mtp_num_layers={depths} of {mtp_symbols(pattern)!r}, but the S2 config was resolved for "
+                f"{len(run.sparsity.mtp_layers)} layers; expected the same; give the depths by --hybrid-layer-pattern"
+            )
+        by_depth = [of_mtp[depth * len(per_depth) :][: len(per_depth)] for depth in range(depths)]
+        specs = [
+            _attention_spec(attention, config, dict(zip(per_depth, found)), f"MTP depth {depth}, layer", of_mtp=True)
+            for depth, found in enumerate(by_depth)
+        ]
+        require_repeatable(config, run.sparsity, len(per_depth))
+        submodules.mtp_block_spec = _mtp_spec(stock.submodules.mtp_block_spec, specs)
     return ModuleSpec(module=stock.module, params=dict(stock.params), submodules=submodules)
+
+
+def _attention_spec(stock: ModuleSpec, config: TransformerConfig, cores: dict, name: str, of_mtp=False) -> ModuleSpec:
+    """The spec of the attention layers with `cores`, by their places."""
+    by_place = {
+        place: with_core(stock, config, core, f"{name} {place} (counted from 0)").submodules
+        for place, core in cores.items()
+    }
+    params = {"by_place": by_place, "of_mtp": of_mtp}
+    return ModuleSpec(module=HybridAttentionLayer, params=params, submodules=stock.submodules)
+
+
+def _mtp_spec(stock: ModuleSpec, attention: list[ModuleSpec]) -> ModuleSpec:
+    """The spec of all depths of the multi-token prediction, with the attention layers of each."""
+    depth = stock.submodules.layer_specs[0]  # of which Megatron makes every depth
+    layers = [
+        ModuleSpec(module=HybridMTPLayer, params={"attention": spec}, submodules=depth.submodules) for spec in attention
+    ]
+    block = MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    return ModuleSpec(module=stock.module, params=dict(stock.params), submodules=block)
+
+
+def refuse_dropped(args: Namespace) -> None:
+    """Raises ValueError for what a HybridModel would leave out in silence: RoPE scaling. args: Megatron's."""
+    if args.hybrid_layer_pattern is not None and args.use_rope_scaling:
+        raise ValueError(
+            "--use-rope-scaling with --hybrid-layer-pattern: Megatron's HybridModel has none, and would be trained "
+            "without; expected one of the two; leave --use-rope-scaling out"
+        )
 
 
 def model_config_from_args(args: Namespace):
     """Megatron's GPTModelConfig, or its HybridModelConfig where args has a hybrid_layer_pattern: of local modules with
     --transformer-impl local, where Megatron takes Transformer Engine's all the same.
 
-    args: Megatron's. Raises ValueError for what Megatron would leave out of a HybridModel in silence: RoPE scaling, and
-    layers that a local stack does not have.
+    args: Megatron's. Raises ValueError as refuse_dropped does, and for layers that a local stack does not have.
     """
     if args.hybrid_layer_pattern is None:
         return gpt_config_from_args(args)
-    if args.use_rope_scaling:
-        raise ValueError(
-            "--use-rope-scaling with --hybrid-layer-pattern: Megatron's HybridModel has none, and would be trained "
-            "without; expected one of the two; leave --use-rope-scaling out"
-        )
+    refuse_dropped(args)
     model_config = hybrid_config_from_args(args)
     if args.transformer_impl == "local" and model_config.hybrid_stack_spec is None:
         model_config.hybrid_stack_spec = spec = local_stack_spec(model_config.transformer)
-        require_layers(spec.submodules, layer_symbols(args.hybrid_layer_pattern))
+        symbols = layer_symbols(args.hybrid_layer_pattern) + mtp_symbols(args.hybrid_layer_pattern)
+        require_layers(spec.submodules, symbols)
     return model_config

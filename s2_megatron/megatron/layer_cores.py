@@ -8,6 +8,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.model.core_attention import ATTENTION_MODULES, S2CoreAttention
 from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.model.norms import stage_norm
@@ -37,11 +38,21 @@ def core_specs(config: TransformerConfig, run: S2Run) -> list[ModuleSpec | None]
     specs = []
     for layer, found in enumerate(sparsity.all_layers):
         pattern = dense if found.pattern is None else found.pattern
-        # Megatron counts the layers of multi-token prediction from the start again.
-        index = sparsity.place(layer) if layer < len(sparsity.layers) else layer - len(sparsity.layers)
+        index = sparsity.place(layer)
         params = dict(pattern=pattern, layer_index=index, settings=settings, s2_cp_comm_type=settings.comm_type(layer))
         specs.append(None if pattern is None else ModuleSpec(module=S2CoreAttention, params=params))
     return specs
+
+
+def require_repeatable(config: TransformerConfig, sparsity: ResolvedSparsity, layers: int = 1) -> None:
+    """Raises ValueError where --mtp-use-repeated-layer runs the same `layers` attention layers again, of which the
+    sparsity says something else."""
+    patterns = [layer.pattern for layer in sparsity.mtp_layers]
+    if config.mtp_use_repeated_layer and patterns[layers:] != patterns[:-layers]:
+        raise ValueError(
+            "mtp_use_repeated_layer=True with different mtp_layers; expected one pattern; repeat one letter in "
+            "mtp_layers"
+        )
 
 
 def with_core(stock: ModuleSpec, config: TransformerConfig, core: ModuleSpec | None, layer_name: str) -> ModuleSpec:

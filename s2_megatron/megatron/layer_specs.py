@@ -29,7 +29,13 @@ from megatron.training.models.hybrid import HybridModelConfig
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.hybrid_specs import s2_stack_spec
-from s2_megatron.megatron.layer_cores import core_specs, dense_core, uses_transformer_engine, with_core
+from s2_megatron.megatron.layer_cores import (
+    core_specs,
+    dense_core,
+    require_repeatable,
+    uses_transformer_engine,
+    with_core,
+)
 from s2_megatron.megatron.model.check import CALL
 from s2_megatron.megatron.model.hybrid_stack import is_local_stack
 from s2_megatron.megatron.model.norms import final_norm, stage_norm
@@ -120,11 +126,7 @@ def s2_mtp_block_spec(
             f"mtp_num_layers={config.mtp_num_layers}, but the S2 config says {len(mtp_layers)}; expected the same; "
             "give them in the S2 config's key mtp_layers"
         )
-    if config.mtp_use_repeated_layer and len({layer.pattern for layer in mtp_layers}) > 1:
-        raise ValueError(
-            "mtp_use_repeated_layer=True with different mtp_layers; expected one pattern; repeat one letter in "
-            "mtp_layers"
-        )
+    require_repeatable(config, run.sparsity)
     if stock is None:
         engine, decoder = uses_transformer_engine(config), _stock_block_spec(config, vp_stage, pp_rank)
         stock = get_gpt_mtp_block_spec(config, decoder, engine, vp_stage=vp_stage, pp_rank=pp_rank)

@@ -28,13 +28,23 @@ def layer_symbols(pattern: str) -> str:
     return pattern.partition("/")[0].replace("|", "")
 
 
+def mtp_symbols(pattern: str) -> str:
+    """The same of one depth of the multi-token prediction; all depths have the same layers."""
+    return pattern.partition("/")[2].partition("/")[0]
+
+
+def attention_in(symbols: str) -> tuple[int, ...]:
+    """Where the attention layers stand in symbols without stages and depths."""
+    return tuple(place for place, symbol in enumerate(symbols) if symbol == ATTENTION)
+
+
 def attention_places(args: Namespace) -> tuple[int, ...]:
     """The decoder layers with attention, counted from 0 over all layers: those of `*` in a HybridModel, and all of a
     GPT. args: Megatron's, also those that a checkpoint has stored."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None:
         return tuple(range(args.num_layers or 0))
-    return tuple(place for place, symbol in enumerate(layer_symbols(pattern)) if symbol == ATTENTION)
+    return attention_in(layer_symbols(pattern))
 
 
 def check_windows(args: Namespace) -> None:
@@ -64,10 +74,10 @@ def check_windows(args: Namespace) -> None:
                 f"{given}: {len(skipped)} entries; expected one for each of the {args.num_layers} layers; "
                 "use a number N (every N-th layer sees all keys), or a list of that length"
             )
-        if (mtp_layers := _mtp_layers(args)[0]) > len(skipped):
+        if max(_mtp_layers(args)[0], default=-1) >= len(skipped):
             raise ValueError(
-                f"--mtp-num-layers {mtp_layers} with {given}: {len(skipped)} entries, which Megatron reads from the "
-                "first one again for these layers; expected at most as many layers; use a number N"
+                f"--mtp-num-layers {args.mtp_num_layers} with {given}: {len(skipped)} entries, which Megatron reads "
+                "from the first one again for these layers; expected at most as many layers; use a number N"
             )
     elif skipped is not None and (type(skipped) is not int or skipped < 1):
         raise ValueError(
@@ -107,16 +117,21 @@ def check_layer_window(pattern: Pattern, config, layer_number: int, name: str) -
         )
 
 
-def _mtp_layers(args: Namespace) -> tuple[int, int]:
-    """(multi-token-prediction layers of the model, how often each is run)."""
-    runs = args.mtp_num_layers or 0
-    return (1, runs) if runs and getattr(args, "mtp_use_repeated_layer", False) else (runs, 1)
+def _mtp_layers(args: Namespace) -> tuple[tuple[int, ...], int]:
+    """(the multi-token-prediction layers with attention, each as Megatron counts it from 0, how often each is run)."""
+    runs = getattr(args, "mtp_num_layers", None) or 0
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    repeated = bool(runs and getattr(args, "mtp_use_repeated_layer", False))
+    if pattern is None:
+        return ((0,), runs) if repeated else (tuple(range(runs)), 1)
+    places = attention_in(mtp_symbols(pattern))  # Megatron counts each depth anew
+    return (places, runs) if repeated else (places * runs, 1)
 
 
 def _window_config(args: Namespace) -> SparsityConfig:
     """Megatron's windows as a sparsity. Raises ValueError as check_windows does."""
     check_windows(args)
-    places, of_mtp = attention_places(args), range(_mtp_layers(args)[0])
+    places, of_mtp = attention_places(args), _mtp_layers(args)[0]
     windows, of_mtp = ([layer_window(args, layer) for layer in layers] for layers in (places, of_mtp))
     data: dict = {"block_size": BLOCK_SIZE, "layers": _plan(windows)}
     if of_mtp:
@@ -130,27 +145,35 @@ def _plan(windows: list[int | None]) -> list[str]:
     return ["D" if window is None else "W" for window in windows]
 
 
-def _resolved(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
-    mtp_layers, runs = _mtp_layers(args)  # --mtp-use-repeated-layer runs one layer several times
+def resolve_layers(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
+    """The sparsity of every layer from a config, for the model of `args`. Raises ValueError when they do not fit."""
+    of_mtp, runs = _mtp_layers(args)  # --mtp-use-repeated-layer runs one layer several times
     places, pattern = attention_places(args), getattr(args, "hybrid_layer_pattern", None)
-    flag = "--num-layers" if pattern is None else f"attention layers ({ATTENTION}) of --hybrid-layer-pattern {pattern}:"
+    names = {}
+    if pattern is not None:
+        flag = f"--hybrid-layer-pattern {pattern}:"
+        names["layers_flag"] = (
+            f"attention layers ({ATTENTION}) among the {len(layer_symbols(pattern))} layers of {flag}"
+        )
+        names["mtp_flag"] = f"attention layers ({ATTENTION}) behind the first / of {flag}"
     sparsity = config.resolve(
         num_layers=len(places),
-        layers_flag=flag,
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         seq_length=args.seq_length,
-        mtp_num_layers=mtp_layers,
+        mtp_num_layers=len(of_mtp),
+        **names,
     )
-    return dataclasses.replace(
-        sparsity, mtp_layers=sparsity.mtp_layers * runs, places=() if pattern is None else places
-    )
+    sparsity = dataclasses.replace(sparsity, mtp_layers=sparsity.mtp_layers * runs)
+    if pattern is None:
+        return sparsity
+    return dataclasses.replace(sparsity, places=places, mtp_places=of_mtp * runs)
 
 
 def resolve_windows(args: Namespace) -> ResolvedSparsity:
     """The sparsity of every layer by --window-size and --window-attn-skip-freq: exact windows, and dense layers where
     Megatron has none. Raises ValueError as check_windows does, and when they do not fit the model."""
-    sparsity = _resolved(_window_config(args), args)
+    sparsity = resolve_layers(_window_config(args), args)
     if all(layer.pattern is None for layer in sparsity.all_layers):
         note = f"--window-attn-skip-freq {args.window_attn_skip_freq} leaves no layer a window: the model is DENSE"
         sparsity = dataclasses.replace(sparsity, notes=(note,))
@@ -161,7 +184,7 @@ def resolve_sparsity(args: Namespace) -> ResolvedSparsity:
     """The sparsity of every layer from --s2-config, for the model of `args`. Raises ValueError when they do not fit."""
     if args.s2_config == FROM_FLAGS:
         return resolve_windows(args)
-    return _resolved(load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns), args)
+    return resolve_layers(load_config(args.s2_config, allow_python_patterns=args.s2_allow_python_patterns), args)
 
 
 def stock_sparsity(args: Namespace) -> ResolvedSparsity:
@@ -176,10 +199,10 @@ def stock_sparsity(args: Namespace) -> ResolvedSparsity:
 
 def dense_sparsity(args: Namespace) -> ResolvedSparsity:
     """That of a model of `args` whose layers are all dense."""
-    dense = LayerSparsity("D", None)
+    dense, (of_mtp, runs) = LayerSparsity("D", None), _mtp_layers(args)
     return ResolvedSparsity(
         layers=(dense,) * len(attention_places(args)),
-        mtp_layers=(dense,) * (getattr(args, "mtp_num_layers", None) or 0),
+        mtp_layers=(dense,) * (len(of_mtp) * runs),
         softmax_scale=getattr(args, "softmax_scale", None),
         block_size=BLOCK_SIZE,  # plays no part in dense layers' canonical form
         num_heads=args.num_attention_heads,

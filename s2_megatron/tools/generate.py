@@ -181,15 +181,17 @@ def chooser(temperature: float, top_k: int, seed: int, words: int):
 def continuation(model, start: list[int], count: int, choose) -> Iterator[int]:
     """Tokens after `start`, one by one, `count` at most.
 
-    model: a GPTModel whose layers all compute with S2CoreAttention. choose: from the last token's logits to the next
-    token. Raises RuntimeError when a step went around S2CoreAttention in a layer.
+    model: a GPTModel or HybridModel whose attention layers all compute with S2CoreAttention. choose: from the last
+    token's logits to the next token. Raises RuntimeError when a step went around S2CoreAttention in a layer.
     """
     import torch
     from megatron.core.inference.contexts import StaticInferenceContext
     from megatron.core.inference.utils import InferenceMode
 
     from s2_megatron.megatron.model.core_attention import S2CoreAttention
+    from s2_megatron.tools.hf.checkpoint_model import attention_layers
 
+    layers = attention_layers(model)
     cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
     calls = [0]
     handles = [core.register_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1)) for core in cores]
@@ -204,9 +206,9 @@ def continuation(model, start: list[int], count: int, choose) -> Iterator[int]:
             with torch.inference_mode(), InferenceMode.active():
                 logits = model(ids, positions, None, inference_context=context, runtime_gather_output=True)
             steps += 1
-            if not cores or len(cores) != model.config.num_layers or calls[0] != steps * len(cores):
+            if not cores or len(cores) != layers or calls[0] != steps * len(cores):
                 raise RuntimeError(
-                    f"{calls[0]} calls of S2-Attention in {steps} steps of {model.config.num_layers} layers; "
+                    f"{calls[0]} calls of S2-Attention in {steps} steps of {layers} attention layers; "
                     "Megatron's inference went around the core attention"
                 )
             context.sequence_len_offset += ids.shape[1]

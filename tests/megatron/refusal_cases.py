@@ -83,7 +83,10 @@ CASES = {
     "ict_head_size": (dict(flags={"--ict-head-size": "128"}), "remove --ict-head-size"),
     "spec": (dict(flags={"--spec": ["module", "function"]}), "remove --spec"),
     "hybrid_layer_pattern": (dict(flags={"--hybrid-layer-pattern": "M*M-"}), "has layers M (Mamba takes"),
-    "hybrid_not_run": (dict(flags={"--hybrid-layer-pattern": "*-*-/*-"}), "multi-token-prediction layers (/); it has"),
+    "hybrid_not_run": (
+        dict(flags={"--hybrid-layer-pattern": "*-*-", "--mtp-num-layers": "1"}),
+        "--mtp-num-layers 1 without its layers",
+    ),
     "is_hybrid_model": (dict(flags={"--is-hybrid-model": None}), "remove --is-hybrid-model"),
     "heterogeneous_layers_config_path": (
         dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}),
@@ -226,6 +229,7 @@ ACCEPTED = {
     "mha": dict(without=["--group-query-attention"]),
     "moe": dict(flags={"--num-experts": "4"}),
     "hybrid": dict(flags={"--hybrid-layer-pattern": "*-*--*-*"}),
+    "hybrid_mtp": dict(flags={"--hybrid-layer-pattern": "*-*-*-*-/*-"}),
     "hybrid_experts": dict(flags={"--hybrid-layer-pattern": "*E*E*E*E", "--num-experts": "4"}),
     "mtp": dict(flags={"--mtp-num-layers": "2"}),
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),

@@ -15,7 +15,6 @@ SCRIPT = Path(__file__).parent / "scripts" / "dropped_flags.py"
 # What the model's config does not get, and need not.
 EXPLAINED = {
     "--heterogeneous-layers-config-encoded-json": "read by Megatron's validation; refused with S2, and by the export",
-    "--hybrid-override-pattern": "Megatron's old name of --hybrid-layer-pattern, into which it is written",
 }
 
 # What no module of Megatron reads as `args.X` outside of those that define and check flags.

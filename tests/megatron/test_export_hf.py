@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests.megatron.test_hybrid import HYBRID
+
 pytest.importorskip("transformers", reason="transformers is an optional extra: pip install 's2-megatron[hf]'")
 
 LAYOUTS = {
@@ -44,6 +46,9 @@ def test_an_imported_model_trains_on(lab, start, baseline):
     run = lab.run("imported", f"--train-iters 3 --load {again} --finetune")
     direct = lab.run("direct", f"--train-iters 3 --load {checkpoint} --finetune")
     assert run.losses == direct.losses and len(run.losses) == 3
+    flags = f"--train-iters 1 --load {again} --finetune --hybrid-layer-pattern *-*-*-*-"
+    hybrid = lab.run("imported_hybrid", flags, model=HYBRID)
+    assert abs(hybrid.losses[1] - direct.losses[1]) <= 1e-6
 
 
 def test_generation_notices_layers_that_go_around_s2_attention(lab, start, baseline):

@@ -115,6 +115,8 @@ MODELS = {
     "moe": ({"--num-experts": "4", "--moe-layer-freq": "2", "--moe-shared-expert-intermediate-size": "64"}, 2, 0),
     "mtp": ({"--mtp-num-layers": "2"}, 2, 2),
     "mtp_repeated": ({"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}, 2, 1),
+    "hybrid": ({"--hybrid-layer-pattern": "*-*E*--*", "--num-experts": "4"}, 2, 0),
+    "hybrid_mtp": ({"--hybrid-layer-pattern": "*-*-*-*-/*-/*-"}, 2, 2),
     "moe_mtp": ({"--mtp-num-layers": "1", "--num-experts": "4"}, 2, 1),
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ from megatron.core.transformer.transformer_layer import MoETransformerLayer, Tra
 from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.models.hybrid import HybridModelConfig
 
-from s2_megatron.megatron.hybrid_specs import HybridAttentionLayer, model_config_from_args, s2_stack_spec
+from s2_megatron.megatron.hybrid_specs import (
+    HybridAttentionLayer,
+    model_config_from_args,
+    refuse_dropped,
+    s2_stack_spec,
+)
 from s2_megatron.megatron.layer_specs import apply_s2
 from s2_megatron.megatron.model.check import check_model
 from s2_megatron.megatron.model.core_attention import S2SelfAttention
@@ -31,7 +37,8 @@ from s2_megatron.megatron.model.hybrid_stack import FIELDS, LocalHybridStack, lo
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
-from tests.megatron.conftest import MODEL
+from tests.megatron.conftest import MODEL, ROOT
+from tests.tiers import mostly_slow
 
 # Of attention in 0, 2 and 5, counted from 0.
 PATTERN = "*-*E-*"
@@ -90,9 +97,11 @@ def test_the_plan_counts_attention_layers_alone(tmp_path):
     assert resolved(tmp_path, "SSD", hybrid_layer_pattern="*-|*E|-*").places == (0, 2, 5)
     with pytest.raises(ValueError) as caught:
         resolved(tmp_path, "SSDSSD")
-    expected = f"SSDSSD, 6 names, for attention layers (*) of --hybrid-layer-pattern {PATTERN}: 3"
+    expected = f"SSDSSD, 6 names, for attention layers (*) among the 6 layers of --hybrid-layer-pattern {PATTERN}: 3"
     assert expected in str(caught.value).replace("'", "")
-    with pytest.raises(ValueError, match=r"attention layers \(\*\) of --hybrid-layer-pattern --: 0: expected 1 or"):
+    with pytest.raises(
+        ValueError, match=r"attention layers \(\*\) among the 2 layers of --hybrid-layer-pattern --: 0: expected 1 or"
+    ):
         resolved(tmp_path, "S", hybrid_layer_pattern="--")
     assert len(stock_sparsity(arguments()).layers) == 3
 
@@ -184,19 +193,55 @@ def test_no_layer_is_built_as_one_that_does_nothing(tmp_path, symbol, words):
 
 
 def test_rope_scaling_is_not_left_out_in_silence():
-    with pytest.raises(ValueError, match="leave --use-rope-scaling out"):
-        model_config_from_args(arguments(use_rope_scaling=True))
+    for refuse in (refuse_dropped, model_config_from_args):
+        with pytest.raises(ValueError, match="leave --use-rope-scaling out"):
+            refuse(arguments(use_rope_scaling=True))
+    refuse_dropped(arguments(use_rope_scaling=True, hybrid_layer_pattern=None))
+
+
+def test_multi_token_prediction_has_its_own_layers(tmp_path):
+    """Each depth its own patterns, counted among its own layers from the start."""
+    pattern, config = "*-*E-*/-**/-**", make_config(num_layers=6, num_moe_experts=2, mtp_num_layers=2)
+    given = dict(hybrid_layer_pattern=pattern, mtp_num_layers=2)
+    sparsity = resolved(tmp_path, "SSD\nmtp_layers: SDDS", **given)
+    assert sparsity.mtp_places == (1, 2, 1, 2) and [layer.spec for layer in sparsity.mtp_layers] == list("SDDS")
+    stack = s2_stack_spec(config, S2Run(sparsity, S2Settings(seq_length=256)), pattern).submodules
+    found = []
+    for depth in stack.mtp_block_spec.submodules.layer_specs:
+        params = depth.params["attention"].params
+        assert params["of_mtp"] and sorted(params["by_place"]) == [1, 2]
+        cores = [half.self_attention.submodules.core_attention for half in params["by_place"].values()]
+        found += [None if core is DotProductAttention else core.params["pattern"] for core in cores]
+    assert found == [layer.pattern for layer in sparsity.mtp_layers]
+    with pytest.raises(ValueError, match=r"4 names, for attention layers .* behind the first / of .*: 2"):
+        resolved(tmp_path, "SSD\nmtp_layers: SDDS", hybrid_layer_pattern="*-*E-*/*/*", mtp_num_layers=2)
+    config.mtp_use_repeated_layer = True
+    for plan, fits in (("SD", True), ("SDDS", False)):
+        given["mtp_use_repeated_layer"] = fits
+        run = S2Run(resolved(tmp_path, f"SSD\nmtp_layers: {plan}", **given), S2Settings(seq_length=256))
+        assert len(run.sparsity.mtp_layers) == 4
+        with nullcontext() if fits else pytest.raises(ValueError, match="expected one pattern"):
+            s2_stack_spec(config, run, pattern)
+    one = resolved(tmp_path, "SSD\nmtp_layers: SD", hybrid_layer_pattern="*-*E-*/-**", mtp_num_layers=1)
+    with pytest.raises(ValueError, match="resolved for 2 layers; expected the same"):
+        s2_stack_spec(config, S2Run(one, S2Settings(seq_length=256)), pattern)
+    given["mtp_use_repeated_layer"] = False
+    windows = arguments(window_size=(63, 0), window_attn_skip_freq=2, s2_config="window-size", **given)
+    assert [layer.spec for layer in resolve_sparsity(windows).mtp_layers] == list("DWDW")
+    assert len(stock_sparsity(arguments(**given)).mtp_layers) == 4
 
 
 CASES = {
     "mixed": ("", "DSSS"),
     "s2": ("--qk-layernorm --normalization LayerNorm", "SSSS"),
     "experts": ("--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax", "SD"),
+    "mtp": ("--mtp-num-layers 3", "DSSS\nmtp_layers: SDS"),
+    "mtp_repeated": ("--mtp-num-layers 2 --mtp-use-repeated-layer", "DSSS\nmtp_layers: S"),
     "dense": ("", None),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, "mixed", "s2", "experts", "mtp", "dense"))
 def test_equals_the_gpt_of_equal_weights(lab, name):
     flags, plan = CASES[name]
     if plan is not None:
@@ -207,7 +252,9 @@ def test_equals_the_gpt_of_equal_weights(lab, name):
     found = json.loads(output.split("RESULT ")[1].splitlines()[0])
     gpt, hybrid = found["gpt"], found["hybrid"]
     assert (gpt["model"], hybrid["model"]) == ("GPTModel", "HybridModel") and found["weights"] > 10
-    sparse = [layer for layer, letter in enumerate((plan or "D") * 4) if letter == "S" and layer < 4]
+    plan, _, of_mtp = (plan or "D").partition("\nmtp_layers: ")
+    assert gpt["s2_depths"] == hybrid["s2_depths"] == [depth for depth, letter in enumerate(of_mtp) if letter == "S"]
+    sparse = [layer for layer, letter in enumerate(plan * 4) if letter == "S" and layer < 4]
     assert gpt["s2_layers"] == sparse and hybrid["s2_layers"] == [2 * layer for layer in sparse]
     assert hybrid["patterns"] == gpt["patterns"]
     assert hybrid["losses"] == pytest.approx(gpt["losses"], rel=0, abs=1e-6)
@@ -226,12 +273,14 @@ def test_it_trains_is_saved_and_resumed(lab):
     assert "Attention of 2 layers" in whole.output
     assert re.search(r"┃ layer +┃ in the model +┃ spec", whole.output), whole.output
     assert re.search(r"│ 0 +│ 0 +│ D +│ dense", whole.output) and re.search(r"│ 1 +│ 2 +│ S +│ s2", whole.output)
+    script = lab.folder / "own_hybrid.py"  # the four lines, with Megatron's other model config
+    text = (ROOT / "examples/existing_launch/with_s2.py").read_text()
+    script.write_text(text.replace("gpt_config_from_args", "hybrid_config_from_args"))
+    own = lab.run("hybrid_own", f"--train-iters 3 {flags}", model=HYBRID, script=script)
+    assert (own.losses, own.grad_norms) == (whole.losses, whole.grad_norms)
     resumed = lab.run("hybrid_resumed", f"--train-iters 3 {flags} --load {folder} --ckpt-step 2", model=HYBRID)
     assert resumed.losses == {3: whole.losses[3]} and resumed.grad_norms == {3: whole.grad_norms[3]}
-    for name, other, words in (
-        ("pattern", "--hybrid-layer-pattern **-- ", "--hybrid-layer-pattern *-*-, not **--"),
-        ("gpt", "--num-layers 2", "--hybrid-layer-pattern *-*-, not None"),
-    ):
-        flags = f"--train-iters 3 --s2-config {config} --load {folder} {other}"
-        run = lab.run(f"hybrid_as_{name}", flags, model=HYBRID, fails=True)
-        assert "\nerror: " in run.output and words in run.output and "Traceback" not in run.output
+    flags = f"--train-iters 3 --s2-config {config} --load {folder} --hybrid-layer-pattern **--"
+    run = lab.run("hybrid_as_pattern", flags, model=HYBRID, fails=True)
+    assert "\nerror: " in run.output and "Traceback" not in run.output
+    assert "--hybrid-layer-pattern *-*-, not **--" in run.output

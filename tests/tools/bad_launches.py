@@ -194,6 +194,8 @@ BAD = {
     "a variable": Bad({"--save": "$SAVE"}, ("launch line: $SAVE is a shell's variable; expected what it stands for",)),
     "variables": Bad({}, ("launch line: ${FLAGS[@]} is a shell's",), (), "torchrun pretrain_gpt.py ${FLAGS[@]}"),
     "no number": Bad({"--num-layers": "four"}, ("--num-layers: invalid int value: 'four'",)),
+    "other attention layers": Bad({"--hybrid-layer-pattern": "*-*-*-"}, ("config.yaml: layers (line 2): got 'DSSS', 4 "
+        "names, for attention layers (*) among the 6 layers of --hybrid-layer-pattern *-*-*-: 3",), ("--num-layers",)),
     "no value": Bad({"--seq-length": None}, ("--seq-length: expected one argument",)),
     "yaml_cfg": Bad({"--yaml-cfg": "x.yaml"},
         ("--yaml-cfg makes Megatron drop every other flag", "remove --yaml-cfg")),

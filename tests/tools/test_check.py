@@ -37,6 +37,8 @@ FINE = {
     "the good one": (Bad({}, ()),
         ("Attention of 4 layers", "nothing wrong found: 1 processes (one copy of the model)")),
     "without S2": (Bad({}, (), ("--s2-config",)), ("nothing wrong found",)),
+    "a HybridModel": (Bad({"--hybrid-layer-pattern": "*-*--*-*E", "--num-experts": "2"}, (), ("--num-layers",)),
+        ("Attention of 4 layers", "in the model", "9 layers")),
     "data": (Bad(DATA, (), ("--mock-data",)), ("nothing wrong found",)),
     "weights": (Bad(DATA | {"--data-path": ["1", "{tmp}/good"]}, (), ("--mock-data",)), ("nothing wrong found",)),
     "data for each part": (Bad({"--train-data-path": ["0", "{tmp}/good"], "--valid-data-path": "{tmp}/good"}, (),

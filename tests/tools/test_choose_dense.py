@@ -228,6 +228,7 @@ REFUSED = {
     "short": (["--sequences", "5"], {}, "have 4 whole sequences of 256 tokens; expected as many as are asked for"),
     "shorter": ([], {"seq_length": 2048}, "1200 tokens to validate with; expected 2049 or more"),
     "vocabulary": ([], {"padded_vocab_size": 8}, "--data-path text: has the token 9; expected less than 8"),
+    "other layers": ([], {"hybrid_layer_pattern": "**--", "num_layers": 4}, "pattern **--; expected *- repeated; only"),
     "another model": ([], {"num_experts": 4}, "num_experts=4; only a Llama- or Qwen-shaped model"),
 }  # fmt: skip
 
@@ -257,6 +258,9 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
     assert "2.0000 dense, 2.1500 with plan.yaml, 2.0400 with this one (+2.00%)" in text and str(tmp_path) not in text
     plan = load_config(tmp_path / "new.yaml").resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)
     assert count_dense(plan) == 4 and dense_kv_heads(plan.layers[2].pattern) == [1]
+    hybrid = dict(num_layers=8, hybrid_layer_pattern="*-*-*-*-")  # counted by its attention layers
+    assert command("--within", "2.1", "--write", "hybrid.yaml", **hybrid) == 0
+    assert (tmp_path / "hybrid.yaml").read_text() == text
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["candidates"][0] == {"layer": 2, "kv_heads": [1], "loss": pytest.approx(2.05)}
     assert facts["chosen"] == 2 and [each["size"] for each in facts["sets"]] == [0, 1, 2]

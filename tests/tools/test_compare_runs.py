@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,3 +276,14 @@ def test_a_dense_yaml_is_dense(tmp_path):
     assert sparsity_of(run_with(tmp_path, "two", s2_sparsity="None")) == DENSE
     scaled = json.dumps(form | {"softmax_scale": 0.1})
     assert sparsity_of(run_with(tmp_path, "three", s2_sparsity=scaled)) == scaled
+
+
+def test_hybrid_models_in_other_pipeline_stages_are_one_model():
+    runs = [
+        SimpleNamespace(name=name, sources=(name,), arguments={"hybrid_layer_pattern": pattern, "num_layers": 4})
+        for name, pattern in (("one", "*-*-"), ("staged", "*-|*-"), ("other", "**--"), ("gpt", None))
+    ]
+    check_comparable(runs[:2], ())
+    for other in runs[2:]:
+        with pytest.raises(ValueError, match=r"one and \w+ differ in model: hybrid_layer_pattern \*-\*- and"):
+            check_comparable([runs[0], other], ())

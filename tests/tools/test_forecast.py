@@ -12,8 +12,8 @@ from s2_megatron.config.load import SparsityConfig
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools.forecast.flags import FLAGS, destination, read_flags, reasons, vocabulary
 from s2_megatron.tools.forecast.flops import token_flops
-from s2_megatron.tools.forecast.memory import GIB, _checkpoints, memory
-from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes, training_run
+from s2_megatron.tools.forecast.memory import GIB, _checkpoints, memory, rank_parameters
+from s2_megatron.tools.forecast.run import dense_sparsity, sparsity_of, training_run
 from s2_megatron.tools.forecast.step_time import step_time
 from s2_megatron.tools.forecast.tables import Tables, known_gpus, load_tables
 
@@ -31,7 +31,7 @@ def run_of(*flags: str, gpus: int | None = None, sparsity: dict | None = S2):
     args = read_flags([*SMALL, *flags])
     if sparsity is None:
         return training_run(args, dense_sparsity(args), gpus)
-    return training_run(args, SparsityConfig.from_data(sparsity).resolve(**model_sizes(args)), gpus)
+    return training_run(args, sparsity_of(SparsityConfig.from_data(sparsity), args), gpus)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +214,26 @@ def test_recomputation_trades_time_for_memory():
     assert held["selective"] > held["mlp"] > held["full"]
     assert time["none"] < time["selective"] and time["block"] < time["keep"] < time["full"]
     assert time["none"] < time["mlp"] < time["full"]
+
+
+def test_a_hybrid_model_is_counted_layer_by_layer():
+    """More MLPs than attention layers; a pipeline; checkpoints of one and of two layers."""
+    pairs = run_of("--hybrid-layer-pattern", "*-" * 8)
+    assert memory(pairs).parts == memory(run_of()).parts
+    more = run_of("--hybrid-layer-pattern", "*--" * 8)
+    mlps = 8 * (3 * 1024 * 2816 + 1024)
+    assert rank_parameters(more, 0) - rank_parameters(pairs, 0) == mlps
+    assert token_flops(more).linear - token_flops(pairs).linear == 6 * (mlps - 8 * 1024)
+    assert token_flops(more).attention == token_flops(pairs).attention
+    times = [step_time(run, TABLES).seconds for run in (pairs, more)]
+    assert times[1]["attention"] == times[0]["attention"] and times[1]["linear layers"] > times[0]["linear layers"]
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers")
+    one, two = (memory(run_of("--hybrid-layer-pattern", "*-" * 8, *full, count)) for count in "12")
+    gpt = memory(run_of(*full, "1"))
+    assert two.parts == gpt.parts and one.parts["activations"] == 2 * gpt.parts["activations"]
+    staged = run_of("--hybrid-layer-pattern", "*-*-|*-*-|*-*-|*-*-", "--pipeline-model-parallel-size", "2", gpus=2)
+    assert staged.virtual == 2 and staged.stage_layers(1) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert [staged.attention(layer) for layer in (4, 5, 12)] == [2, None, 6]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypa
 def test_what_was_never_measured_has_no_forecast(capsys, tmp_path, flags, reason):
     yaml = tmp_path / "dense.yaml"
     yaml.write_text("block_size: 64\nlayers: D\n" + "mtp_layers: D\n" * ("--mtp-num-layers" in flags))
-    for in_line in (True, False) if "--mtp-num-layers" in flags else (True,):
+    for in_line in (True, False) if flags[0] in ("--mtp-num-layers", "--num-experts") else (True,):
         # Before the line or in it.
         facts = inspected(capsys, str(yaml), *(flags * (not in_line)), "--", *LINE, *(flags * in_line))
         assert facts["no_forecast"] == [reason] and "forecast" not in facts and "memory" not in facts

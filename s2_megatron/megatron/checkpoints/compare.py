@@ -12,12 +12,18 @@ import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
-from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sinks import without_sink
 from s2_megatron.config.sparsity import ResolvedSparsity, diff_sparsity
-from s2_megatron.megatron.checkpoints.folder import CheckpointError, checkpoint_to_load, remedy
+from s2_megatron.megatron.checkpoints.folder import CheckpointError, StoredCheckpoint, checkpoint_to_load, remedy
+from s2_megatron.megatron.checkpoints.translation import (
+    compare_models,
+    finetune_note,
+    flag_for_weights,
+    is_translated,
+    loads_weights_only,
+)
 from s2_megatron.megatron.model.rope_scaling import DEFAULT, computed_factor
 from s2_megatron.megatron.sparsity import dense_sparsity, stock_sparsity
 from s2_megatron.printing import print_once
@@ -35,18 +41,9 @@ SHAPE = (
     "swiglu",
     "untie_embeddings_and_output_weights",
 )
+TRANSLATED = ("num_layers", "hybrid_layer_pattern", "num_experts")  # of which translation.py says what fits
 # And with multi-latent attention. --q-lora-rank left out is a shape, too.
 LATENT_SHAPE = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-
-
-class StoredCheckpoint(NamedTuple):
-    """What a run is about to load."""
-
-    folder: str
-    args: Namespace  # Megatron's arguments of the run that saved it
-    iteration: int
-    weights_only: bool  # whether this run takes nothing but the weights (and perhaps the iteration) from it
-    scheduler: dict | None = None  # the state of the optimizer's schedule
 
 
 def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
@@ -58,10 +55,11 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
     """
     from megatron.training import checkpointing
 
-    folder, weights_only, setting = args.load, bool(args.finetune or args.no_load_optim), "--load"
+    folder, loading, setting = args.load, args, "--load"
     if args.pretrained_checkpoint is not None and not checkpointing.checkpoint_exists(folder):
         # Megatron then loads this one as with --finetune.
-        folder, weights_only, setting = args.pretrained_checkpoint, True, "--pretrained-checkpoint"
+        folder, setting = args.pretrained_checkpoint, "--pretrained-checkpoint"
+        loading = Namespace(**{**vars(args), "finetune": True})
     if folder is None:
         return None
     local = "://" not in str(folder)
@@ -74,10 +72,11 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
         only_local = args.non_persistent_ckpt_type == "local"
         reading = Namespace(**{**vars(args), "non_persistent_ckpt_type": None}) if only_local else args
         try:
-            state, _, release, _ = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
+            state, _, release, kind = checkpointing._load_base_checkpoint(folder, reading, rank0=True)
             stored = state.get("args") if state else None
             iteration = state.get("iteration", 0) if state else 0
             scheduler = state.get("opt_param_scheduler") if state else None
+            content = state.get("content_metadata") if state else None
         except (Exception, SystemExit) as error:  # damaged files raise almost anything
             known = remedy(Path(folder)) if local else "load another one"
             raise CheckpointError(
@@ -86,8 +85,10 @@ def find_checkpoint(args: Namespace) -> StoredCheckpoint | None:
             ) from error
     if stored is None:
         return None
-    weights_only = weights_only or release or bool(getattr(stored, "no_save_optim", False))
-    return StoredCheckpoint(folder, stored, iteration, weights_only, scheduler)
+    weights_only = release or loads_weights_only(loading, stored)
+    if loading.finetune:
+        scheduler = None
+    return StoredCheckpoint(folder, stored, iteration, weights_only, scheduler, content, kind.name)
 
 
 def _padding(args: Namespace) -> int:
@@ -95,12 +96,16 @@ def _padding(args: Namespace) -> int:
 
 
 def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
-    """Raises ValueError when the checkpoint is of a model with other shapes than this run's.
+    """Raises ValueError when the checkpoint is of a model with other shapes than this run's, or of another model that
+    Megatron does not translate.
 
     Vocabularies may differ in their padding, which depends on the tensor-parallel ranks.
     """
     stored, found = checkpoint.args, []
+    translated = compare_models(args, checkpoint)
     for name in SHAPE:
+        if translated and name in TRANSLATED:
+            continue
         flag, theirs, ours = f"--{name.replace('_', '-')}", getattr(stored, name, None), getattr(args, name, None)
         if name == "num_query_groups":
             theirs = theirs if getattr(stored, "group_query_attention", False) else stored.num_attention_heads
@@ -145,8 +150,9 @@ def compare_with_checkpoint(args: Namespace, sparsity: ResolvedSparsity | None) 
         compare_sparsity(args, sparsity, checkpoint)
         compare_softmax_type(args, checkpoint)
         compare_rope_scaling(args, checkpoint)
-        if (note := dropout_note(args, checkpoint)) is not None:
-            print_once(f"S2: {note}")
+        for note in (dropout_note(args, checkpoint), finetune_note(args, checkpoint)):
+            if note is not None:
+                print_once(f"S2: {note}")
     return checkpoint
 
 
@@ -164,7 +170,8 @@ def compare_softmax_type(args: Namespace, checkpoint: StoredCheckpoint) -> None:
         )
     if not checkpoint.weights_only:
         raise CheckpointError(
-            f"{text}; expected the same; give --softmax-type {theirs}, or add --finetune to load the weights only"
+            f"{text}; expected the same; give --softmax-type {theirs}, or add "
+            f"{flag_for_weights(args, checkpoint.args)} to load the weights only"
         )
     print_once(f"S2: {text}")
 
@@ -211,7 +218,8 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
     parallel layout, the sequence length and the name of the YAML may differ.
     """
     stored = getattr(checkpoint.args, "s2_sparsity", None)
-    if stored is None and sparsity is None:
+    # Translated, Megatron counts other layers for its windows.
+    if stored is None and sparsity is None and not is_translated(args, checkpoint.args):
         return
     allowed = checkpoint.weights_only or args.s2_allow_sparsity_change
     theirs = stock_sparsity(checkpoint.args).canonical_json() if stored is None else stored
@@ -238,8 +246,8 @@ def compare_sparsity(args: Namespace, sparsity: ResolvedSparsity | None, checkpo
             )
         raise CheckpointError(
             f"{where} was trained with another sparsity; this run (now on the right) would resume it with its "
-            f"optimizer:{lines}\n{fix}; or add --finetune to load its weights only, or --s2-allow-sparsity-change to "
-            "continue with the new one"
+            f"optimizer:{lines}\n{fix}; or add {flag_for_weights(args, checkpoint.args)} to load its weights only, or "
+            "--s2-allow-sparsity-change to continue with the new one"
         )
     how = "only its weights are loaded" if checkpoint.weights_only else "--s2-allow-sparsity-change"
     print_once(f"S2: {where} was trained with another sparsity, now on the right ({how}):{lines}")

@@ -17,6 +17,7 @@ import json
 import re
 import shlex
 import zipfile
+from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,18 @@ class Checkpoint(NamedTuple):
     @property
     def name(self) -> str:
         return "the release checkpoint" if self.iteration is None else f"iteration {self.iteration}"
+
+
+class StoredCheckpoint(NamedTuple):
+    """What a run is about to load."""
+
+    folder: str
+    args: Namespace  # Megatron's arguments of the run that saved it
+    iteration: int
+    weights_only: bool  # whether this run takes nothing but the weights (and perhaps the iteration) from it
+    scheduler: dict | None = None  # the state of the optimizer's schedule
+    content: dict | None = None  # what it says of its own formats
+    kind: str = "GLOBAL"  # its format, a name of Megatron's CheckpointType; this is torch_dist
 
 
 def read_tracker(folder: Path) -> Checkpoint | None:

@@ -24,9 +24,10 @@ from pathlib import Path
 from s2_megatron.config.errors import joined
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoints.checksums import BackgroundChecksums, damaged_files, files_of_rank, read_checksums
-from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_softmax_type, compare_sparsity
-from s2_megatron.megatron.checkpoints.folder import FOLDER, CheckpointError, find_problem, remedy
+from s2_megatron.megatron.checkpoints.compare import compare_softmax_type, compare_sparsity
+from s2_megatron.megatron.checkpoints.folder import FOLDER, CheckpointError, StoredCheckpoint, find_problem, remedy
 from s2_megatron.megatron.checkpoints.metadata import forget_metadata
+from s2_megatron.megatron.checkpoints.translation import compare_models, loads_weights_only
 from s2_megatron.megatron.errors import RunError
 from s2_megatron.printing import is_first_rank, print_once
 
@@ -207,12 +208,14 @@ class CheckpointHooks:
 
     def local_loaded(self, state: dict) -> None:
         """The sparsity in a local checkpoint is not known before all ranks have loaded it. Raises ValueError as
-        `compare_sparsity` and `compare_softmax_type`."""
+        `compare_sparsity` and `compare_softmax_type`, and for the checkpoint of a GPT in a HybridModel, or of a
+        HybridModel in a GPT."""
         folder = self.args.non_persistent_local_ckpt_dir
         self.loaded = f"the local checkpoint in {folder}"
         if state.get("args") is not None:
-            weights_only = bool(self.args.finetune or self.args.no_load_optim)
-            stored = StoredCheckpoint(folder, state["args"], state.get("iteration", 0), weights_only)
+            weights_only = loads_weights_only(self.args, state["args"])
+            stored = StoredCheckpoint(folder, state["args"], state.get("iteration", 0), weights_only, kind="LOCAL")
+            compare_models(self.args, stored)
             compare_sparsity(self.args, self.sparsity, stored)
             compare_softmax_type(self.args, stored)
 

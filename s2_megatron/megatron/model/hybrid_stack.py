@@ -14,6 +14,11 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSub
 from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -73,7 +78,8 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
     has experts, MoE layers (`E`).
 
     Each is one half of Megatron's local GPT layer, so that a model of `*-` repeated N times computes what the GPT of N
-    layers does. Other layers (`M`, `G`, `D`, `+`) have no local modules, and are refused where a stack is built.
+    layers does, and so for multi-token prediction. Other layers (`M`, `G`, `D`, `+`) have no local modules, and are
+    refused where a stack is built.
     """
     layer = _gpt_layer(config, num_experts=None)
     attention = ModuleSpec(
@@ -89,6 +95,12 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
     if config.num_moe_experts:
         experts = _gpt_layer(config, num_experts=config.num_moe_experts)
         layers["moe_layer"] = _mlp_spec(MoETransformerLayer, experts)
+    depth = get_mtp_layer_spec(None, use_transformer_engine=False)  # Megatron adds the layers of the pattern
+    for name in ("enorm", "hnorm", "layer_norm"):
+        setattr(depth.submodules, name, stage_norm(getattr(depth.submodules, name), config))
+    layers["mtp_block_spec"] = ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+    )
     params = {"final_norm": final_norm(LNImpl, config)}
     return ModuleSpec(module=LocalHybridStack, params=params, submodules=HybridStackSubmodules(**layers))
 

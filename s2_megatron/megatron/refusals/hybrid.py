@@ -25,12 +25,23 @@ def _in_quantized_training(args: Namespace) -> bool:
     return bool(args.fp8 or getattr(args, "fp4", None))
 
 
+def _lacks_mtp_layers(args: Namespace) -> bool:
+    """Megatron then builds none."""
+    return bool(args.mtp_num_layers) and "/" not in args.hybrid_layer_pattern
+
+
 # What has been run with a HybridModel is one process that computes the layers of a single stage once.
 NOT_RUN = {
     "--transformer-impl {args.transformer_impl}": lambda args: args.transformer_impl != "local",
     "{args.world_size} processes": lambda args: args.world_size > 1,
     "pipeline stages (|)": lambda args: "|" in args.hybrid_layer_pattern,
-    "multi-token-prediction layers (/)": lambda args: "/" in args.hybrid_layer_pattern or bool(args.mtp_num_layers),
+    "--mtp-num-layers {args.mtp_num_layers} without its layers (/)": _lacks_mtp_layers,
+    "multi-token-prediction layers (/) in {args.world_size} processes": lambda args: (
+        "/" in args.hybrid_layer_pattern and args.world_size > 1
+    ),
+    "multi-token-prediction layers (/) with recompute or packed documents": lambda args: (
+        "/" in args.hybrid_layer_pattern and (bool(args.recompute_granularity) or is_packed(args))
+    ),
     "--recompute-granularity {args.recompute_granularity}": is_set("recompute_granularity"),
     "packed documents (--sft, --dataloader-inter-document-masking)": is_packed,
     "--cuda-graph-impl {args.cuda_graph_impl}": lambda args: args.cuda_graph_impl != "none",

@@ -109,14 +109,14 @@ class Measured:
 
         from s2_megatron.megatron.host.cuda_on_cpu import compute_device
         from s2_megatron.megatron.model.core_attention import S2CoreAttention
-        from s2_megatron.tools.hf.checkpoint_model import load_model
+        from s2_megatron.tools.hf.checkpoint_model import attention_layers, load_model
 
         dtype = torch.float32 if compute_device().type == "cpu" else torch.bfloat16
         self.model = load_model(folder, dtype=dtype).model
         self.sequences = sequences
         cores = [module for module in self.model.modules() if isinstance(module, S2CoreAttention)]
         self.cores = sorted(cores, key=lambda core: core.layer_number)
-        assert len(self.cores) == self.model.config.num_layers, "a layer without S2's core attention"
+        assert len(self.cores) == attention_layers(self.model), "a layer without S2's core attention"
 
     def loss(self, sparsity: ResolvedSparsity) -> float:
         """The mean loss of a token that counts, in nats, under a plan."""

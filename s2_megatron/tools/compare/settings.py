@@ -92,6 +92,8 @@ def _value(arguments: dict, name: str):
     value = arguments.get(name)
     if name == "lr_decay_iters" and str(value) == "None":
         return arguments.get("train_iters")  # as Megatron's scheduler takes it
+    if name == "hybrid_layer_pattern" and value not in NOT_LOGGED:
+        return str(value).replace("|", "")  # the same model in other pipeline stages
     if name in WINDOWS and arguments.get("s2_sparsity") not in NOT_LOGGED:
         return None  # the windows of --s2-config window-size: a part of the sparsity, which may differ
     return value

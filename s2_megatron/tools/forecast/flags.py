@@ -13,6 +13,7 @@ from pathlib import Path
 from s2_megatron.config.errors import printable
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.preflight.values import NUMBERS, RANGES, Mistake, check_values, flag_of, refuse_first
+from s2_megatron.megatron.sparsity import layer_symbols
 
 UNEVEN = "uneven pipeline stages"
 # Settings that change time or memory in ways that no row of the tables has: no forecast, for this reason.
@@ -20,7 +21,6 @@ REFUSED = {
     "--num-experts": "mixture of experts",
     "--multi-latent-attention": "multi-latent attention",
     "--mtp-num-layers": "multi-token prediction",
-    "--hybrid-layer-pattern": "hybrid layer patterns",
     "--fp8-format": "FP8",
     "--fp4-format": "FP4",
     "--use-megatron-fsdp": "FSDP",
@@ -40,7 +40,7 @@ REFUSED = {
     "--yaml-cfg": "a YAML in place of flags",
 }
 # Of these, those that change the model's shape: no FLOPs and no KV cache in bytes, either.
-OTHER_SHAPES = ("--num-experts", "--multi-latent-attention", "--mtp-num-layers", "--hybrid-layer-pattern", "--yaml-cfg")
+OTHER_SHAPES = ("--num-experts", "--multi-latent-attention", "--mtp-num-layers", "--yaml-cfg")
 # Settings that the forecast does not know, though it is made: it says so.
 UNKNOWN = {
     "--tp-comm-overlap": "forecast without this overlap",
@@ -99,6 +99,21 @@ FLAGS: dict[str, tuple[object, dict]] = {
     "--tokenizer-model": (None, {}),
     "--make-vocab-size-divisible-by": (128, _whole),
     "--mtp-num-layers": (None, _whole),
+    "--hybrid-layer-pattern": (None, {}),
+    "--num-experts": (None, _whole),
+    "--moe-ffn-hidden-size": (None, _whole),
+    "--moe-router-topk": (2, _whole),
+    "--moe-shared-expert-intermediate-size": (None, _whole),
+    "--moe-latent-size": (None, _whole),
+    "--mamba-state-dim": (128, _whole),
+    "--mamba-head-dim": (64, _whole),
+    "--mamba-num-groups": (8, _whole),
+    "--mamba-num-heads": (None, _whole),
+    "--linear-conv-kernel-dim": (4, _whole),
+    "--linear-key-head-dim": (128, _whole),
+    "--linear-value-head-dim": (128, _whole),
+    "--linear-num-key-heads": (16, _whole),
+    "--linear-num-value-heads": (32, _whole),
     "--hidden-dropout": (0.1, dict(type=float)),
     "--bf16": (False, _switch),
     "--fp16": (False, _switch),
@@ -149,7 +164,6 @@ CHECKED: dict[str, dict] = {
     "--mrope-section": dict(nargs="+", **_whole),
     "--hierarchical-context-parallel-sizes": dict(nargs="+", **_whole),
     "--multi-latent-attention": _switch,
-    "--hybrid-layer-pattern": {},
     "--heterogeneous-layers-config-path": {},
     "--heterogeneous-layers-config-encoded-json": {},
     "--decoder-first-pipeline-num-layers": _whole,
@@ -260,6 +274,9 @@ def read_flags(words: Sequence[str], given: argparse.Namespace | None = None) ->
         read |= vars(source)
         if "num_query_groups" in vars(source):
             read["group_query_attention"] = True
+    if (pattern := read["hybrid_layer_pattern"]) is not None:  # Megatron counts, too
+        read["num_layers"] = len(layer_symbols(pattern))
+        read["mtp_num_layers"] = pattern.count("/") or read["mtp_num_layers"]
     return argparse.Namespace(**read)
 
 

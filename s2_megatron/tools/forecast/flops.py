@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from s2_megatron.config.sparsity import dense_pairs
+from s2_megatron.tools.forecast.hybrid import NOT_MEASURED
 from s2_megatron.tools.forecast.run import TrainingRun
 
 
@@ -34,8 +35,10 @@ def token_flops(run: TrainingRun) -> TokenFlops:
     sparsity, length = run.sparsity, run.sparsity.seq_length
     heads = sparsity.num_heads
     qkv = (heads + 2 * sparsity.num_kv_heads) * run.head_dim
-    matrices = run.hidden * (qkv + heads * run.head_dim + (3 if run.gated else 2) * run.ffn)
-    linear = 6.0 * (len(sparsity.layers) * matrices + run.hidden * run.vocabulary)
+    attention, mlp = run.hidden * (qkv + heads * run.head_dim), run.hidden * (3 if run.gated else 2) * run.ffn
+    mlps = run.symbols.count("-") if run.symbols else len(sparsity.layers)
+    linear = 6.0 * (len(sparsity.layers) * attention + mlps * mlp + run.hidden * run.vocabulary)
+    linear += sum(3.0 * run.hybrid.flops(symbol) for symbol in run.symbols if symbol in NOT_MEASURED)
     pairs = sum(sparsity.layer_pairs(layer) for layer in sparsity.layers)
     dense = len(sparsity.layers) * dense_pairs(heads, length)
     return TokenFlops(linear, 12.0 * run.head_dim * pairs / length, 12.0 * run.head_dim * dense / length)

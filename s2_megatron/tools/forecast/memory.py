@@ -48,8 +48,7 @@ class Memory:
 
 def rank_parameters(run: TrainingRun, stage: int) -> int:
     """Parameters on one GPU of a pipeline stage."""
-    layers = len(run.stage_layers(stage))
-    count = layers * (run.layer_weights + 2 * run.hidden)
+    count = sum(run.weights(layer) + run.halves(layer) * run.hidden for layer in run.stage_layers(stage))
     if stage == 0:
         count += run.vocabulary_weights + run.learned_positions * run.hidden
     if stage == run.pp - 1:
@@ -61,7 +60,8 @@ def rank_parameters(run: TrainingRun, stage: int) -> int:
 
 def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
     """Bytes a token that a layer keeps from its forward to its backward."""
-    size, ours = run.itemsize, run.by_s2(layer)
+    size, at = run.itemsize, run.attention(layer)
+    ours = at is not None and run.by_s2(at)
     shared = run.hidden // (run.tp if run.sequence_parallel else 1)
     lse = 4 * run.sparsity.num_heads // run.tp
     output = size * run.attention_width
@@ -77,8 +77,30 @@ def _kept_layer(run: TrainingRun, layer: int, recompute: str) -> int:
     mlp = size * run.ffn // run.tp * (3 if run.gated else 2) + size * shared
     if "mlp" in modules:
         mlp = 0
-    dropout = 2 * shared if run.dropout else 0
-    return 3 * size * shared + attention + mlp + dropout
+    kept = run.halves(layer) * shared if run.dropout else 0
+    if at is not None:
+        kept += 2 * size * shared + attention
+    return kept + size * shared + mlp if run.has_mlp(layer) else kept
+
+
+def _hybrid_backward(run: TrainingRun, layers: list[int], again: set[int]) -> int:
+    """The most bytes a token in the backward of a HybridModel's layer beside what the layers kept: the layers of its
+    checkpoint, recomputed, and its gradients (see _gradients)."""
+    size, most = run.itemsize, 0
+    shared = run.hidden // (run.tp if run.sequence_parallel else 1)
+    width, gates = run.ffn // run.tp, 2 if run.gated else 1
+    step = 1 if run.recompute_method == "block" else min(run.recompute_layers, run.chunk_layers)
+    for index, layer in enumerate(layers):
+        first = index - index % run.chunk_layers % step
+        group = [each for each in layers[first : first + step] if each in again] if layer in again else []
+        redone = sum(_kept_layer(run, each, "none") - size * shared for each in group)
+        gradients = gates * width
+        if run.attention(layer) is not None:
+            behind = layers[index + 1] if index + 1 < len(layers) else layer
+            freed = run.has_mlp(behind) and (behind in group if layer in again else behind not in again)
+            gradients = run.attention_width + 2 * run.qkv_width - ((gates + 1) * width + run.hidden) * freed
+        most = max(most, redone + size * (run.hidden + max(0, gradients)))
+    return most
 
 
 def _gradients(run: TrainingRun) -> int:
@@ -132,10 +154,16 @@ def _nonzeros(pattern: Pattern, n_blocks: int) -> int:
     return pattern.nonzeros(n_blocks)
 
 
+def _attention(run: TrainingRun, stage: int) -> list[int]:
+    """Which of run.sparsity.layers a pipeline stage holds."""
+    found = [run.attention(layer) for layer in run.stage_layers(stage)]
+    return [at for at in found if at is not None]
+
+
 def index_bytes(run: TrainingRun, stage: int) -> int:
     """Index data of S2's kernels: a few KB for ranges; lists for block masks and for context-parallel ranks, whose keys
     are placed elsewhere (not for a2a). Patterns that layers share are stored once."""
-    patterns = {(run.pattern(layer), run.comm_type(layer)) for layer in run.stage_layers(stage) if run.by_s2(layer)}
+    patterns = {(run.pattern(at), run.comm_type(at)) for at in _attention(run, stage) if run.by_s2(at)}
     total = 0
     for pattern, comm_type in patterns:
         placed = run.cp > 1 and comm_type != "a2a"
@@ -170,8 +198,9 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     kept += sum(
         _kept_layer(run, layer, "full") - size * shared for layer in layers if layer in again and layer not in firsts
     )
-    exchange = max((received(run, layer) for layer in layers), default=0)
-    stored_exchange = sum(received(run, layer) for layer in layers if run.by_s2(layer)) if run.keep_received else 0
+    attention = _attention(run, stage)
+    exchange = max((received(run, at) for at in attention), default=0)
+    stored_exchange = sum(received(run, at) for at in attention if run.by_s2(at)) if run.keep_received else 0
     parts = {
         "weights": parameters * size,
         "gradients": parameters * 4,
@@ -187,7 +216,7 @@ def _stage_memory(run: TrainingRun, stage: int) -> Memory:
     group = min(run.recompute_layers, run.chunk_layers) if run.recompute_method == "uniform" else 1
     # The input of a recomputed layer is among the activations already.
     redone = max((_kept_layer(run, layer, "none") - size * shared for layer in again), default=0) * group
-    gradients = tokens * (redone + _gradients(run))
+    gradients = tokens * (_hybrid_backward(run, layers, again) if run.symbols else redone + _gradients(run))
     if loss >= gradients + EXCHANGE_BUFFERS * exchange:
         return Memory({**parts, "logits and loss": loss}, stage, "loss")
     largest = {"recomputed layer and its gradients": gradients, "exchange buffers": EXCHANGE_BUFFERS * exchange}

@@ -10,8 +10,10 @@ from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.context_parallel.plan import check_comm_type
 from s2_megatron.megatron.model.engine import engine_refuses
+from s2_megatron.megatron.sparsity import ATTENTION, layer_symbols, resolve_layers
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.forecast.flags import vocabulary
+from s2_megatron.tools.forecast.hybrid import HybridSizes, hybrid_sizes
 
 # As in megatron/model/dense_core.py: up to this length `auto` leaves dense layers to Megatron's local attention.
 STOCK_LOCAL_LENGTH = 4096
@@ -24,8 +26,9 @@ class TrainingRun:
     vocabulary: padded. gated: SwiGLU. itemsize: bytes of weights and activations. microbatches: of one step and
     data-parallel rank. virtual: pipeline chunks of a stage. recompute: none, full or selective; recompute_layers:
     of a pipeline stage (full, method block), else the layers of one checkpoint. s2_dense: whether S2's op computes
-    the dense layers. fused_loss: the implementation of the fused cross entropy, or nothing. transformer_engine:
-    else Megatron's local layers.
+    the dense layers. fused_loss: the implementation of the fused cross entropy, or nothing. transformer_engine: else
+    Megatron's local layers. symbols: one for each layer of a HybridModel, nothing for a GPT, whose layers have
+    attention and MLP each. hybrid: sizes of a HybridModel's layers E, M and G.
     """
 
     sparsity: ResolvedSparsity
@@ -62,6 +65,8 @@ class TrainingRun:
     fused_rope: bool
     fused_loss: str
     transformer_engine: bool
+    symbols: str = ""
+    hybrid: HybridSizes | None = None
 
     @property
     def gpus(self) -> int:
@@ -90,10 +95,42 @@ class TrainingRun:
         return self.sparsity.num_heads * self.head_dim // self.tp
 
     @property
+    def mlp_weights(self) -> int:
+        """Parameters of one dense MLP's matrices on one tensor-parallel rank."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
+
+    @property
+    def attention_weights(self) -> int:
+        """The same of the matrices around one core attention."""
+        return self.hidden * (self.qkv_width + self.attention_width)
+
+    @property
     def layer_weights(self) -> int:
-        """Parameters of one layer's matrices on one tensor-parallel rank."""
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn // self.tp
-        return self.hidden * (self.qkv_width + self.attention_width) + mlp
+        """The same of one layer of a GPT."""
+        return self.attention_weights + self.mlp_weights
+
+    @property
+    def depth(self) -> int:
+        """The layers of the model."""
+        return len(self.symbols) or len(self.sparsity.layers)
+
+    def attention(self, layer: int) -> int | None:
+        """Which of sparsity.layers a layer of the model is; None for one without attention."""
+        if not self.symbols:
+            return layer
+        return self.symbols[:layer].count(ATTENTION) if self.symbols[layer] == ATTENTION else None
+
+    def has_mlp(self, layer: int) -> bool:
+        return not self.symbols or self.symbols[layer] == "-"
+
+    def halves(self, layer: int) -> int:
+        """Attention and MLP of a layer, each with its norm and its residual: 2 or 1."""
+        return (self.attention(layer) is not None) + self.has_mlp(layer)
+
+    def weights(self, layer: int) -> int:
+        """Parameters of a layer's matrices on one tensor-parallel rank."""
+        attention = self.attention_weights if self.attention(layer) is not None else 0
+        return attention + (self.mlp_weights if self.has_mlp(layer) else 0)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -126,7 +163,7 @@ class TrainingRun:
     @property
     def chunk_layers(self) -> int:
         """Layers of a pipeline stage, or of each of its chunks."""
-        return len(self.sparsity.layers) // (self.pp * self.virtual)
+        return self.depth // (self.pp * self.virtual)
 
     def stage_layers(self, stage: int) -> list[int]:
         """The layers of a pipeline stage."""
@@ -158,11 +195,17 @@ def dense_sparsity(args: Namespace) -> ResolvedSparsity:
     config = SparsityConfig.from_data(
         {"block_size": 64, "layers": "D"} | ({"mtp_layers": "D"} if args.mtp_num_layers else {})
     )
-    return config.resolve(**model_sizes(args))
+    return sparsity_of(config, args)
 
 
-def model_sizes(args: Namespace) -> dict[str, int]:
-    """What SparsityConfig.resolve takes. Raises ValueError for the sizes that are missing."""
+def sparsity_of(config: SparsityConfig, args: Namespace) -> ResolvedSparsity:
+    """Of the model of a launch line. Raises ValueError as require_sizes does, and for a config that does not fit."""
+    require_sizes(args)
+    return resolve_layers(config, args)
+
+
+def require_sizes(args: Namespace) -> None:
+    """Raises ValueError for the sizes of the model that are missing."""
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("num_layers", "num_attention_heads", "seq_length")
@@ -174,13 +217,6 @@ def model_sizes(args: Namespace) -> dict[str, int]:
             "s2-megatron inspect configs/s2_7b_mixed.yaml --num-layers 32 --num-attention-heads 32 --seq-length 8192, "
             "or a training's launch line behind --"
         )
-    return dict(
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        seq_length=args.seq_length,
-        mtp_num_layers=args.mtp_num_layers or 0,
-    )
 
 
 def missing_sizes(args: Namespace) -> list[str]:
@@ -205,7 +241,9 @@ def training_run(
             f"{world_size} processes with tensor x context x pipeline = {tp} x {cp} x {pp}: expected a multiple of "
             f"{model}; use {-(-world_size // model) * model} processes"
         )
-    dp, layers, micro = world_size // model, len(sparsity.layers), args.micro_batch_size or 1
+    pattern = args.hybrid_layer_pattern
+    symbols = "" if pattern is None else layer_symbols(pattern)
+    dp, layers, micro = world_size // model, len(symbols) or len(sparsity.layers), args.micro_batch_size or 1
     batch = args.global_batch_size or micro * dp
     if batch % (micro * dp):
         raise ValueError(
@@ -215,6 +253,8 @@ def training_run(
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
         virtual = max(1, layers // pp // args.num_layers_per_virtual_pipeline_stage)
+    if pattern is not None:
+        virtual = max(1, (pattern.count("|") + 1) // pp)
     if even and layers % (pp * virtual):
         raise ValueError(
             f"--num-layers {layers} with {pp} pipeline stages of {virtual} chunks: expected a multiple of "
@@ -279,4 +319,6 @@ def training_run(
         fused_rope=not args.no_rope_fusion,
         fused_loss=args.cross_entropy_fusion_impl if args.cross_entropy_loss_fusion else "",
         transformer_engine=engine,
+        symbols=symbols,
+        hybrid=hybrid_sizes(args, ffn) if symbols else None,
     )

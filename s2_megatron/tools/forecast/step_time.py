@@ -94,8 +94,9 @@ class _Stage:
         layers, again = run.stage_layers(stage), run.recomputed(stage)
         known: dict[tuple, tuple[dict, dict]] = {}
         for layer in layers:
-            sparse = run.sparsity.layers[layer]
-            key = sparse.spec, run.comm_type(layer), layer in again
+            at = run.attention(layer)
+            kind = () if at is None else (run.sparsity.layers[at].spec, run.comm_type(at))
+            key = kind, layer in again
             if key not in known:
                 known[key] = self._layer(layer, layer in again)
             self._add(*known[key])
@@ -120,21 +121,23 @@ class _Stage:
         tokens, size = run.rank_tokens, run.itemsize
         twice_mlp = again or (run.recompute == "selective" and "mlp" in run.recompute_modules)
         twice_core = again or (run.recompute == "selective" and "core_attn" in run.recompute_modules)
-        twice_core &= not (run.keep_attention_output and run.by_s2(layer))
+        at, has_mlp, halves = run.attention(layer), run.has_mlp(layer), run.halves(layer)
+        twice_core &= not (run.keep_attention_output and at is not None and run.by_s2(at))
 
-        mlp = (3 if run.gated else 2) * run.hidden * run.ffn // run.tp
-        flops = 2 * tokens * run.layer_weights / rates.flop_rate
+        mlp = run.mlp_weights if has_mlp else 0
+        flops = 2 * tokens * run.weights(layer) / rates.flop_rate
         repeated = flops if again else 2 * tokens * mlp / rates.flop_rate if twice_mlp else 0.0
 
         shared = run.hidden // (run.tp if run.sequence_parallel else 1)
         roped = run.attention_width + (run.qkv_width - run.attention_width) // 2 if run.rope else 0
-        rope = roped * (FUSED_ROPE_PASSES if run.fused_rope else UNFUSED_ROPE_PASSES)
-        ffn, gates = run.ffn // run.tp, 2 if run.gated else 1
-        forward_bytes = tokens * size * (10 * shared + rope + (gates + 1) * ffn)
-        backward_bytes = tokens * size * (12 * shared + rope + 2 * run.qkv_width + (2 * gates + 1) * ffn)
+        rope = 0 if at is None else roped * (FUSED_ROPE_PASSES if run.fused_rope else UNFUSED_ROPE_PASSES)
+        ffn, gates = run.ffn // run.tp if has_mlp else 0, 2 if run.gated else 1
+        joined = 0 if at is None else 2 * run.qkv_width
+        forward_bytes = tokens * size * (5 * halves * shared + rope + (gates + 1) * ffn)
+        backward_bytes = tokens * size * (6 * halves * shared + rope + joined + (2 * gates + 1) * ffn)
         memory = forward_bytes / rates.byte_rate
 
-        core, exchange = self._attention(layer)
+        core, exchange = ((0.0, 0.0), (0.0, 0.0)) if at is None else self._attention(at)
         forward = {"linear layers": flops, "attention": core[0], "memory-bound layers": memory}
         backward = {
             "linear layers": 2 * flops + repeated,
@@ -145,7 +148,7 @@ class _Stage:
             forward["context-parallel exchange"] = exchange[0]
             backward["context-parallel exchange"] = exchange[1] + (exchange[0] if twice_core else 0.0)
         if run.tp > 1:
-            sent = 4 * tokens * run.hidden * size * (run.tp - 1) / run.tp / rates.interconnect_rate
+            sent = 2 * halves * tokens * run.hidden * size * (run.tp - 1) / run.tp / rates.interconnect_rate
             forward["tensor-parallel exchange"] = sent
             backward["tensor-parallel exchange"] = sent * (2 if again else 1)
             self.notes.add("tensor parallelism: no step with it was measured; its communication is taken as exposed")
@@ -215,6 +218,8 @@ def step_time(run: TrainingRun, tables: Tables) -> StepTime:
         stock = any(not run.by_s2(layer) for layer in range(len(run.sparsity.layers)))
         text += ", and Megatron's local attention keeps its scores, which the memory lacks" * stock
         notes.add(f"--transformer-impl local: {text}")
+    if run.symbols:
+        notes.add("a HybridModel: no step with it was measured; its layers are taken as the halves of a GPT's")
     if run.fused_loss == "te":
         notes.add("--cross-entropy-fusion-impl te: not measured; taken as native")
     if run.itemsize != 2:

@@ -11,6 +11,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity, diff_sparsity
 from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_sparsity
+from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.megatron.model.rope_scaling import computed_factor
 from s2_megatron.megatron.sparsity import resolve_windows
 from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
@@ -29,7 +30,6 @@ _WANTED = {
     "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False,
     "experimental_attention_variant": None, "heterogeneous_layers_config_path": None, "glu_linear_offset": 0.0,
     "heterogeneous_layers_config_encoded_json": None, "activation_func_clamp_value": None, "mup_embedding_mult": 1.0,
-    "hybrid_layer_pattern": None, "hybrid_override_pattern": None,
 }  # fmt: skip
 
 
@@ -37,7 +37,8 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
     """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
     embedding.
 
-    Raises one ValueError that names every setting which no Llama or Qwen has.
+    Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
+    layer and a dense MLP take turns (`*-`).
     """
     missing = object()
     other = {
@@ -48,6 +49,15 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
         raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it")
+    pattern, num_layers = pattern_of(args), args.num_layers
+    if pattern is not None:
+        symbols = pattern.replace("|", "")
+        num_layers = len(symbols) // 2
+        if symbols != "*-" * num_layers:
+            raise ValueError(
+                f"{where}: --hybrid-layer-pattern {pattern}; expected *- repeated; only {FORM} can be exported, which "
+                "has no other layers"
+            )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size
     if vocab_size is not None and vocab_size > padded:
@@ -56,7 +66,7 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
             "the model was trained with; give it with --tokenizer"
         )
     return Shape(
-        num_layers=args.num_layers,
+        num_layers=num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_heads=args.num_attention_heads,

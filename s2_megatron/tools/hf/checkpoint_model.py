@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.printing import held
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
@@ -51,7 +53,7 @@ def checkpoint_arguments(folder: Path) -> Namespace:
 
 
 class LoadedModel(NamedTuple):
-    """A GPTModel in evaluation mode, what it was trained with, and its sparsity."""
+    """A GPTModel or HybridModel in evaluation mode, what it was trained with, and its sparsity."""
 
     model: torch.nn.Module
     trained: Namespace
@@ -71,6 +73,9 @@ def load_model(
     shape = shape_of_arguments(trained, f"--load {folder}", None)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
     flags = megatron_flags(hf_config(trained, shape, sparsity, "float32", as_dense=False), shape)
+    if pattern_of(trained) is not None:
+        flags.append(f"--hybrid-layer-pattern={'*-' * shape.num_layers}")
+        sparsity = replace(sparsity, places=tuple(range(0, 2 * shape.num_layers, 2)))
     model = build_model(flags, sparsity, seq_length=trained.seq_length, dtype=dtype, dense_core=dense_core)
     load_weights(model, folder)
     return LoadedModel(model, trained, sparsity)
@@ -105,18 +110,18 @@ def load_first_layers(model: torch.nn.Module, folder: Path) -> None:
 def build_model(
     flags: list[str], sparsity: ResolvedSparsity, *, seq_length: int, dtype: torch.dtype, dense_core: str = "s2"
 ) -> torch.nn.Module:
-    """The GPTModel of megatron_flags in evaluation mode, with weights that nobody has loaded. Once a process."""
+    """The model of megatron_flags in evaluation mode, with weights that nobody has loaded. Once a process."""
     with quiet():
         from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
         install_if_no_gpu()
         from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.training.argument_utils import gpt_config_from_args
         from megatron.training.arguments import parse_and_validate_args
         from megatron.training.initialize import initialize_megatron
 
         from s2_megatron.megatron.arguments import add_s2_arguments
         from s2_megatron.megatron.host.cuda_on_cpu import compute_device
+        from s2_megatron.megatron.hybrid_specs import model_config_from_args
         from s2_megatron.megatron.layer_specs import apply_s2
         from s2_megatron.megatron.model.rope_scaling import check_rope_scaling, set_rope_scaling
         from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
@@ -136,7 +141,7 @@ def build_model(
         use_prebuilt_dataset_helpers()
         args = parse_and_validate_args(extra_args_provider=add_s2_arguments)
         args.softmax_scale = sparsity.softmax_scale
-        model_config = gpt_config_from_args(args)
+        model_config = model_config_from_args(args)
         set_rope_scaling(args, model_config)
         apply_s2(model_config, S2Run(sparsity, S2Settings(dense_core=dense_core)))
         initialize_megatron()
@@ -144,6 +149,13 @@ def build_model(
         model = model_config.get_builder_cls()(model_config).build_model(groups)
         check_rope_scaling(args, [model])
         return model.to(device=compute_device(), dtype=dtype).eval()
+
+
+def attention_layers(model: torch.nn.Module) -> int:
+    """How many layers of a model have attention."""
+    from megatron.core.transformer.attention import Attention
+
+    return sum(isinstance(module, Attention) for module in model.modules())
 
 
 def _one_process() -> None:

@@ -20,11 +20,12 @@ import torch
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoints.checksums import files_of_rank, read_checksums
+from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape
 from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
-from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, pieces
+from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, name_in_gpt, pieces
 
 DENSE_WARNING = (
     "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it; {sparse} "
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(args.tokenizer, trained)
     shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))
     sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
-    reader = TorchDistReader(folder)
+    reader = TorchDistReader(folder, str if pattern_of(trained) is None else name_in_gpt)
     _check_tensors(reader, shape)
     dtype = reader.dtypes["embedding.word_embeddings.weight"]
     config = hf_config(trained, shape, sparsity, str(dtype).removeprefix("torch."), args.as_dense)

@@ -12,6 +12,7 @@ import math
 import pickle
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,9 +132,10 @@ class _FilePart(io.RawIOBase):
 
 
 class TorchDistReader:
-    """The tensors of one checkpoint. shapes, dtypes: by name, of the model's own tensors, not the optimizer's."""
+    """The tensors of one checkpoint. shapes, dtypes: by name, of the model's own tensors, not the optimizer's. rename:
+    from a name in the checkpoint to the one that is used here."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, rename: Callable[[str], str] = str):
         self.folder = folder
         self._metadata = FileSystemReader(folder).read_metadata()
         tensors = {
@@ -141,8 +143,10 @@ class TorchDistReader:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
         }
-        self.shapes = {name: tuple(entry.size) for name, entry in tensors.items()}
-        self.dtypes = {name: entry.properties.dtype for name, entry in tensors.items()}
+        self._stored = {rename(name): name for name in tensors}
+        assert len(self._stored) == len(tensors), "two tensors of one name"
+        self.shapes = {name: tuple(tensors[stored].size) for name, stored in self._stored.items()}
+        self.dtypes = {name: tensors[stored].properties.dtype for name, stored in self._stored.items()}
         self._places = {
             (index.fqn, tuple(index.offset)): place
             for index, place in self._metadata.storage_data.items()
@@ -155,7 +159,7 @@ class TorchDistReader:
 
         Raises ValueError when the checkpoint does not hold all of the box.
         """
-        result, found = None, 0
+        result, found, name = None, 0, self._stored[name]
         for chunk in self._metadata.state_dict_metadata[name].chunks:
             low = [max(*pair) for pair in zip(first, chunk.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(first, size, chunk.offsets, chunk.sizes)]

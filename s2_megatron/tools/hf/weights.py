@@ -6,6 +6,7 @@ before its other half. L layers, H query heads, G KV heads, R = H / G, D head di
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -110,6 +111,17 @@ def pieces(shape: Shape) -> Iterator[Piece]:
     yield _same("decoder.final_layernorm.weight", None, (hidden,), "model.norm.weight")
     if not shape.tied:
         yield _same("output_layer.weight", None, (words, hidden), "lm_head.weight")
+
+
+def name_in_gpt(name: str) -> str:
+    """What a tensor of a HybridModel of `*-` is called in a checkpoint of the GPT that computes the same, whose layers
+    are not stacked; names that no such model has stay as they are."""
+    found = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if found is None:
+        return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+    layer, half = divmod(int(found[1]), 2)
+    rest = name[found.end() :]
+    return f"{LAYERS}{layer}.{rest}" if rest.startswith(("self_attention.", "mlp.")[half]) else name
 
 
 def megatron_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,7 @@ from s2_megatron.megatron.host.paths import check_writable
 from s2_megatron.megatron.refusals.flags import refuse_flags
 from s2_megatron.megatron.sparsity import FROM_FLAGS, resolve_windows
 from s2_megatron.tools.forecast.flags import add_flags, check_line, integer, read_flags
-from s2_megatron.tools.forecast.run import dense_sparsity, model_sizes
+from s2_megatron.tools.forecast.run import dense_sparsity, require_sizes, sparsity_of
 from s2_megatron.tools.inspect.context_picture import draw_context
 from s2_megatron.tools.inspect.exchange_picture import draw_exchange
 from s2_megatron.tools.inspect.facts import all_facts
@@ -108,7 +108,7 @@ def _read(args: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]
 
 
 def _sparsity(args: argparse.Namespace, flags: argparse.Namespace) -> ResolvedSparsity:
-    sizes = model_sizes(flags)
+    require_sizes(flags)
     config = args.config or flags.s2_config
     if config is None:
         if args.launch_line is None:
@@ -127,7 +127,7 @@ def _sparsity(args: argparse.Namespace, flags: argparse.Namespace) -> ResolvedSp
     refuse_flags(argparse.Namespace(**vars(flags) | {"s2_config": named}))
     if str(config) == FROM_FLAGS:
         return resolve_windows(flags)
-    return load_config(config, allow_python_patterns=flags.s2_allow_python_patterns).resolve(**sizes)
+    return sparsity_of(load_config(config, allow_python_patterns=flags.s2_allow_python_patterns), flags)
 
 
 def run(args: argparse.Namespace) -> None:

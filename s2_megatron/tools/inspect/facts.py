@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 from s2_megatron.config.sparsity import ResolvedSparsity, dense_pairs, tensor_parallel_balance
 from s2_megatron.context_parallel.plan import COMM_TYPES, LayerCosts, layer_costs
 from s2_megatron.patterns.ranges import RangePattern
-from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNEVEN, UNKNOWN, reasons
+from s2_megatron.tools.forecast.flags import OTHER_SHAPES, REFUSED, UNEVEN, UNKNOWN, destination, reasons
 from s2_megatron.tools.forecast.flops import token_flops
+from s2_megatron.tools.forecast.hybrid import NAMES, NOT_MEASURED, refused_layers
 from s2_megatron.tools.forecast.memory import memory
 from s2_megatron.tools.forecast.run import TrainingRun, missing_sizes, training_run
 from s2_megatron.tools.forecast.step_time import exchange_costs, step_time
@@ -101,6 +102,8 @@ def model_facts(sparsity: ResolvedSparsity, run: TrainingRun | None) -> dict:
             hidden=run.hidden, ffn=run.ffn, head_dim=run.head_dim, vocabulary=run.vocabulary, gpus=run.gpus,
             tp=run.tp, cp=run.cp, pp=run.pp, dp=run.dp, microbatches=run.microbatches, micro_batch=run.micro_batch,
         )  # fmt: skip
+        if run.symbols:
+            facts["kinds"] = _kinds(run)
         facts["flops_per_token"] = dict(
             linear=flops.linear,
             attention=flops.attention,
@@ -109,6 +112,33 @@ def model_facts(sparsity: ResolvedSparsity, run: TrainingRun | None) -> dict:
             dense_model=flops.dense_model,
         )
     return facts
+
+
+def _kinds(run: TrainingRun) -> list[dict]:
+    """The layers of a HybridModel by kind: how many, parameters of all of them (None: not counted) and of those that a
+    token sees, FLOPs a token of all of them, forward and backward, the attention's pairs left out."""
+    whole = replace(run, tp=1)
+    entries = []
+    for symbol in dict.fromkeys(run.symbols):
+        count, norm = run.symbols.count(symbol), run.hidden
+        if symbol in NOT_MEASURED:
+            flops = 3 * run.hybrid.flops(symbol)
+            seen = [run.hybrid.expert_weights(active) + norm for active in (False, True)] if symbol == "E" else None
+        else:
+            weights = whole.attention_weights if symbol == "*" else whole.mlp_weights
+            flops, seen = 6 * weights, [weights + norm] * 2
+        numbers = (None, None) if seen is None else (count * seen[0], count * seen[1])
+        entries.append(
+            dict(
+                symbol=symbol,
+                name=NAMES[symbol],
+                layers=count,
+                parameters=numbers[0],
+                active_parameters=numbers[1],
+                linear_flops=count * flops,
+            )
+        )
+    return entries
 
 
 def parallel_facts(sparsity: ResolvedSparsity, tp: int, cp: int, run: TrainingRun | None) -> dict:
@@ -198,10 +228,15 @@ def all_facts(args: Namespace, sparsity: ResolvedSparsity, *, gpus: int | None, 
     Raises ValueError for sizes that do not divide each other.
     """
     missing, refused = missing_sizes(args), reasons(words, REFUSED)
-    mtp = f"--mtp-num-layers: {REFUSED['--mtp-num-layers']}"
-    if args.mtp_num_layers and mtp not in refused:  # given before the launch line
-        refused.append(mtp)
-    other_shape = any(reason.startswith(OTHER_SHAPES) for reason in refused)
+    for flag in ("--mtp-num-layers", "--num-experts"):  # perhaps given before the launch line
+        reason = f"{flag}: {REFUSED[flag]}"
+        if getattr(args, destination(flag)) and reason not in refused:
+            refused.append(reason)
+    pattern, known = args.hybrid_layer_pattern, True
+    if pattern is not None:  # which says where experts are
+        found, known = refused_layers(pattern)
+        refused = [reason for reason in refused if not reason.startswith("--num-experts")] + found
+    other_shape = not known or any(reason.startswith(OTHER_SHAPES) for reason in refused)
     even = not any(reason.endswith(UNEVEN) for reason in refused)
     run = None if missing or other_shape else training_run(args, sparsity, gpus, even=even)
     facts = model_facts(sparsity, run)

@@ -61,6 +61,16 @@ def seen_table(facts: dict) -> Table:
     return table
 
 
+def kinds_table(facts: dict) -> Table:
+    """The layers of a HybridModel."""
+    table = _table("The layers of the HybridModel", "", "layers", "parameters", "a token sees", "FLOPs a token, linear")
+    for kind in facts["kinds"]:
+        numbers = (kind["parameters"], kind["active_parameters"])
+        counted = ("not counted" if number is None else f"{number:,}" for number in numbers)
+        table.add_row(f"{kind['symbol']} {kind['name']}", str(kind["layers"]), *counted, flops(kind["linear_flops"]))
+    return table
+
+
 def flops_table(facts: dict) -> Table:
     """What a token costs on average, forward and backward: the pairs that are attended beside those of dense layers."""
     found = facts["flops_per_token"]
@@ -159,6 +169,8 @@ def notes(facts: dict) -> list[str]:
 def tables(facts: dict) -> list[Table]:
     """All that the facts have, in the order in which they are read."""
     found = [seen_table(facts)]
+    if "kinds" in facts:
+        found.append(kinds_table(facts))
     if "flops_per_token" in facts:
         found.append(flops_table(facts))
         if facts["exchange"]:

@@ -32,7 +32,12 @@ def main():
     theirs = model.generate(tokens[:, :70], attention_mask=torch.ones(1, 70, dtype=torch.long), **settings)
     assert theirs[0, 70:].tolist() == ours, (theirs[0, 70:], ours)
     print(f"same continuation of {len(set(ours))} different tokens")
-    print(f"largest difference {(logits - expected).abs().max().item():.3e} of {expected.abs().max().item():.3f}")
+    from s2_megatron.tools.losses import token_losses
+
+    losses = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+    loss = (token_losses(loaded.model, tokens.numpy())[0] - losses).abs().max().item()
+    largest = (logits - expected).abs().max().item()
+    print(f"largest difference {largest:.3e} of {expected.abs().max().item():.3f}, of a loss {loss:.3e}")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,20 @@ import re
 import sys
 
 STEPS, BATCH = 4, 2
+HALVES = {"*": ("input_layernorm", "self_attention"), "-": ("pre_mlp_layernorm", "mlp")}
 
 
 def in_gpt(name: str, pattern: str) -> str:
     """What the weight `name` of the HybridModel is called in the GPT."""
+    found = re.fullmatch(r"(mtp\.layers\.\d+\.mtp_model_layer)\.layers\.([01])\.(\w+)\.(.+)", name)
+    if found is not None:  # a depth is one GPT layer
+        assert found[3] in HALVES["*-"[int(found[2])]], name
+        return f"{found[1]}.{found[3]}.{found[4]}"
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(\w+)\.(.+)", name)
     if found is None:
         return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
     place, part, rest = int(found[1]), found[2], found[3]
-    halves = {"*": ("input_layernorm", "self_attention"), "-": ("pre_mlp_layernorm", "mlp")}
-    assert part in halves["*" if pattern[place] == "*" else "-"], name
+    assert part in HALVES["*" if pattern[place] == "*" else "-"], name
     same = [at for at, symbol in enumerate(pattern) if (symbol == "*") == (pattern[place] == "*")]
     return f"decoder.layers.{same.index(place)}.{part}.{rest}"
 
@@ -68,14 +72,18 @@ def main():
 
     unset_global_variables()
     pattern = ("*E" if args.num_experts else "*-") * args.num_layers
-    _, config = prepared([*flags, "--hybrid-layer-pattern", pattern])
+    depths = "/*-" * (args.mtp_num_layers or 0)
+    _, config = prepared([*flags, "--hybrid-layer-pattern", pattern + depths])
     hybrid = built(config)
     result = {"weights": copied(hybrid, gpt, pattern)}
     for name, model in (("gpt", gpt), ("hybrid", hybrid)):
-        cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
+        named = [(path, module) for path, module in model.named_modules() if isinstance(module, S2CoreAttention)]
+        cores = [module for _, module in named]
+        of_mtp = [re.search(r"\bmtp\.layers\.(\d+)", path) for path, _ in named]
         result[name] = {
             "model": type(model).__name__,
-            "s2_layers": [core.layer_number - 1 for core in cores],
+            "s2_layers": [core.layer_number - 1 for core, depth in zip(cores, of_mtp) if depth is None],
+            "s2_depths": [int(depth[1]) for depth in of_mtp if depth is not None],
             "patterns": [core.local_pattern.describe() for core in cores],
             **trained(model, args.vocab_size, args.seq_length),
         }
