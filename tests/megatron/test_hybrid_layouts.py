@@ -28,7 +28,7 @@ from tests.tiers import mostly_slow
 LAYERS = "*-**E*-"
 STAGES, VIRTUAL_STAGES = "*-**E|*-", "*-|**|E*|-"
 WITHOUT_LAYERS = MODEL.replace("--num-layers 4", "")  # Megatron counts the pattern's
-HYBRID = f"{WITHOUT_LAYERS} {MOE}"
+HYBRID = f"{WITHOUT_LAYERS} {MOE} --moe-router-pre-softmax"
 FIRST, LAST = 2, 5  # iterations: of the checkpoint, and of a run
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
 PP2, EP2 = "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
@@ -68,7 +68,11 @@ def trained(lab):
     """Trains from FIRST to LAST in some processes. From weights alone: without Transformer Engine or Apex Megatron
     loads no optimizer into its distributed one, nor into one of another number of local experts."""
     folder = lab.folder / "hybrid_layouts"
-    lab.run("hybrid_start", f"--hybrid-layer-pattern {LAYERS} --train-iters {FIRST} --save {folder} --save-interval {FIRST}", model=HYBRID)
+    lab.run(
+        "hybrid_start",
+        f"--hybrid-layer-pattern {LAYERS} --train-iters {FIRST} --save {folder} --save-interval {FIRST}",
+        model=HYBRID,
+    )
     common = f"""--load {folder} --no-load-optim --no-load-rng --override-opt-param-scheduler --train-iters {LAST}
         --s2-position-loss 4 --eval-iters 1 --eval-interval {LAST - 1}"""
 
@@ -136,13 +140,14 @@ def test_a_mistake_would_show(trained, alone, mutation, name):
 @pytest.mark.slow
 def test_resumes_in_its_own_and_in_other_layouts(lab):
     """With the optimizer, from TP 2 to itself, bit for bit, to pipeline stages by `|`, and to those that Megatron
-    cuts where the pattern has none."""
+    cuts where the pattern has none. The last stage shares the embeddings of the first one."""
     folder, layers = lab.folder / "hybrid_resumed", "*-**-*--"
     tp2 = "--tensor-model-parallel-size 2"
 
     def run(name, pattern, flags):
         flags = f"--hybrid-layer-pattern {pattern} --train-iters 5 {flags}"
-        return lab.run(f"hybrid_{name}", flags, processes=2, model=WITHOUT_LAYERS)
+        tied = WITHOUT_LAYERS.replace("--untie-embeddings-and-output-weights", "")
+        return lab.run(f"hybrid_{name}", flags, processes=2, model=tied)
 
     whole = run("tp2", layers, f"{tp2} --save {folder} --save-interval 3")
     load = f"--load {folder} --ckpt-step 3"

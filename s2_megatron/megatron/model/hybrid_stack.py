@@ -60,9 +60,7 @@ class LocalHybridStack(HybridStack):
         self.post_layer_norm = wanted
         if self.post_process and wanted:
             # Not by build_module, which hands functions back uncalled.
-            self.final_norm = final_norm(
-                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
+            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def is_local_stack(spec) -> bool:

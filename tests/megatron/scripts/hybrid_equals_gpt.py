@@ -62,6 +62,7 @@ def main():
 
     flags = sys.argv[1:]
     args, gpt = build(flags)
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.global_vars import unset_global_variables
 
     from s2_megatron.megatron.model.core_attention import S2CoreAttention
@@ -72,6 +73,7 @@ def main():
     hybrid = built(config)
     result = {"weights": copied(hybrid, gpt, pattern)}
     for name, model in (("gpt", gpt), ("hybrid", hybrid)):
+        destroy_moe_metrics_tracker()  # made for the layers of the other model
         cores = [module for module in model.modules() if isinstance(module, S2CoreAttention)]
         result[name] = {
             "model": type(model).__name__,

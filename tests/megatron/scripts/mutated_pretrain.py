@@ -1,8 +1,8 @@
 """pretrain_gpt_s2.py with one deliberate mistake, named by MUTATION: the parallel tests must see it.
 
 head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers
-from 0 (of a HybridModel its attention layers). norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
-received_slots: blocks received from other context-parallel ranks are taken for one another.
+from 0 (of a HybridModel its attention layers). norm_gradient: under sequence parallelism the norms' gradients are not
+added up over the ranks. received_slots: blocks received from other context-parallel ranks are taken for one another.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ def main():
         def of_local_order(self, *args, by_place, layer_number, **named):
             place = sorted(by_place)[len(built)]
             built.append(self)
-            attention_layer(self, *args, by_place={layer_number - 1: by_place[place]}, layer_number=layer_number, **named)
+            attention_layer(
+                self, *args, by_place={layer_number - 1: by_place[place]}, layer_number=layer_number, **named
+            )
 
         hybrid_specs.HybridAttentionLayer.__init__ = of_local_order
         layer_specs.global_layer_indices = lambda *args: list(range(len(global_indices(*args))))
