@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
 from s2_megatron.megatron.layer_cores import core_specs, require_repeatable, uses_transformer_engine, with_core
+from s2_megatron.megatron.model.expert_metrics import log_experts_of_all_stages
 from s2_megatron.megatron.model.hybrid_stack import is_local_stack, local_stack_spec, require_layers
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.megatron.sparsity import attention_in, layer_symbols, mtp_symbols
@@ -144,6 +145,7 @@ def model_config_from_args(args: Namespace):
         return gpt_config_from_args(args)
     refuse_dropped(args)
     model_config = hybrid_config_from_args(args)
+    log_experts_of_all_stages(model_config.transformer)
     if args.transformer_impl == "local" and model_config.hybrid_stack_spec is None:
         model_config.hybrid_stack_spec = spec = local_stack_spec(model_config.transformer)
         symbols = layer_symbols(args.hybrid_layer_pattern) + mtp_symbols(args.hybrid_layer_pattern)

@@ -37,6 +37,7 @@ from s2_megatron.megatron.layer_cores import (
     with_core,
 )
 from s2_megatron.megatron.model.check import CALL
+from s2_megatron.megatron.model.expert_metrics import log_experts_of_all_stages
 from s2_megatron.megatron.model.hybrid_stack import is_local_stack
 from s2_megatron.megatron.model.norms import final_norm, stage_norm
 from s2_megatron.megatron.patches import use_own_mtp_specs
@@ -191,6 +192,7 @@ def apply_s2(model_config, run: S2Run | None) -> None:
     _require_transformer_impl(transformer)
     _set_softmax_scale(transformer, run.sparsity)
     if hybrid:
+        log_experts_of_all_stages(transformer)
         model_config.hybrid_stack_spec = s2_stack_spec(transformer, run, model_config.hybrid_layer_pattern, stock=spec)
     else:
         use_own_mtp_specs()

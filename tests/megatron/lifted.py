@@ -7,7 +7,8 @@ LIFT_UNPROVEN = "LIFT_UNPROVEN_REFUSALS"
 
 
 def lift_unproven_refusals() -> None:
-    """Take what refusals/unproven.py refuses out of the table of this process."""
-    from s2_megatron.megatron.refusals import table, unproven
+    """Take what refusals/unproven.py and hybrid.py refuse out of the table of this process."""
+    from s2_megatron.megatron.refusals import hybrid, table, unproven
 
-    table.REFUSALS = tuple(refusal for refusal in table.REFUSALS if refusal not in unproven.REFUSALS)
+    lifted = {refusal.name for refusal in (*unproven.REFUSALS, *hybrid.REFUSALS)}
+    table.REFUSALS = tuple(refusal for refusal in table.REFUSALS if refusal.name not in lifted)

@@ -1,5 +1,6 @@
 """Command lines that S2-Attention refuses, and such that are close to a refusal and accepted; for test_refusals.py.
-Those with CUDA graphs: graph_cases.py. Those of refusals/unproven.py: unproven_cases.py.
+Those with CUDA graphs: graph_cases.py. Those of refusals/unproven.py: unproven_cases.py; of refusals/hybrid.py:
+hybrid_cases.py.
 
 A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version,
 connections (CUDA_DEVICE_MAX_CONNECTIONS).
@@ -82,11 +83,7 @@ CASES = {
     "vision_pretraining": (dict(flags={"--vision-pretraining": None}), "remove --vision-pretraining"),
     "ict_head_size": (dict(flags={"--ict-head-size": "128"}), "remove --ict-head-size"),
     "spec": (dict(flags={"--spec": ["module", "function"]}), "remove --spec"),
-    "hybrid_layer_pattern": (dict(flags={"--hybrid-layer-pattern": "M*M-"}), "has layers M (Mamba takes"),
-    "hybrid_not_run": (
-        dict(flags={"--hybrid-layer-pattern": "*-*-", "--mtp-num-layers": "1"}),
-        "--mtp-num-layers 1 without its layers",
-    ),
+    "qk_l2_norm": (dict(flags={"--qk-l2-norm": None}), "use --qk-layernorm"),
     "is_hybrid_model": (dict(flags={"--is-hybrid-model": None}), "remove --is-hybrid-model"),
     "heterogeneous_layers_config_path": (
         dict(attributes={"heterogeneous_layers_config_encoded_json": "{}"}),
@@ -228,9 +225,7 @@ ACCEPTED = {
     "long": dict(flags={"--seq-length": "1048576"}),
     "mha": dict(without=["--group-query-attention"]),
     "moe": dict(flags={"--num-experts": "4"}),
-    "hybrid": dict(flags={"--hybrid-layer-pattern": "*-*--*-*"}),
-    "hybrid_mtp": dict(flags={"--hybrid-layer-pattern": "*-*-*-*-/*-"}),
-    "hybrid_experts": dict(flags={"--hybrid-layer-pattern": "*E*E*E*E", "--num-experts": "4"}),
+    "qk_l2_norm_experts": dict(flags={"--qk-l2-norm": None, "--num-experts": "4"}),
     "mtp": dict(flags={"--mtp-num-layers": "2"}),
     "mtp_repeated": dict(flags={"--mtp-num-layers": "2", "--mtp-use-repeated-layer": None}),
     "torch_fsdp2": dict(flags=FSDP2, connections="8"),
@@ -290,36 +285,6 @@ ALSO_REFUSED = {
     "megatron_fsdp_loaded": (
         "use_megatron_fsdp",
         dict(flags={**MEGATRON_FSDP, "--load": "run", "--no-load-optim": None}, connections="8"),
-    ),
-    "hybrid_gated_delta_nets": (
-        "hybrid_layer_pattern",
-        dict(flags={"--hybrid-layer-pattern": "G*G-"}),
-        "G (gated delta nets take",
-    ),
-    "hybrid_latent": (
-        "hybrid_layer_pattern",
-        dict(flags={"--hybrid-layer-pattern": "+-+-", "--rope-type": "rope"}, without=["--group-query-attention"]),
-        "+ (multi-latent attention",
-    ),
-    "hybrid_dsa": (
-        "hybrid_layer_pattern",
-        dict(flags={"--hybrid-layer-pattern": "D-D-", "--rope-type": "rope"}, without=["--group-query-attention"]),
-        "D (DSA chooses",
-    ),
-    "hybrid_engine": (
-        "hybrid_not_run",
-        dict(flags={**ENGINE, "--hybrid-layer-pattern": "*-*-"}),
-        "and --transformer-impl transformer_engine; it has",
-    ),
-    "hybrid_processes": (
-        "hybrid_not_run",
-        dict(flags={"--hybrid-layer-pattern": "*-*-", "--tensor-model-parallel-size": "2"}, world_size=2),
-        "and 2 processes; it has",
-    ),
-    "hybrid_recomputed": (
-        "hybrid_not_run",
-        dict(flags={"--hybrid-layer-pattern": "*-*-", "--recompute-granularity": "selective"}),
-        "and --recompute-granularity selective; it has",
     ),
     "megatron_fsdp_begins_with_weights": (
         "use_megatron_fsdp",

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.megatron.conftest import SCRIPTS
 from tests.megatron.lifted import LIFT_UNPROVEN
 from tests.megatron.test_gpu import MODEL, SPECS
 
@@ -32,8 +33,9 @@ def equal_training(lab, count_gpus, same_training, monkeypatch, request):
 
     def compare(flags, ours, said, model=MODEL):
         name, options = request.node.name, dict(model=model, spec=SPECS["transformer_engine"])
+        script = SCRIPTS / "watched_pretrain.py"
         own = gpu_lab.run(f"{name}_engine", f"{FLAGS} {flags}", sparsity=False, **options)
-        run = gpu_lab.run(name, f"{FLAGS} {flags} {ours}", **options)
+        run = gpu_lab.run(name, f"{FLAGS} {flags} {ours}", script=script, **options)
         assert said in run.output and "No GPU found" not in run.output
         same_training(run, own)
 

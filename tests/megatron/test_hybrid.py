@@ -232,10 +232,29 @@ def test_multi_token_prediction_has_its_own_layers(tmp_path):
 
 
 CASES = {
-    "mixed": ("", "DSSS"),
-    "s2": ("--qk-layernorm --normalization LayerNorm", "SSSS"),
-    "experts": ("--num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax", "SD"),
-    "mtp": ("--mtp-num-layers 3", "DSSS\nmtp_layers: SDS"),
+    "mixed": ("--hidden-dropout 0.1", "DSSS"),
+    "s2": ("--qk-layernorm --normalization LayerNorm --squared-relu --no-bias-gelu-fusion", "SSSS"),
+    "experts": (
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-dtype fp32 "
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 2 "
+        "--moe-router-group-topk 1 --moe-z-loss-coeff 1e-3 --moe-aux-loss-coeff 1e-2 "
+        "--moe-router-load-balancing-type seq_aux_loss --qk-l2-norm --moe-token-dispatcher-type alltoall",
+        "SD",
+    ),
+    "bf16": (
+        "--bf16 --no-masked-softmax-fusion --add-qkv-bias --attention-output-gate --kv-channels 32 "
+        "--softmax-type learnable --rotary-percent 0.5 --rotary-base 5000 --rotary-seq-len-interpolation-factor 2 "
+        "--deterministic-mode --norm-epsilon 1e-6",
+        "SD",
+    ),
+    "windows": (
+        "--window-size 31,0 --s2-config window-size --attention-softmax-in-fp32 --cross-entropy-loss-fusion "
+        "--position-embedding-type learned_absolute --use-mup --mup-base-hidden-size 32 "
+        "--apply-residual-connection-post-layernorm",
+        "SSSS",
+    ),
+    "mtp": ("--mtp-num-layers 3 --mtp-loss-scaling-factor 0.3", "DSSS\nmtp_layers: SDS"),
     "mtp_repeated": ("--mtp-num-layers 2 --mtp-use-repeated-layer", "DSSS\nmtp_layers: S"),
     "dense": ("", None),
 }
@@ -244,11 +263,12 @@ CASES = {
 @pytest.mark.parametrize("name", mostly_slow(CASES, "mixed", "s2", "experts", "mtp", "dense"))
 def test_equals_the_gpt_of_equal_weights(lab, name):
     flags, plan = CASES[name]
-    if plan is not None:
+    if plan is not None and "--s2-config" not in flags:
         config = lab.folder / f"hybrid_{name}.yaml"
         config.write_text(lab.sparsity.read_text().replace("DSSS", plan))
         flags += f" --s2-config {config}"
-    output = lab.python("hybrid_equals_gpt.py", *lab.flags(flags, sparsity=False))
+    model = MODEL.replace("--swiglu --disable-bias-linear", "") if "--squared-relu" in flags else MODEL
+    output = lab.python("hybrid_equals_gpt.py", *lab.flags(flags, model=model, sparsity=False))
     found = json.loads(output.split("RESULT ")[1].splitlines()[0])
     gpt, hybrid = found["gpt"], found["hybrid"]
     assert (gpt["model"], hybrid["model"]) == ("GPTModel", "HybridModel") and found["weights"] > 10

@@ -14,15 +14,16 @@ from s2_megatron.megatron.refusals.table import REFUSALS, refuse_yaml_command_li
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
 from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
 from tests.megatron.graph_cases import ACCEPTED_GRAPHS, ALSO_REFUSED_GRAPHS, GRAPH_CASES
+from tests.megatron.hybrid_cases import ACCEPTED_HYBRIDS, ALSO_REFUSED_HYBRIDS, HYBRID_CASES
 from tests.megatron.refusal_cases import ACCEPTED as ACCEPTED_OTHERS
 from tests.megatron.refusal_cases import ALSO_REFUSED as ALSO_REFUSED_OTHERS
 from tests.megatron.refusal_cases import CASES as OTHER_CASES
 from tests.megatron.refusal_cases import LAYERS
 from tests.megatron.unproven_cases import ALSO_UNPROVEN, UNPROVEN
 
-CASES = OTHER_CASES | GRAPH_CASES | UNPROVEN
-ALSO_REFUSED = ALSO_REFUSED_OTHERS | ALSO_REFUSED_GRAPHS | ALSO_UNPROVEN
-ACCEPTED = ACCEPTED_OTHERS | ACCEPTED_GRAPHS
+CASES = OTHER_CASES | GRAPH_CASES | UNPROVEN | HYBRID_CASES
+ALSO_REFUSED = ALSO_REFUSED_OTHERS | ALSO_REFUSED_GRAPHS | ALSO_UNPROVEN | ALSO_REFUSED_HYBRIDS
+ACCEPTED = ACCEPTED_OTHERS | ACCEPTED_GRAPHS | ACCEPTED_HYBRIDS
 
 
 @cache

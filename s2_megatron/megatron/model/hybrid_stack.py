@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -55,8 +55,8 @@ def require_layers(submodules: HybridStackSubmodules, symbols: Iterable[str]) ->
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's HybridStack with another norm behind the last layer. final_norm: what to build, a class or a spec;
-    the other arguments as Megatron passes them. Raises ValueError as require_layers does."""
+    """Megatron's HybridStack with another norm behind the last layer. final_norm: what builds it, a class or a
+    function; the other arguments as Megatron passes them. Raises ValueError as require_layers does."""
 
     def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, *, final_norm, **named):
         require_layers(submodules, named["layer_type_list"])
@@ -64,8 +64,8 @@ class LocalHybridStack(HybridStack):
         super().__init__(config, submodules, post_layer_norm=False, **named)
         self.post_layer_norm = wanted
         if self.post_process and wanted:
-            sizes = dict(hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-            self.final_norm = build_module(final_norm, config=config, **sizes)
+            # Not by build_module, which hands functions back uncalled.
+            self.final_norm = final_norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def is_local_stack(spec) -> bool:

@@ -1,10 +1,14 @@
-"""Refused: layers of a HybridModel that S2-Attention cannot train beside its own, and what has not been run with it."""
+"""Refused with a HybridModel: layers that S2-Attention cannot train beside its own, and settings of the model that have
+not been run."""
 
 from __future__ import annotations
 
-from argparse import Namespace
+import argparse
+import dataclasses
+from argparse import Action, Namespace
+from functools import cache
 
-from s2_megatron.megatron.refusals.refusal import Refusal, is_set
+from s2_megatron.megatron.refusals.refusal import Refusal
 from s2_megatron.megatron.settings import is_packed
 
 # Symbols of --hybrid-layer-pattern, and why they are refused. `*` is attention, `-` a dense MLP, `E` an MoE layer.
@@ -21,42 +25,100 @@ def _refused_symbols(args: Namespace) -> list[str]:
     return [symbol for symbol in SYMBOLS if symbol in (getattr(args, "hybrid_layer_pattern", None) or "")]
 
 
-def _in_quantized_training(args: Namespace) -> bool:
-    return bool(args.fp8 or getattr(args, "fp4", None))
+# Arguments of a HybridModel that tests/megatron/test_hybrid.py and test_hybrid_layouts.py have run with S2 attention.
+# Looked at are those that Megatron makes a TransformerConfig of, and MODEL_ARGUMENTS: what is not in these tables, and
+# not Megatron's default, is refused.
+RUN = frozenset(
+    (
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("init_method_std", "bf16", "hidden_dropout", "attention_dropout", "add_bias_linear", "add_qkv_bias"),
+        *("layernorm_epsilon", "normalization", "qk_layernorm", "qk_l2_norm", "attention_output_gate", "softmax_type"),
+        *("window_size", "window_attn_skip_freq", "attention_softmax_in_fp32", "use_mup", "mup_base_hidden_size"),
+        *("mup_width_mult", "apply_residual_connection_post_layernorm", "swiglu", "squared_relu"),
+        *("deterministic_mode", "cross_entropy_loss_fusion", "calculate_per_token_loss"),
+        # Fusions, which were off: Megatron says by itself what they miss on its local layers.
+        *("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+        *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+        *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_dtype", "moe_router_score_function"),
+        *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_enable_expert_bias"),
+        *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
+        *("moe_router_pre_softmax", "moe_z_loss_coeff", "moe_aux_loss_coeff"),
+        *("mtp_num_layers", "mtp_use_repeated_layer", "mtp_loss_scaling_factor"),
+    )
+)
+# Those that have been run with these values, beside the default.
+RUN_VALUES = {
+    "transformer_impl": ("local",),
+    "expert_tensor_parallel_size": (1,),
+    "moe_token_dispatcher_type": ("alltoall",),
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "recompute_modules": (["core_attn"], ["core_attn", "mlp"]),
+}
+NO_DEFAULT = ("transformer_impl",)  # whose default has not been run
+OF_EXPERTS = ("expert_tensor_parallel_size",)  # without them it does nothing
+# What makes the model and is in no TransformerConfig, or under another name.
+MODEL_ARGUMENTS = (
+    *("position_embedding_type", "num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu"),
+    "moe_use_upcycling",
+)
+# Megatron's validation gives these the value of the other one.
+DERIVED = {
+    "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
+    "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+}
 
-
-def _lacks_mtp_layers(args: Namespace) -> bool:
-    """Megatron then builds none."""
-    return bool(args.mtp_num_layers) and "/" not in args.hybrid_layer_pattern
-
-
-# What has been run with a HybridModel is one process that computes the layers of a single stage once.
-NOT_RUN = {
-    "--transformer-impl {args.transformer_impl}": lambda args: args.transformer_impl != "local",
-    "{args.world_size} processes": lambda args: args.world_size > 1,
-    "pipeline stages (|)": lambda args: "|" in args.hybrid_layer_pattern,
-    "--mtp-num-layers {args.mtp_num_layers} without its layers (/)": _lacks_mtp_layers,
+# Multi-token-prediction layers, which have been run in one process that computes each layer once.
+MTP_NOT_RUN = {
+    "--mtp-num-layers {args.mtp_num_layers} without its layers (/), of which Megatron then builds none": lambda args: (
+        bool(args.mtp_num_layers) and "/" not in args.hybrid_layer_pattern
+    ),
     "multi-token-prediction layers (/) in {args.world_size} processes": lambda args: (
         "/" in args.hybrid_layer_pattern and args.world_size > 1
     ),
     "multi-token-prediction layers (/) with recompute or packed documents": lambda args: (
         "/" in args.hybrid_layer_pattern and (bool(args.recompute_granularity) or is_packed(args))
     ),
-    "--recompute-granularity {args.recompute_granularity}": is_set("recompute_granularity"),
-    "packed documents (--sft, --dataloader-inter-document-masking)": is_packed,
-    "--cuda-graph-impl {args.cuda_graph_impl}": lambda args: args.cuda_graph_impl != "none",
-    "--fp8-format or --fp4-format": _in_quantized_training,
-    "--use-megatron-fsdp": is_set("use_megatron_fsdp"),
-    "--use-torch-fsdp2": is_set("use_torch_fsdp2"),
-    "--cpu-offloading-num-layers": is_set("cpu_offloading_num_layers"),
-    "--fine-grained-activation-offloading": is_set("fine_grained_activation_offloading"),
 }
 
 
+@cache
+def _model_arguments() -> dict[str, tuple[Action, object]]:
+    """The arguments that are looked at, each as (the parser's action, the default of TransformerConfig)."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+    actions = {action.dest: action for action in parser._actions}
+    names = [name for name in (*defaults, *MODEL_ARGUMENTS) if name in actions and not name.startswith("inference_")]
+    return {name: (actions[name], defaults.get(name)) for name in names}
+
+
 def _not_run(args: Namespace) -> list[str]:
-    if getattr(args, "hybrid_layer_pattern", None) is None:
+    """What of args has not been run, as it would be written on the command line."""
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if pattern is None or _refused_symbols(args):
         return []
-    return [text.format(args=args) for text, given in NOT_RUN.items() if given(args)]
+    found = [text.format(args=args) for text, given in MTP_NOT_RUN.items() if given(args)]
+    for name, (action, default) in _model_arguments().items():
+        value = getattr(args, name, None)
+        if name in RUN or (name in OF_EXPERTS and not args.num_experts):
+            continue
+        run = list(RUN_VALUES.get(name, ()))
+        if name not in NO_DEFAULT:
+            run += [action.default, default]
+        if name in DERIVED:
+            run.append(getattr(args, DERIVED[name]))
+        if value not in run and (value or any(run)):  # 0, False, None and nothing are the same
+            found.append(" ".join([action.option_strings[0], *_written(value)]))
+    return found
+
+
+def _written(value) -> list[str]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [] if isinstance(value, bool) or value is None else [str(getattr(item, "name", item)) for item in values]
 
 
 REFUSALS = (
@@ -71,7 +133,7 @@ REFUSALS = (
         "hybrid_not_run",
         lambda args: bool(_not_run(args)),
         "--hybrid-layer-pattern {args.hybrid_layer_pattern} has not been run with S2 attention and {found}; it has "
-        "with --transformer-impl local in one process",
+        "with --transformer-impl local in every layout",
         "leave these out, or train a GPT, without --hybrid-layer-pattern",
         lambda args: {"found": ", ".join(_not_run(args))},
     ),

@@ -33,6 +33,12 @@ VERSION = Refusal(
     lambda args: {"megatron": megatron_version()},
 )
 
+
+def _l2_norm_is_dropped(args: Namespace) -> bool:
+    others = args.num_experts or getattr(args, "hybrid_layer_pattern", None)
+    return bool(args.qk_l2_norm and args.transformer_impl == "local" and not others)
+
+
 REFUSALS = (
     Refusal(
         "mla_down_proj_fusion",
@@ -100,6 +106,13 @@ REFUSALS = (
         is_set("spec"),
         "--spec {args.spec} and --s2-config both say which layer spec to build",
         "remove --spec, or --s2-config",
+    ),
+    Refusal(
+        "qk_l2_norm",
+        _l2_norm_is_dropped,
+        "--qk-l2-norm with --transformer-impl local: Megatron leaves it out of a GPT's layers without experts "
+        "(_te_or_local_layer_spec in training/models/gpt.py), and the queries and keys would not be normalised",
+        "use --qk-layernorm, or --transformer-impl transformer_engine",
     ),
     Refusal(
         "is_hybrid_model",

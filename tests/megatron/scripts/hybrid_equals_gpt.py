@@ -66,6 +66,7 @@ def main():
 
     flags = sys.argv[1:]
     args, gpt = build(flags)
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.global_vars import unset_global_variables
 
     from s2_megatron.megatron.model.core_attention import S2CoreAttention
@@ -77,6 +78,7 @@ def main():
     hybrid = built(config)
     result = {"weights": copied(hybrid, gpt, pattern)}
     for name, model in (("gpt", gpt), ("hybrid", hybrid)):
+        destroy_moe_metrics_tracker()  # made for the layers of the other model
         named = [(path, module) for path, module in model.named_modules() if isinstance(module, S2CoreAttention)]
         cores = [module for _, module in named]
         of_mtp = [re.search(r"\bmtp\.layers\.(\d+)", path) for path, _ in named]

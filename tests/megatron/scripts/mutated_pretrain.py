@@ -1,8 +1,8 @@
 """pretrain_gpt_s2.py with one deliberate mistake, named by MUTATION: the parallel tests must see it.
 
 head_offset: every tensor-parallel rank takes the heads of rank 0. layer_number: every pipeline stage counts its layers
-from 0. norm_gradient: under sequence parallelism the norms' gradients are not added up over the ranks.
-received_slots: blocks received from other context-parallel ranks are taken for one another.
+from 0 (of a HybridModel its attention layers). norm_gradient: under sequence parallelism the norms' gradients are not
+added up over the ranks. received_slots: blocks received from other context-parallel ranks are taken for one another.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ def main():
 
     install_if_no_gpu()
     from s2_megatron.context_parallel import attention as context_parallel
-    from s2_megatron.megatron import layer_specs
+    from s2_megatron.megatron import hybrid_specs, layer_specs
     from s2_megatron.megatron.model import check as model_check
     from s2_megatron.megatron.model import core_attention, norms
     from s2_megatron.patterns.ranges import RangePattern
@@ -26,6 +26,16 @@ def main():
         RangePattern.tensor_parallel_slice = lambda self, rank, size: slice_of(self, 0, size)
     elif mutation == "layer_number":
         global_indices = layer_specs.global_layer_indices
+        attention_layer, built = hybrid_specs.HybridAttentionLayer.__init__, []
+
+        def of_local_order(self, *args, by_place, layer_number, **named):
+            place = sorted(by_place)[len(built)]
+            built.append(self)
+            attention_layer(
+                self, *args, by_place={layer_number - 1: by_place[place]}, layer_number=layer_number, **named
+            )
+
+        hybrid_specs.HybridAttentionLayer.__init__ = of_local_order
         layer_specs.global_layer_indices = lambda *args: list(range(len(global_indices(*args))))
         # Without what sees it sooner, so that the comparison of losses stands alone.
         model_check.check_model = lambda *args: None

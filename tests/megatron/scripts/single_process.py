@@ -1,10 +1,12 @@
 """A model as pretrain_gpt_s2.py builds it, in one process, for scripts that call it themselves."""
 
+import os
 import sys
 
 
 def prepared(flags: list[str]):
-    """(Megatron's arguments, its model config with S2 attention) for a command line of pretrain_gpt_s2.py."""
+    """(Megatron's arguments, its model config with S2 attention) for a command line of pretrain_gpt_s2.py. With
+    LIFT_UNPROVEN_REFUSALS=1 in the environment as scripts/watched_pretrain.py."""
     from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
 
     install_if_no_gpu()
@@ -14,7 +16,10 @@ def prepared(flags: list[str]):
     from s2_megatron.megatron.hybrid_specs import model_config_from_args
     from s2_megatron.megatron.layer_specs import apply_s2
     from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+    from tests.megatron.lifted import LIFT_UNPROVEN, lift_unproven_refusals
 
+    if os.environ.get(LIFT_UNPROVEN) == "1":
+        lift_unproven_refusals()
     use_prebuilt_dataset_helpers()
     sys.argv[1:] = flags
     args = parse_and_validate_args(extra_args_provider=add_s2_arguments)

@@ -1,0 +1,77 @@
+"""Command lines with --hybrid-layer-pattern, as refusal_cases.py has them without."""
+
+from __future__ import annotations
+
+from tests.megatron.refusal_cases import ENGINE
+
+NOT_RUN = "hybrid_not_run"
+
+
+def hybrid(pattern: str, *switches: str, **flags: str | list[str]) -> dict:
+    """A case's flags; switches: names of those without a value. The names with _ for -."""
+    given = {f"--{name.replace('_', '-')}": value for name, value in {**dict.fromkeys(switches), **flags}.items()}
+    return {"--hybrid-layer-pattern": pattern, **given}
+
+
+HYBRID_CASES = {
+    "hybrid_layer_pattern": (dict(flags=hybrid("M*M-")), "has layers M (Mamba takes"),
+    NOT_RUN: (dict(flags=hybrid("*-*-/*-")), "multi-token-prediction layers (/); it has"),
+}
+LATENT = dict(without=["--group-query-attention"])
+SPLIT = dict(tensor_model_parallel_size="2", num_experts="4")
+ALSO_REFUSED_HYBRIDS = {
+    "hybrid_gated_delta_nets": ("hybrid_layer_pattern", dict(flags=hybrid("G*G-")), "G (gated delta nets take"),
+    "hybrid_latent": (
+        "hybrid_layer_pattern",
+        dict(flags=hybrid("+-+-", rope_type="rope"), **LATENT),
+        "+ (multi-latent attention",
+    ),
+    "hybrid_dsa": ("hybrid_layer_pattern", dict(flags=hybrid("D-D-", rope_type="rope"), **LATENT), "D (DSA chooses"),
+    "hybrid_engine": (
+        NOT_RUN,
+        dict(flags={**ENGINE, **hybrid("*-*-")}),
+        "and --transformer-impl transformer_engine; it has",
+    ),
+    "hybrid_cut_experts": (
+        NOT_RUN,
+        dict(flags=hybrid("*E*E", **SPLIT, expert_tensor_parallel_size="2"), world_size=2),
+        "and --expert-tensor-parallel-size 2; it has",
+    ),
+    "hybrid_recomputed": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])),
+        "and --recompute-modules core_attn layernorm; it has",
+    ),
+    # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
+    "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
+    "hybrid_several": (
+        NOT_RUN,
+        dict(
+            attributes={"fp8": "hybrid", "cuda_graph_impl": "full_iteration", "cpu_offloading_num_layers": 1},
+            flags=hybrid("*-*-", "no_check_for_nan_in_loss_and_grad", no_rope_freq="4"),
+        ),
+        "--no-rope-freq 4, --fp8-format hybrid, --cuda-graph-impl full_iteration",
+    ),
+}
+ACCEPTED_HYBRIDS = {
+    "hybrid": dict(flags=hybrid("*-*--*-*")),
+    "hybrid_experts": dict(flags=hybrid("*E*E*E*E", num_experts="4")),
+    "hybrid_layouts": dict(
+        flags=hybrid(
+            "*-|*-|*E|*-",
+            *("sequence_parallel", "use_distributed_optimizer", "disable_bias_linear", "swiglu"),
+            **SPLIT,
+            expert_tensor_parallel_size="1",
+            pipeline_model_parallel_size="2",
+            expert_model_parallel_size="2",
+            context_parallel_size="2",
+            moe_token_dispatcher_type="alltoall",
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers="1",
+        ),
+        world_size=8,
+    ),
+    # Megatron's validation gives --expert-tensor-parallel-size the value of the other one.
+    "hybrid_without_experts": dict(flags=hybrid("*-*-*-*-", tensor_model_parallel_size="2"), world_size=2),
+}

@@ -1,0 +1,77 @@
+"""HybridModels of Transformer Engine's layers on a GPU (`make test-gpu`): `*-` N times is the GPT of N layers, in fp32;
+gated delta nets train beside S2 attention.
+
+Refusals of refusals/hybrid.py are lifted here: what passes leaves its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.megatron.conftest import SCRIPTS
+from tests.megatron.lifted import LIFT_UNPROVEN
+from tests.megatron.test_gpu import MODEL, SPECS
+
+pytestmark = pytest.mark.gpu
+
+ENGINE = SPECS["transformer_engine"]
+PLAN = "block_size: 64\nlayers: {}\nspecs:\n  S: {{window: 150, sink_tokens: 3}}\n"
+
+
+def is_missing(module: str) -> bool:
+    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode != 0
+
+
+@pytest.fixture
+def gpu_lab(lab, count_gpus, monkeypatch):
+    if count_gpus == 0:
+        pytest.skip("no NVIDIA GPU (nvidia-smi lists none)")
+    if is_missing("transformer_engine.pytorch"):
+        pytest.skip("Transformer Engine is not installed")
+    monkeypatch.setenv(LIFT_UNPROVEN, "1")
+    return dataclasses.replace(lab, device_flags="--distributed-backend nccl", timeout=200, gpus=True)
+
+
+@pytest.mark.parametrize("plan", ["SSSS", "SD"])
+def test_equals_the_gpt_of_equal_weights(gpu_lab, plan, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine's products of fp32 are TF32
+    config = gpu_lab.folder / f"hybrid_gpu_{plan}.yaml"
+    config.write_text(PLAN.format(plan))
+    flags = f"--s2-config {config} --attention-backend unfused"
+    output = gpu_lab.python("hybrid_equals_gpt.py", *gpu_lab.flags(flags, model=MODEL, spec=ENGINE))
+    found = json.loads(output.split("RESULT ")[1].splitlines()[0])
+    gpt, hybrid = found["gpt"], found["hybrid"]
+    assert (gpt["model"], hybrid["model"]) == ("GPTModel", "HybridModel") and found["weights"] > 10
+    assert hybrid["s2_layers"] == [2 * layer for layer in gpt["s2_layers"]] and gpt["s2_layers"]
+    assert hybrid["losses"] == pytest.approx(gpt["losses"], rel=0, abs=1e-6)
+    assert hybrid["norms"] == pytest.approx(gpt["norms"], rel=1e-6, abs=0)
+    assert gpt["losses"][0] != gpt["losses"][1]
+
+
+def test_gated_delta_nets_beside_s2_attention(gpu_lab):
+    """bf16: the kernels, against the reference; with recompute as without, bit for bit."""
+    if is_missing("fla"):
+        pytest.skip("flash-linear-attention is not installed")
+    config = gpu_lab.folder / "hybrid_gpu_delta.yaml"
+    config.write_text(PLAN.format("SD"))
+    heads = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64"
+    flags = f"--hybrid-layer-pattern G-*-G-*- --s2-config {config} --bf16 --train-iters 6 {heads}"
+    model = MODEL.replace("--num-layers 4", "")
+    options = dict(model=model, spec=ENGINE, script=SCRIPTS / "watched_pretrain.py")
+    runs = [
+        gpu_lab.run(f"delta_{name}", f"{flags} {more}", **options)
+        for name, more in (
+            ("reference", "--s2-backend reference"),
+            ("kernels", "--s2-backend auto"),
+            ("recomputed", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        )
+    ]
+    reference, kernels, recomputed = (run.losses for run in runs)
+    assert list(kernels) == [1, 2, 3, 4, 5, 6]
+    assert kernels == pytest.approx(reference, rel=0, abs=1e-3)
+    assert recomputed == pytest.approx(kernels, rel=0, abs=1e-5)
+    assert abs(kernels[6] - kernels[1]) > 0.01
