@@ -15,7 +15,7 @@ def hybrid(pattern: str, *switches: str, **flags: str | list[str]) -> dict:
 
 HYBRID_CASES = {
     "hybrid_layer_pattern": (dict(flags=hybrid("M*M-")), "has layers M (Mamba takes"),
-    NOT_RUN: (dict(flags=hybrid("*-*-/*-")), "multi-token-prediction layers (/); it has"),
+    NOT_RUN: (dict(flags=hybrid("*-*-", mtp_num_layers="1")), "--mtp-num-layers 1 without its layers (/)"),
 }
 LATENT = dict(without=["--group-query-attention"])
 SPLIT = dict(tensor_model_parallel_size="2", num_experts="4")
@@ -42,6 +42,16 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*-*-", recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])),
         "and --recompute-modules core_attn layernorm; it has",
     ),
+    "hybrid_mtp_processes": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-/*-", tensor_model_parallel_size="2"), world_size=2),
+        "multi-token-prediction layers (/) in 2 processes; it has",
+    ),
+    "hybrid_mtp_recomputed": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-/*-", recompute_granularity="selective")),
+        "multi-token-prediction layers (/) with recompute or packed documents; it has",
+    ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
     "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
     "hybrid_several": (
@@ -55,6 +65,7 @@ ALSO_REFUSED_HYBRIDS = {
 }
 ACCEPTED_HYBRIDS = {
     "hybrid": dict(flags=hybrid("*-*--*-*")),
+    "hybrid_mtp": dict(flags=hybrid("*-*-*-*-/*-")),
     "hybrid_experts": dict(flags=hybrid("*E*E*E*E", num_experts="4")),
     "hybrid_layouts": dict(
         flags=hybrid(
