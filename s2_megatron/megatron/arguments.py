@@ -17,7 +17,7 @@ from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.context_parallel.plan import COMM_TYPES, comm_type_of
 from s2_megatron.megatron.checkpoints.compare import compare_with_checkpoint
 from s2_megatron.megatron.host.cuda_on_cpu import compute_device
-from s2_megatron.megatron.hybrid_specs import refuse_dropped
+from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.patches import (
     guard_processes,
     install_checkpoint_hooks,

@@ -23,6 +23,7 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from s2_megatron.megatron.layer_cores import core_specs, require_repeatable, uses_transformer_engine, with_core
 from s2_megatron.megatron.model.expert_metrics import log_experts_of_all_stages
 from s2_megatron.megatron.model.hybrid_stack import is_local_stack, local_stack_spec, require_layers
+from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run
 from s2_megatron.megatron.sparsity import attention_in, layer_symbols, mtp_symbols
 
@@ -124,15 +125,6 @@ def _mtp_spec(stock: ModuleSpec, attention: list[ModuleSpec]) -> ModuleSpec:
     ]
     block = MultiTokenPredictionBlockSubmodules(layer_specs=layers)
     return ModuleSpec(module=stock.module, params=dict(stock.params), submodules=block)
-
-
-def refuse_dropped(args: Namespace) -> None:
-    """Raises ValueError for what a HybridModel would leave out in silence: RoPE scaling. args: Megatron's."""
-    if args.hybrid_layer_pattern is not None and args.use_rope_scaling:
-        raise ValueError(
-            "--use-rope-scaling with --hybrid-layer-pattern: Megatron's HybridModel has none, and would be trained "
-            "without; expected one of the two; leave --use-rope-scaling out"
-        )
 
 
 def model_config_from_args(args: Namespace):

@@ -27,7 +27,6 @@ from megatron.training.models.hybrid import HybridModelConfig
 from s2_megatron.megatron.hybrid_specs import (
     HybridAttentionLayer,
     model_config_from_args,
-    refuse_dropped,
     s2_stack_spec,
 )
 from s2_megatron.megatron.layer_specs import apply_s2
@@ -35,6 +34,7 @@ from s2_megatron.megatron.model.check import check_model
 from s2_megatron.megatron.model.core_attention import S2SelfAttention
 from s2_megatron.megatron.model.hybrid_stack import FIELDS, LocalHybridStack, local_stack_spec, require_layers
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
+from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
 from tests.megatron.conftest import MODEL, ROOT

@@ -12,6 +12,15 @@ DEFAULT = 8.0  # what a model computes whose config was not told
 RECORD = "s2_rope_scaling_factor"  # in the arguments that checkpoints hold: the factor that the model was given
 
 
+def refuse_dropped(args: Namespace) -> None:
+    """Raises ValueError for what a HybridModel would leave out in silence: RoPE scaling. args: Megatron's."""
+    if args.hybrid_layer_pattern is not None and args.use_rope_scaling:
+        raise ValueError(
+            "--use-rope-scaling with --hybrid-layer-pattern: Megatron's HybridModel has none, and would be trained "
+            "without; expected one of the two; leave --use-rope-scaling out"
+        )
+
+
 def set_rope_scaling(args: Namespace, model_config) -> None:
     """Writes the factor of `args` into Megatron's GPTModelConfig, and into `args` that it stands there."""
     if not args.use_rope_scaling:
