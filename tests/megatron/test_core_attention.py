@@ -35,8 +35,9 @@ class Group:
 
 def make_config(**settings):
     defaults = dict(
-        num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS, attention_dropout=0.0
-    )
+        num_layers=2, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        attention_dropout=0.0, transformer_impl="local",
+    )  # fmt: skip
     return TransformerConfig(**{**defaults, **settings})
 
 

@@ -115,6 +115,12 @@ def test_without_a_parameter_nothing_is_stored():
         assert not core.state_dict() and not core.sharded_state_dict("", (), dict(dp_cp_group=Group()))
 
 
+def test_offsets_begin_as_those_of_the_stock_layer():
+    options = dict(softmax_type="learnable", init_method_std=1.0)
+    assert make_core(make_config(**options)).softmax_offset.abs().min() > 0
+    assert not make_core(make_config(transformer_impl="transformer_engine", **options)).softmax_offset.any()
+
+
 def test_tensor_parallel_ranks_together_are_the_whole():
     config = make_config(softmax_type="learnable", init_method_std=1.0)
     whole = make_core(config)

@@ -164,8 +164,8 @@ class S2CoreAttention(MegatronModule):
                 )
 
     def _make_softmax_offset(self, tp_group) -> None:
-        """softmax_offset, one number a query head of this rank: none (vanilla), zeros (off-by-one), or a parameter of
-        Megatron's initial values (learnable)."""
+        """softmax_offset, one number a query head of this rank: none (vanilla), zeros (off-by-one), or a parameter
+        (learnable) that begins as that of the stock layer: at zero in Transformer Engine's, else drawn by Megatron."""
         config = self.config
         self.tp_group = tp_group
         if config.softmax_type == "vanilla":
@@ -177,8 +177,8 @@ class S2CoreAttention(MegatronModule):
             zeros = torch.zeros(heads, device=device, dtype=config.params_dtype)
             self.register_buffer("softmax_offset", zeros, persistent=False)
             return
-        self.softmax_offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
-        if config.perform_initialization:
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=config.params_dtype))
+        if config.perform_initialization and config.transformer_impl != "transformer_engine":
             config.init_method(self.softmax_offset)
         # Unlike in Megatron's, so that the gradients' norm counts the heads of every rank.
         set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
