@@ -245,8 +245,8 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         kept.take(args.from_json)
     name = (args.beside or args.s2_config).name
     about = (
-        f"{args.sequences} sequences of {sparsity.seq_length} tokens of {printable(Path(args.data_path).name)}, "
-        f"{measure.precision()}"
+        f"{args.sequences} {'sequence' if args.sequences == 1 else 'sequences'} of {sparsity.seq_length} tokens of "
+        f"{printable(Path(args.data_path).name)}, {measure.precision()}"
     ) + (", documents apart" if apart else "")
     try:
         return _measure(args, folder, trained, plans, resolved, units, kept, about, name, output)
