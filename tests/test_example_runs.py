@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -95,6 +97,7 @@ def test_a_refused_setting_is_one_line(tmp_path):
         ("long_context_cp.sh", "SEQ_LENGTH=100", "use a multiple of 256\n"),
         ("own_pattern/run.sh", "RUNS={file}", "{file} is no folder; expected a folder, there or to be made"),
         ("existing_launch/run.sh", "RUNS={file}/a/b", "{file} is no folder"),
+        ("convert/run.sh", "MODEL={file}.none", "expected a folder or a .gguf that is there"),
         ("dense_beside_s2.sh", "RUNS={file}.gone", "{file}.gone is no folder"),
     ],
 )
@@ -180,6 +183,40 @@ def test_a_dense_model_goes_on_at_a_longer_context(run, runs):
     assert (runs / "long_s2" / "checkpoints" / "iter_0000010").is_dir()
 
 
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory) -> Path:
+    """A Hugging Face folder of two layers with four KV heads, and a tokenizer of bytes."""
+    pytest.importorskip("transformers")
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from examples.quickstart.dataset import Document, train_tokenizer
+
+    folder = tmp_path_factory.mktemp("llama") / "small"
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    config = LlamaConfig(vocab_size=320, num_key_value_heads=2, max_position_embeddings=512, **sizes)
+    train_tokenizer([Document("texts", (ROOT / "README.md").read_text())], folder, 320)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_model_of_others_goes_on_sparse(run, runs, small_llama):
+    """The whole road of docs/convert.md."""
+    output = run("convert/run.sh", MODEL=str(small_llama), HEADS="1", SEQ_LENGTH="256", ITERATIONS="20")
+    assert "logits equal transformers' (all layers; " in output
+    assert "window_sink.yaml without its sink" in output and "chosen.yaml: 1 of 4 KV heads are dense" in output
+    dense, sparse = losses(output)[:3], losses(output)[3:]  # of iterations 1, 10 and 20
+    assert len(sparse) == 3 and 0 < abs(sparse[0] - dense[0]) < 0.01 and sparse[2] < sparse[0]
+    assert "sparse and dense are not told apart" in " ".join(output.split())
+    folder = runs / "convert"
+    assert yaml.safe_load((folder / "chosen.yaml").read_text())["specs"]["S"]["sink_tokens"] == 64
+    config = json.loads((folder / "sparse-hf" / "config.json").read_text())
+    assert config["model_type"] == "s2_gpt" and config["s2_sparsity"]
+    assert re.search(r"^\d+ tokens of prompt and \d+ of answer: \S+ s, a cache of \S+ MiB$", output, re.M)
+
+
 @pytest.mark.slow
 def test_patterns_of_ones_own(run, runs):
     output = run("own_pattern/run.sh", ITERATIONS="5")
@@ -239,4 +276,4 @@ def test_the_readme_has_them_all():
     missing = [path for path in scripts if not {path, path.parent} & linked]
     assert len(scripts) > 10 and not missing
     commands = re.findall(r"`(?:\w+=\S+ )*(?:python )?(examples/\S+)`", text)
-    assert len(commands) == 9 and all((ROOT / command).is_file() for command in commands)
+    assert len(commands) == 10 and all((ROOT / command).is_file() for command in commands)

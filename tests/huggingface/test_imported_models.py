@@ -1,7 +1,9 @@
 """import-hf as a user meets it: the scale of RoPE, the launch line that it prints, its comparison of logits."""
 
 import json
+import os
 import shlex
+import subprocess
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from s2_megatron.tools.hf import launch_text
+from tests.huggingface.forked import ROOT
 
 CHECK = "s2_megatron.tools.hf.logit_check"
 SIZES = dict(
@@ -124,3 +127,39 @@ def test_the_launch_line_asks_for_no_package_that_is_missing(monkeypatch, there,
     assert [
         word for word in words if word in ("--transformer-impl=local", "--no-gradient-accumulation-fusion")
     ] == expected
+
+
+def test_the_script_is_the_launch_line(tools, llama, tmp_path):
+    """Its data are random tokens until some are given; it can be moved, with its checkpoint."""
+    out, _ = tools("import-hf", "--input", llama, "--output", tmp_path / "mcore", "--no-logit-check")
+    assert f"Train it on with `{tmp_path}/mcore/train.sh --data-path PREFIX --save FOLDER`" in out
+    line = launch_line(out)
+    moved = (tmp_path / "mcore").rename(tmp_path / "a folder")
+    (python := tmp_path / "python").write_text('#!/bin/sh\necho "$CUDA_DEVICE_MAX_CONNECTIONS"; printf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+
+    def words(*given, cwd=ROOT):
+        environment = {key: value for key, value in os.environ.items() if key != "CUDA_DEVICE_MAX_CONNECTIONS"}
+        environment |= {"PYTHON": str(python)}
+        return subprocess.run([moved / "train.sh", *given], env=environment, cwd=cwd, capture_output=True, text=True)
+
+    start = ["1", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "pretrain_gpt_s2.py"]
+    line = line[line.index("pretrain_gpt_s2.py") + 1 :]
+    weights, save = [f"--load={tmp_path}/mcore", "--finetune"], f"--save={tmp_path}/mcore-trained"
+    flags = [word for word in line if word not in (*weights, save, "--mock-data")]
+    assert len(flags) == len(line) - 4
+    weights, save = [f"--load={moved}", "--finetune"], f"--save={moved}-trained"
+    assert words("--lr=1").stdout.splitlines() == [*start, *flags, *weights, save, "--mock-data", "--lr=1"]
+    for data in (["--data-path", "a b"], ["--data-path=x"], ["--mock-data"]):
+        assert words(*data).stdout.splitlines() == [*start, *flags, *weights, save, *data]
+    own = ["--load", "x", "--mock-data"]
+    assert words(*own).stdout.splitlines() == [*start, *flags, save, *own]
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "latest_checkpointed_iteration.txt").write_text("3")
+    for given in ([f"--save={tmp_path}/begun"], ["--save", f"{tmp_path}/begun"]):
+        done = words(*given)
+        assert done.stderr == f"train.sh: goes on from {tmp_path}/begun\n"
+        assert done.stdout.splitlines() == [*start, *flags, f"--load={tmp_path}/begun", save, "--mock-data", *given]
+    done = words(cwd=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: train.sh: no pretrain_gpt_s2.py in") and done.stderr.count("\n") == 1

@@ -14,13 +14,16 @@ import pytest
 import yaml
 
 from s2_megatron.config.load import SparsityConfig, load_config
+from s2_megatron.config.sinks import without_sink
 from s2_megatron.config.sparsity import diff_sparsity
 from s2_megatron.tools.choose_dense.plan import (
     all_dense,
     candidates,
     count_dense,
     dense_kv_heads,
+    sink_tokens,
     with_dense,
+    with_sink,
     yaml_content,
     yaml_text,
 )
@@ -242,6 +245,18 @@ def test_bad_input_is_one_line(name, command, tmp_path, capsys):
     assert not (tmp_path / "new.yaml").exists()
 
 
+@pytest.mark.parametrize("documents", [1, 2, 3, 4, 5, 10])
+def test_the_split_that_is_named_validates(documents, command, made_up, tmp_path, capsys):
+    """One long document, as a book is, or a few: make-dataset then prints a split without validation."""
+    from s2_megatron.tools.dataset.write import write_dataset
+
+    write_dataset(tmp_path / "few", (np.full(6000, 1, np.uint16) for _ in range(documents)))
+    given = ("--heads", "1", "--data-path", "few", "--split")
+    assert command(*given, "100,0,0") == 2
+    (named,) = re.findall(r"use --split (\S+)$", capsys.readouterr().err, re.M)
+    assert command(*given, named) == 0
+
+
 # What it says and writes, with losses that are made up
 
 
@@ -308,6 +323,60 @@ def test_a_plan_without_the_first_token_is_told(command, made_up, capsys):
     assert "of 12 query heads in the layers of spec S do not see the first token" in capsys.readouterr().err
     assert command("--json", "other.json", config=CONFIGS["tokens"]) == 1
     assert "do not see the first token" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, row, sentence, sink",
+    [
+        (
+            "tokens",
+            r"plan\.yaml without its sink +│ +2 of 8 │ +[\d.]+% │ 2\.5500 │ +\+27\.50% │",
+            "without its sink plan.yaml is +27.50% from dense, with it +7.50%, with 1 more dense +2.50%: "
+            "the sink gives back 73%",
+            {"tokens": 5, "in_plan": True},
+        ),
+        (
+            "mixed",
+            r"plan\.yaml with sink_tokens: 64 +│ +2 of 8 │ +[\d.]+% │ 2\.1500 │ +\+7\.50% │",
+            "plan.yaml is +27.50% from dense, with sink_tokens: 64 it would be +7.50%: the sink gives back 73%",
+            {"tokens": 64, "in_plan": False},
+        ),
+    ],
+)
+def test_what_of_the_loss_is_the_sinks(name, row, sentence, sink, command, made_up, monkeypatch, tmp_path, capsys):
+    """With and without it, whichever of the two the plan has: 0.4 nats, while any head does not see the first token."""
+    of_heads = made_up.loss
+    monkeypatch.setattr(
+        made_up,
+        "loss",
+        staticmethod(lambda plan: of_heads(plan) + (0 if without_sink(plan) is None else 0.4)),
+    )
+    assert command("--heads", "1", config=CONFIGS[name]) == 0
+    out = capsys.readouterr().out
+    assert re.search(row, out) and sentence in out
+    found = json.loads((tmp_path / "new.json").read_text())["sink"]
+    losses = {"loss_without": pytest.approx(2.55), "loss_with": pytest.approx(2.15)}
+    assert found == sink | losses
+
+
+def test_a_plan_that_shows_the_first_token_by_itself_has_no_sink_to_tell_of(command, made_up, tmp_path, capsys):
+    text = "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 4, head_step: 0, layer_step: 0}\n"
+    assert command("--heads", "1", config=text) == 0
+    assert "sink" not in capsys.readouterr().out and json.loads((tmp_path / "new.json").read_text())["sink"] is None
+
+
+@pytest.mark.parametrize("name", ["tokens", "plain", "dense heads", "two specs"])
+def test_a_sink_comes_and_goes(name):
+    """The rest of the plan stays."""
+    plan = resolved(CONFIGS[name], "GQA")[1]
+    with_one = with_sink(plan, 20)
+    assert sink_tokens(with_one) == 20 and sink_tokens(with_sink(plan, 0)) == 0
+    assert count_dense(with_one) == count_dense(plan)
+    specs = {key: spec | {"sink_tokens": 20} for key, spec in yaml.safe_load(CONFIGS[name])["specs"].items()}
+    wanted = resolved(yaml.safe_dump(yaml.safe_load(CONFIGS[name]) | {"specs": specs}), "GQA")[1]
+    assert with_one.canonical_json() == wanted.canonical_json()
+    if name != "tokens":
+        assert with_sink(with_one, 0).canonical_json() == plan.canonical_json()
 
 
 def test_layers_instead_of_heads(command, made_up, tmp_path):

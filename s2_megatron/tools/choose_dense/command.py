@@ -5,7 +5,8 @@
 What a dense model loses under S2-Attention depends on which of its heads stay dense. Which heads matter differs from
 model to model: we think that a few of them look things up far back (docs/choose-dense.md). This measures the loss of
 the checkpoint as it is, under the plan of the YAML, and under the plan with one more KV head dense, each head in its
-turn; then under the plan with the best 1, 2, 4, ... of them dense. The smallest set that is near enough to the dense
+turn; then under the plan with the best 1, 2, 4, ... of them dense. The plan without its sink (or with one) tells what
+of the loss is the sink's. The smallest set that is near enough to the dense
 loss is written as a YAML that trains. One process, one GPU or CPU; nothing is trained. How near the loss before any
 step is to the one after training on: docs/choose-dense.md.
 
@@ -31,8 +32,6 @@ from os.path import realpath  # which takes links that loop
 from pathlib import Path
 from typing import TextIO
 
-from rich.table import Table
-
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sinks import without_sink
@@ -46,20 +45,23 @@ from s2_megatron.tools.choose_dense.plan import (
     candidates,
     count_dense,
     dense_in_one,
+    sink_tokens,
     sparse_in,
     with_dense,
+    with_sink,
     yaml_content,
     yaml_text,
 )
-from s2_megatron.tools.choose_dense.search import DenseSet, Ranked, Sets, rank
+from s2_megatron.tools.choose_dense.report import Sink, facts, ranking, sets_table, sink_sentence
+from s2_megatron.tools.choose_dense.search import Sets, rank
 from s2_megatron.tools.outputs import console, write_file
 from s2_megatron.tools.progress import duration, progress, working
 
 IMPORTED = 8192  # tokens of a sequence: what an imported model has positions for takes hours, at 131,072 of them
-SHOWN = 10  # candidates
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
 # lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
+SINK = 64  # tokens of the sink that is tried where the plan has none and hides the first token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -243,8 +245,8 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         kept.take(args.from_json)
     name = (args.beside or args.s2_config).name
     about = (
-        f"{args.sequences} sequences of {sparsity.seq_length} tokens of {printable(Path(args.data_path).name)}, "
-        f"{measure.precision()}"
+        f"{args.sequences} {'sequence' if args.sequences == 1 else 'sequences'} of {sparsity.seq_length} tokens of "
+        f"{printable(Path(args.data_path).name)}, {measure.precision()}"
     ) + (", documents apart" if apart else "")
     try:
         return _measure(args, folder, trained, plans, resolved, units, kept, about, name, output)
@@ -262,8 +264,10 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
     def loss_of(dense) -> float:
         return kept.loss(with_dense(beside, dense))
 
-    # One for each candidate, the two first ones, and about as many sets as there are powers of two.
-    count = len(units) + 2 + len(units).bit_length()
+    hidden, own_sink = without_sink(beside), sink_tokens(beside)
+    other = with_sink(beside, 0 if own_sink else SINK) if own_sink or hidden is not None else None
+    # One for each candidate, the two or three first ones, and about as many sets as there are powers of two.
+    count = len(units) + 2 + (other is not None) + len(units).bit_length()
     positions = f" (the model has positions for {trained.seq_length})" if beside.seq_length < trained.seq_length else ""
     print(f"choose-dense: {about}{positions}: {len(units)} candidates, about {count} measurements", file=sys.stderr)
     with working("measuring the dense model, and the plan"):
@@ -275,7 +279,11 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         print(f"a measurement takes {taken:.1f} s, all of them about {duration(taken * count)}", file=sys.stderr)
     gap = plan_loss / dense_loss - 1
     enough = args.heads is None and gap <= args.within / 100  # without a dense head
-    if not enough and (hidden := without_sink(beside)) is not None:
+    sink = None
+    if own_sink or (other is not None and not enough):
+        with working("measuring the plan " + ("without its sink" if own_sink else f"with a sink of {SINK} tokens")):
+            sink = Sink(other, own_sink or SINK, kept.loss(other), plan_loss, bool(own_sink))
+    if not enough and hidden is not None:
         print(f"warning: {source}: {hidden}", file=sys.stderr)
     ranked = []
     if not enough:
@@ -286,8 +294,10 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         chosen = sets.exactly(args.heads) if args.heads else sets.smallest(args.within / 100) if ranked else sets.of(0)
     with redirect_stdout(output):
         if ranked:
-            console().print(_ranking(ranked, plan_loss, dense_loss))
-        console().print(_table(beside, sets, chosen, about, name))
+            console().print(ranking(ranked, plan_loss, dense_loss))
+        console().print(sets_table(beside, sets, chosen, sink, about, name))
+        if sink is not None:
+            print(sink_sentence(sink, dense_loss, chosen, name))
     if not enough and gap < LEAST_GAP:
         longer = ", or a longer --seq-length" if beside.seq_length < trained.seq_length else ""
         print(
@@ -303,7 +313,7 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         result = {"dense_kv_heads": count_dense(plan), "density": plan.density()}
         result |= {"loss_before": before, "loss": after, "gap": gap}
     # Before the YAML: who finds that has the measurements, too.
-    content = _facts(args, folder.absolute(), beside, sets, ranked, chosen) | {"result": result} | kept.facts()
+    content = facts(args, folder.absolute(), beside, sets, ranked, chosen, sink) | {"result": result} | kept.facts()
     write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     if enough:
         print(
@@ -336,65 +346,3 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
     with redirect_stdout(output):
         print(f"wrote {args.write}: {of}, {plan.density():.1%} of the pairs, {gap:+.2%} of the dense loss")
     return 0
-
-
-def _ranking(ranked: list[Ranked], without: float, dense: float) -> Table:
-    """The best candidates. without: the plan's loss."""
-    table = Table(
-        title=f"What one more dense unit gains: the best {min(SHOWN, len(ranked))} of {len(ranked)}",
-        title_justify="left",
-    )
-    for name in ("", "layer", "KV heads", "loss", "gain", "of the plan's gap"):
-        table.add_column(name, justify="right")
-    for place, (unit, loss) in enumerate(ranked[:SHOWN], 1):
-        gain, gap = without - loss, without - dense
-        heads = ", ".join(map(str, unit.heads))
-        share = f"{gain / gap:.0%}" if gap > 0 else "-"
-        table.add_row(str(place), str(unit.layer), heads, f"{loss:.4f}", f"{gain:+.4f}", share)
-    return table
-
-
-def _table(sparsity: ResolvedSparsity, sets: Sets, chosen: DenseSet | None, about: str, config: str) -> Table:
-    """The dense model, the plan, and every set that was measured."""
-    table = Table(title="The best units dense together", title_justify="left", caption=about, caption_justify="left")
-    for at, name in enumerate(("plan", "dense KV heads", "pairs", "loss", "of dense")):
-        table.add_column(name, justify="right" if at else "left")
-    heads = len(sparsity.layers) * sparsity.num_kv_heads
-    table.add_row("the checkpoint, dense", f"{heads} of {heads}", "100.0%", f"{sets.dense:.4f}", "-")
-    for size, found in sorted(sets.measured.items()):
-        plan = with_dense(sparsity, sets.units[:size])
-        name = f"{config} + the best {size}" if size else config
-        table.add_row(
-            f"{name}, chosen" if found is chosen else name,
-            f"{count_dense(plan)} of {heads}",
-            f"{plan.density():.1%}",
-            f"{found.loss:.4f}",
-            f"{found.gap:+.2%}",
-        )
-    return table
-
-
-def _facts(args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None) -> dict:
-    """The content of --json but its "result", the plan of the YAML. beside: the plan that was measured
-    under. Gaps are shares of the dense loss; "chosen" is the size of the set, None without one."""
-    return {
-        "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
-        "config": args.s2_config.name,
-        "beside": args.beside and args.beside.name,
-        "by": args.by,
-        "sequences": args.sequences,
-        "seq_length": beside.seq_length,
-        "dense_loss": sets.dense,
-        "candidates": [{"layer": unit.layer, "kv_heads": list(unit.heads), "loss": loss} for unit, loss in ranked],
-        "sets": [
-            {
-                "size": size,
-                "dense_kv_heads": count_dense(with_dense(beside, sets.units[:size])),
-                "density": with_dense(beside, sets.units[:size]).density(),
-                "loss": found.loss,
-                "gap": found.gap,
-            }
-            for size, found in sorted(sets.measured.items())
-        ],
-        "chosen": None if chosen is None else chosen.size,
-    }

@@ -49,7 +49,6 @@ def validation_sequences(
     ValueError for data that are not there, are too short, or are another tokenizer's, and for documents that end with
     several tokens where such a token is asked for.
     """
-    from megatron.core.datasets import blended_megatron_dataset_config as megatron
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     problem = dataset_problem(prefix)
@@ -61,14 +60,14 @@ def validation_sequences(
     split = split or trained.split or DEFAULT_SPLIT
     split_shares(split)
     documents = len(IndexedDataset(prefix))
-    part = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(split))[1]
-    first, last = (0, 0) if part is None else (round(share * documents) for share in part)
-    if first == last:
+    chosen = _to_validate_with(split, documents)
+    if not chosen:
+        fitting = next(each for each in ("90,10,0", "50,50,0") if _to_validate_with(each, documents))
         raise ValueError(
             f"--split {printable(split)}: none of the {documents} documents of {printable(prefix, 200)} is for "
-            "validation; expected one or more; use --split 90,10,0"
+            f"validation; expected one or more; use --split {fitting}"
         )
-    found, starts = with_starts(prefix, range(first, last), length + 1, count)
+    found, starts = with_starts(prefix, chosen, length + 1, count)
     if len(found) < count:
         raise ValueError(
             f"--sequences {count}: the documents for validation (--split {printable(split)}) have {len(found)} whole "
@@ -89,6 +88,14 @@ def validation_sequences(
             )
         counted = ~np.isin(found[:, :-1], ends)
     return Sequences(found, counted, starts if apart else None)
+
+
+def _to_validate_with(split: str, documents: int) -> range:
+    """The documents that Megatron takes for validation."""
+    from megatron.core.datasets import blended_megatron_dataset_config as megatron
+
+    part = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(split))[1]
+    return range(0) if part is None else range(*(round(share * documents) for share in part))
 
 
 def precision() -> str:

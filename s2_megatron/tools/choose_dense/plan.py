@@ -88,6 +88,32 @@ def all_dense(sparsity: ResolvedSparsity) -> ResolvedSparsity:
     return replace(sparsity, layers=(LayerSparsity("D", None),) * len(sparsity.layers), notes=())
 
 
+def sink_tokens(sparsity: ResolvedSparsity) -> int:
+    """The largest number that a head has; 0 without sinks."""
+    heads = [head for layer in sparsity.layers if layer.pattern is not None for head in layer.pattern.heads]
+    return max((head.sink_tokens for head in heads), default=0)
+
+
+def with_sink(sparsity: ResolvedSparsity, tokens: int) -> ResolvedSparsity:
+    """The plan whose sparse heads have sinks of so many tokens, 0 for none. The patterns are those of ranges."""
+    layers = []
+    for layer in sparsity.layers:
+        pattern = layer.pattern
+        if pattern is not None:
+            heads = tuple(
+                head
+                if head.is_dense
+                else HeadPattern(
+                    head.ranges, head.offset, head.window, tokens,
+                    pattern.block_size if tokens or head.window is not None else None,
+                )
+                for head in pattern.heads
+            )  # fmt: skip
+            pattern = RangePattern(pattern.block_size, pattern.num_kv_heads, heads)
+        layers.append(LayerSparsity(layer.spec, pattern))
+    return replace(sparsity, layers=tuple(layers), notes=())
+
+
 def count_dense(sparsity: ResolvedSparsity) -> int:
     """Dense KV heads of all layers together."""
     return sum(

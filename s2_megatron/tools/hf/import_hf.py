@@ -2,10 +2,10 @@
 checkpoint, from which pretraining with S2-Attention continues.
 
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
-    torchrun ... pretrain_gpt_s2.py --s2-config configs/s2_7b_mixed.yaml --load llama-megatron --finetune ...
+    llama-megatron/train.sh --data-path data/text --s2-config configs/s2_7b_mixed.yaml --save runs/sparse
 
 One tensor is in memory at a time. Then the logits of a short text are compared with transformers' (the whole model, or
-the first layers that fit into half of the free memory), and a whole launch line is printed.
+the first layers that fit into half of the free memory). A whole launch line is printed; train.sh is this line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder, refuse_existing
-from s2_megatron.tools.hf.launch_text import TOKENIZER, launch_text
+from s2_megatron.tools.hf.launch_text import SCRIPT, TOKENIZER, launch_here, launch_script, launch_text
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter
 from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     _check_weights(weights, shape, args.input)
     flags = megatron_flags(content, shape)
     stored = _stored_arguments(args.input, content, shape, sparsity, flags)
+    words = launch_here(args.output, flags, stored, shape.vocab_size)
     needed = sum(math.prod(size) for size in megatron_shapes(shape).values()) * _dtype(weights).itemsize
     with complete_folder(args.output, "--output", needed) as work:
         (work / "release").mkdir()
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         writer.add_object("common_state/shard_0_1", [{"args": stored, "checkpoint_version": 3.0, "iteration": 0}])
         writer.finish()
         (work / "latest_checkpointed_iteration.txt").write_text("release")
+        (work / SCRIPT).write_text(launch_script(args.output, words))
+        (work / SCRIPT).chmod(0o755)
         if args.no_logit_check:
             checked = "logits not compared with transformers: --no-logit-check"
         else:
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             checked = compare_logits(args.input, content, work / "release", shape, flags, sparsity)
     size = sum(path.stat().st_size for path in (args.output / "release").iterdir())
     print(f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB; {checked}")
-    print(launch_text(args.output, flags, stored, shape.vocab_size, sparse=sparsity is not None))
+    print(launch_text(args.output, words, sparse=sparsity is not None))
     return 0
 
 
