@@ -17,6 +17,8 @@ exposed    the median step minus that of the same step with communication disabl
 work       largest over mean (query, key) pairs of the ranks
 speed-up   one GPU computing the whole sequence (all of them do, the slowest counts), interleaved with it, over the step
 
+--documents N packs N documents into the row; nothing is planned beforehand then, and Transformer Engine left out.
+
 --two-pass-heads N: so many KV heads of sparse attend the rank's own keys first, while the blocks travel, and the others
 in one pass afterwards; without it as many as are estimated to hide the exchange (plan.heads_beside).
 
@@ -51,12 +53,12 @@ from benchmarks.one_layer import (
     step_of,
     tensors,
 )
-from s2_megatron.context_parallel.attention import ContextParallel
+from s2_megatron.context_parallel.attention import CUTS, ContextParallel
 from s2_megatron.context_parallel.exchange import count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES, check_comm_type, layer_costs
 from s2_megatron.context_parallel.sparse import SparseState
 from s2_megatron.ops.api import resolve_backend, s2_attention
-from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.layout import PackedSequence, build_layout
 from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.testing.context_parallel_cases import Case
 from s2_megatron.testing.context_parallel_check import check_case, is_right
@@ -114,15 +116,27 @@ class Bench:
         self.timer = InterleavedTimer(group, device, args.warmup, args.repeats)
 
     def tensors(self, tokens):
-        return tensors(self.args, tokens, self.device, self.dtype)
+        parts, grad = tensors(self.args, tokens, self.device, self.dtype)
+        if self.args.documents:
+            return [part.detach().squeeze(1).requires_grad_() for part in parts], grad.squeeze(1)
+        return parts, grad
+
+    def packed(self, tokens) -> PackedSequence | None:
+        """--documents of equal length in one row."""
+        if not self.args.documents:
+            return None
+        borders = torch.arange(self.args.documents + 1, dtype=torch.int32, device=self.device)
+        return PackedSequence(borders * (tokens // self.args.documents), tokens // self.args.documents)
 
     def one_gpu(self, tokens):
         """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it
         lacks the memory."""
         layout, fits = build_layout(self.pattern, self.device), torch.ones(1, device=self.device)
+        packed = self.packed(tokens)
+        options = dict(backend=self.backend, packed=packed, tensor_format="thd" if packed else "sbhd")
 
         def function(*qkv):
-            return s2_attention(*qkv, layout, backend=self.backend)
+            return s2_attention(*qkv, layout, **options)
 
         try:
             parts, grad = self.tensors(tokens)
@@ -147,7 +161,13 @@ class Bench:
             layer_index=1,
             dense_heads=dense_heads(args),
         )
-        case = Case(pattern, 2 if self.device.type == "cuda" else 1, args.head_dim, keep_received=args.keep_received)
+        case = Case(
+            pattern,
+            2 if self.device.type == "cuda" else 1,
+            args.head_dim,
+            keep_received=args.keep_received,
+            documents=(0.3, 0.01, 0.6) if args.documents else (),
+        )
         for deterministic in (False, True):
             (found,) = check_case(
                 case, (comm_type,), self.dtype, self.group, self.device, self.backend, deterministic=deterministic
@@ -158,12 +178,14 @@ class Bench:
     def measure(self, comm_type, tokens, alone) -> dict:
         """One row of the table. alone: of one_gpu."""
         args, size = self.args, self.group.size()
-        cp = ContextParallel(self.pattern, self.group, comm_type, keep_received=args.keep_received)
-        cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
+        options = dict(keep_received=args.keep_received, cut=args.packed_cut)
+        cp, packed = ContextParallel(self.pattern, self.group, comm_type, **options), self.packed(tokens)
+        if packed is None:
+            cp.prepare(tokens, self.device, args.head_dim, self.dtype, self.backend)
         parts, grad = self.tensors(tokens // size)
 
         def function(*qkv):
-            return cp.attention(*qkv, backend=self.backend)
+            return cp.attention(*qkv, packed=packed, backend=self.backend)
 
         with count_traffic() as sent_forward:
             out = function(*parts)
@@ -172,19 +194,17 @@ class Bench:
         del out
         sent = torch.tensor([sent_forward.bytes_sent, sent_backward.bytes_sent], device=self.device, dtype=torch.int64)
         dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
-        settings = dict(head_dim=args.head_dim, itemsize=parts[0].itemsize, keep_received=args.keep_received)
-        costs = layer_costs(self.pattern, size, tokens, comm_type, **settings)
-        row = dict(
-            exchange=comm_type,
-            tokens=tokens,
-            ranks=size,
-            sent_forward=int(sent[0]),
-            sent_backward=int(sent[1]),
-            planned_forward=max(costs.sent_forward),
-            planned_backward=max(costs.sent_backward),
-            all_gather_forward=layer_costs(self.pattern, size, tokens, "all_gather", **settings).sent_forward[0],
-            work=costs.balance,
-        )
+        row = dict(exchange=comm_type, tokens=tokens, ranks=size)
+        row |= dict(sent_forward=int(sent[0]), sent_backward=int(sent[1]))
+        if packed is None:
+            settings = dict(head_dim=args.head_dim, itemsize=parts[0].itemsize, keep_received=args.keep_received)
+            costs = layer_costs(self.pattern, size, tokens, comm_type, **settings)
+            row |= dict(
+                planned_forward=max(costs.sent_forward),
+                planned_backward=max(costs.sent_backward),
+                all_gather_forward=layer_costs(self.pattern, size, tokens, "all_gather", **settings).sent_forward[0],
+                work=costs.balance,
+            )
         ours = function, parts, grad
         kinds = {"": (ours, nullcontext), "no_comm_": (ours, communication_disabled)}
         if alone:
@@ -195,7 +215,7 @@ class Bench:
                 row |= {f"{kind}{name}_ms": elapsed, f"{kind}{name}_cpu_ms": enqueued}
         if alone:
             row["speed_up"] = row["one_gpu_step_ms"] / row["step_ms"]
-        if comm_type == "sparse":
+        if comm_type == "sparse" and packed is None:
             row["transfer_ms"] = self.transfer(cp.state(tokens, self.device).exchange, parts)
         return row
 
@@ -247,12 +267,18 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--te-exchanges", default="", help="e.g. p2p,all_gather,a2a: also Transformer Engine's dense attention"
     )
+    parser.add_argument("--documents", type=int, default=0, metavar="N", help="N packed documents of equal length")
+    parser.add_argument("--packed-cut", choices=CUTS, default=CUTS[0], help="what is cut over the ranks")
     parser.add_argument("--two-pass-heads", type=int, metavar="N", help="KV heads of sparse computed in two passes")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     args = parser.parse_args(arguments)
     if args.two_pass_heads is not None and args.two_pass_heads < 0:
         parser.error(f"--two-pass-heads {args.two_pass_heads}; expected 0 or more; leave it out for the estimate")
+    if args.documents < 0:
+        parser.error(f"--documents {args.documents}; expected 0 or more; leave it out for one sequence")
+    if args.documents and args.te_exchanges:
+        parser.error(f"--te-exchanges {args.te_exchanges} with --documents; expected one of them; leave one out")
     return args
 
 

@@ -97,7 +97,8 @@ def line_of(row: dict) -> str:
     text += f" forward {row['forward_ms']:8.2f}  step {row['step_ms']:8.2f} ms"
     if "no_comm_step_ms" in row:
         exposed = row["step_ms"] - row["no_comm_step_ms"]
-        text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})  work {row['work']:.3f}"
+        text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})"
+    text += f"  work {row['work']:.3f}" if "work" in row else ""
     text += f"  {row['speed_up']:.2f} x one GPU ({row['one_gpu_step_ms']:.2f} ms)" if "speed_up" in row else ""
     text += f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else ""
     return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")

@@ -183,6 +183,8 @@ def predictions(measured: dict, each: dict, ranks: int, lengths: list[int] | Non
     settings, beside = (dict(window=None, sink_tokens=0) | rows["settings"] for rows in (measured, each))
     if settings["two_pass_heads"] is not None:
         raise ValueError("the rows were measured with --two-pass-heads, and each rank's without; measure without it")
+    if settings.get("documents"):
+        raise ValueError("the rows were measured with --documents, for which nothing is predicted; measure without it")
     named = [("GPU", measured["hardware"]["gpu"], each["hardware"]["gpu"])]
     named += [(name, settings[name], beside[name]) for name in (*LAYER, "backend")]
     for name, ours, theirs in named:

@@ -39,11 +39,18 @@ def test_too_few_repeats_are_refused():
             InterleavedTimer(None, torch.device("cuda"), warmup, repeats)
 
 
-def test_two_pass_heads_below_zero_are_refused(capsys):
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--two-pass-heads", "-1"), "--two-pass-heads -1; expected 0 or more; leave it out"),
+        (("--documents", "-1"), "--documents -1; expected 0 or more; leave it out"),
+        (("--documents", "2", "--te-exchanges", "a2a"), "--te-exchanges a2a with --documents; expected one of them"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, flags, words):
     with pytest.raises(SystemExit) as end:
-        benchmark.parse(["--two-pass-heads", "-1"])
-    assert end.value.code == 2
-    assert "error: --two-pass-heads -1; expected 0 or more; leave it out" in capsys.readouterr().err
+        benchmark.parse([*flags])
+    assert end.value.code == 2 and f"error: {words}" in capsys.readouterr().err
 
 
 def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):

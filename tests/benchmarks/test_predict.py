@@ -148,6 +148,7 @@ def test_from_the_command_line(files, tmp_path, capsys):
     "made, more, message",
     [
         (dict(settings=dict(two_pass_heads=32)), [], "measured with --two-pass-heads"),
+        (dict(settings=dict(documents=16)), [], "measured with --documents"),
         (dict(settings=dict(stride=8)), [], "stride is 8 in the rows, and 16 in those of each rank"),
         (dict(settings=dict(backend="triton")), [], "backend is triton in the rows, and auto"),
         (dict(gpu="another"), [], "GPU is NVIDIA H200 in the rows, and another in those of each rank"),
