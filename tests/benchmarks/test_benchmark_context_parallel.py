@@ -66,7 +66,7 @@ def test_the_gate_checks_the_kernels_that_are_timed(bench, monkeypatch):
         def prepare(self, *arguments):
             """There is no GPU to prepare anything on."""
 
-        def attention(self, query, *rest, backend, deterministic=False):
+        def attention(self, query, *rest, packed, backend, deterministic=False):
             timed.append((backend, query.dtype, deterministic))
             raise InterruptedError
 
