@@ -119,8 +119,9 @@ def by_position() -> list[str]:
         f"windows by {signed(near.mean, 3)} nats",
         f"Beyond 4K windows are at {signed(far.mean, 3)} ± {far.half_width:.3f}",
         f"varies by {deviation:.3f} nats between runs of an arm, the loss itself by {of_loss:.3f}",
-        f"windows {signed(paid['window'], 3)}, S2 {signed(paid['s2'], 3)}, mixed {signed(paid['hybrid'], 3)}, one "
-        f"offset for all heads {signed(paid['one-offset'], 3)} nats, each ± {half:.3f}",
+        f"windows {signed(paid['window'], 3)}, S2 {signed(paid['s2'], 3)}, first two dense "
+        f"{signed(paid['hybrid'], 3)}, one offset for "
+        f"all heads {signed(paid['one-offset'], 3)} nats, each ± {half:.3f}",
     ]
 
 

@@ -125,7 +125,8 @@ class ContextParallel:
         """Attention of this rank's queries to the keys of all ranks; differentiable once.
 
         query [S/c, B, H, D], key and value [S/c, B, G, D], any strides; packed: [t/c, H, D] and [t/c, G, D], and the
-        documents of all ranks' tokens together; another head dim of value travels with zeros up to the larger one.
+        documents of all ranks' tokens together, which `sparse` reads on the host in every call (once for all with
+        documents.keep_borders); another head dim of value travels with zeros up to the larger one.
         softmax_offset: [H]; its gradient is this rank's part, the sum over the ranks is the whole. output: of a layer
         that is recomputed, to launch no second forward. The other arguments as in s2_attention. Returns out, of query's
         shape (with value's head dim) and dtype. Raises ValueError as s2_attention, for lengths that cannot be cut, and

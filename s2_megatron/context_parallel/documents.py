@@ -23,18 +23,23 @@ from s2_megatron.ops.parts import attention_backward_dkdv, attention_backward_dq
 from s2_megatron.patterns.ranges import Pattern
 
 MOST_BATCHES = 32  # whose plans a layer keeps: of the microbatches that are on their way
-_read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # borders: (their version, their values)
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # borders: their values
+
+
+def keep_borders(borders: torch.Tensor) -> None:
+    """Reads the numbers of cu_seqlens, for which it waits for the GPU; read_borders then has them as long as the tensor
+    lives. For tensors that nothing writes to again: not every write to one can be seen."""
+    with lasting():
+        _kept[borders] = borders.detach().cpu().numpy().astype(np.int64)
 
 
 def read_borders(borders: torch.Tensor) -> np.ndarray:
-    """The numbers of cu_seqlens, int64. The first call for a tensor waits for the GPU."""
-    version = 0 if borders.is_inference() else borders._version
-    known = _read.get(borders)
-    if known is None or known[0] != version:
-        with lasting():
-            known = version, borders.detach().cpu().numpy().astype(np.int64)
-        _read[borders] = known
-    return known[1]
+    """The numbers of cu_seqlens, int64. Waits for the GPU, but for those that keep_borders has read."""
+    known = _kept.get(borders)
+    if known is not None:
+        return known
+    with lasting():
+        return borders.detach().cpu().numpy().astype(np.int64)
 
 
 class DocumentPlans:

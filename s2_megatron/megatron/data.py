@@ -35,7 +35,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from s2_megatron.context_parallel.dense import cut_order
-from s2_megatron.context_parallel.documents import read_borders
+from s2_megatron.context_parallel.documents import keep_borders
 from s2_megatron.megatron.loss import language_model_loss
 from s2_megatron.megatron.model.core_attention import PackedAcrossRanks
 from s2_megatron.megatron.records.position_loss import packed_positions, position_loss
@@ -82,7 +82,7 @@ def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
     starts = borders if padded is None else padded
     longest = int(batch["max_seqlen"].item())
     if args.context_parallel_size > 1 and "sparse" in args.s2_cp_comm_type:
-        read_borders(starts)  # here, right behind another wait; the first layer would wait for what is enqueued by then
+        keep_borders(starts)  # here, right behind another wait; a layer would wait for what is enqueued by then
     if args.context_parallel_size > 1 and packed_cut(args) == "sequence":
         tokens = args.micro_batch_size * args.seq_length
         row = torch.arange(2, dtype=torch.int32, device=starts.device) * tokens

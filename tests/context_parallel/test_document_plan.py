@@ -11,7 +11,7 @@ from s2_megatron.context_parallel import documents as cp_documents
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.dense import cut_order
 from s2_megatron.context_parallel.document_plan import most_received_slots, plan_documents, reaches, why_not
-from s2_megatron.context_parallel.documents import DocumentPlans, read_borders
+from s2_megatron.context_parallel.documents import DocumentPlans, keep_borders, read_borders
 from s2_megatron.ops.layout import PackedSequence
 from s2_megatron.testing.context_parallel_cases import CASES, ranges
 from s2_megatron.testing.oracle import packed_mask
@@ -137,19 +137,23 @@ class Group:
     size, rank = (lambda self: 2), (lambda self: 0)
 
 
-def test_borders_are_read_once(monkeypatch):
-    """A batch's layers share a plan and do not wait for the GPU again; changed borders are read again; plans of many
-    batches do not pile up."""
+def test_borders_are_read_in_every_call_or_once_for_all(monkeypatch):
+    """A batch's layers share a plan; borders that were kept are not read again, and of others every write is seen, also
+    one of which torch does not count the version; plans of many batches do not pile up."""
     borders, reads = torch.tensor([0, 9, 16], dtype=torch.int32), []
     plain = torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: reads.append(tensor) or plain(tensor))
     plans = DocumentPlans(PATTERNS["window"], Group(), "sequence")
     packed, device = PackedSequence(borders, 16), torch.device("cpu")
     first = plans.of(packed, 16, device)
-    assert plans.of(packed, 16, device) is first and len(reads) == 1
-    borders[1] = 5
+    assert plans.of(packed, 16, device) is first and len(reads) == 4  # starts and lengths, twice
+    borders.data[1] = 5
     second = plans.of(packed, 16, device)
-    assert second is not first and len(reads) == 2 and read_borders(borders).tolist() == [0, 5, 16]
+    assert second is not first and read_borders(borders).tolist() == [0, 5, 16]
+    kept = PackedSequence(borders.clone(), 16)
+    keep_borders(kept.starts)
+    reads.clear()
+    assert plans.of(kept, 16, device) is second and not reads
     monkeypatch.setattr(cp_documents, "MOST_BATCHES", 2)
     borders[1] = 6
     plans.of(packed, 16, device)

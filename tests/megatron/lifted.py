@@ -10,5 +10,5 @@ def lift_unproven_refusals() -> None:
     """Take what refusals/unproven.py and hybrid.py refuse out of the table of this process."""
     from s2_megatron.megatron.refusals import hybrid, table, unproven
 
-    lifted = {refusal.name for refusal in (*unproven.REFUSALS, *hybrid.REFUSALS)}
-    table.REFUSALS = tuple(refusal for refusal in table.REFUSALS if refusal.name not in lifted)
+    lifted = (*unproven.REFUSALS, *hybrid.REFUSALS)
+    table.REFUSALS = tuple(refusal for refusal in table.REFUSALS if refusal not in lifted)

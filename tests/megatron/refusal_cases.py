@@ -205,14 +205,6 @@ ACCEPTED = {
     "context_parallel_dense_a2a": dict(
         flags={"--context-parallel-size": "4", "--s2-cp-comm-type": ["a2a", "sparse", "sparse", "sparse"]}, world_size=4
     ),
-    "context_parallel_dense_packed": dict(
-        flags={
-            "--context-parallel-size": "2",
-            "--dataloader-inter-document-masking": None,
-            "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"],
-        },
-        world_size=2,
-    ),
     "context_parallel_dense_length": dict(
         flags={
             "--context-parallel-size": "2",
@@ -332,21 +324,32 @@ LAYERS = {
     ),
     "packed": (
         dict(flags={"--context-parallel-size": "2", "--dataloader-inter-document-masking": None}, world_size=2),
-        "(layers from 0: 1-3); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a "
+        "(layers from 0: 0-3); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a "
         "layer)",
+    ),
+    "packed_dense_layer": (
+        dict(
+            flags={
+                "--context-parallel-size": "2",
+                "--dataloader-inter-document-masking": None,
+                "--s2-cp-comm-type": ["sparse", "all_gather", "a2a", "all_gather"],
+            },
+            world_size=2,
+        ),
+        "(layers from 0: 0); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a layer)",
     ),
     "packed_one_layer": (
         dict(
             flags={
                 "--context-parallel-size": "2",
                 "--dataloader-inter-document-masking": None,
-                "--s2-cp-comm-type": ["sparse", "a2a", "sparse", "all_gather"],
+                "--s2-cp-comm-type": ["a2a", "a2a", "sparse", "all_gather"],
             },
             world_size=2,
         ),
-        "takes windows and sinks; strides, masks and dense heads have keys all over a document, so nearly all would "
-        "travel (layers from 0: 2); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one word a "
-        "layer)",
+        "takes windows and sinks; strides, masks, dense heads and layers see keys all over a document: nearly all "
+        "would travel (layers from 0: 2); use --s2-cp-comm-type all_gather, or a2a, for all layers or for these (one "
+        "word a layer)",
     ),
     "length": (
         dict(flags={"--context-parallel-size": "4", "--seq-length": "1088"}, world_size=4),

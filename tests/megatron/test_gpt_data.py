@@ -17,6 +17,7 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
 from s2_megatron import printing
+from s2_megatron.context_parallel.documents import read_borders
 from s2_megatron.megatron import data as gpt_data
 from s2_megatron.megatron import loss as gpt_loss
 from s2_megatron.megatron.host.dataset_helpers import check_build
@@ -251,4 +252,4 @@ def test_borders_are_on_the_host_before_the_layers(monkeypatch, sft):
     params = gpt_data._packed_seq_params(batch | dict(hybrid_cp_group=None), args)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("read again"))
     read = params.cu_seqlens_q if sft else params.documents.cu_seqlens
-    assert gpt_data.read_borders(read).tolist() == [0, 8, 16]
+    assert read_borders(read).tolist() == [0, 8, 16]

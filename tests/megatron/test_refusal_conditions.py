@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 
-from s2_megatron.megatron.refusals import table, unproven
+from s2_megatron.megatron.refusals import hybrid, table, unproven
 from s2_megatron.megatron.refusals.table import REFUSALS
 from tests.megatron.lifted import lift_unproven_refusals
 
@@ -73,12 +73,13 @@ def fused_rope_args(tokens, sizes, kv_heads, micro_batch):
 
 
 def test_gpu_tests_reach_what_is_unproven(monkeypatch):
-    """Only what unproven.py refuses is lifted, and where refuse_unsupported looks."""
+    """Only what unproven.py and hybrid.py refuse is lifted, and where refuse_unsupported looks."""
     monkeypatch.setattr(table, "REFUSALS", REFUSALS)
-    proven = [refusal.name for refusal in REFUSALS if refusal not in unproven.REFUSALS]
+    lifted = (*unproven.REFUSALS, *hybrid.REFUSALS)
+    proven = [refusal.name for refusal in REFUSALS if refusal not in lifted]
     lift_unproven_refusals()
     assert [refusal.name for refusal in table.REFUSALS] == proven
-    assert len(proven) == len(REFUSALS) - len(unproven.REFUSALS)
+    assert len(proven) == len(REFUSALS) - len(lifted)
     monkeypatch.setattr(table.model, "VERSION", dataclasses.replace(table.model.VERSION, refused=lambda args: False))
     monkeypatch.setattr(table, "REFUSALS", (named("overlap_dispatch_backward_with_experts_wgrad"),))
     asked = Namespace(overlap_dispatch_backward_with_experts_wgrad=True)

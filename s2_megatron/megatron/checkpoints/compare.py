@@ -23,6 +23,7 @@ from s2_megatron.megatron.checkpoints.translation import (
     flag_for_weights,
     is_translated,
     loads_weights_only,
+    pattern_of,
 )
 from s2_megatron.megatron.model.rope_scaling import DEFAULT, computed_factor
 from s2_megatron.megatron.sparsity import dense_sparsity, stock_sparsity
@@ -38,7 +39,14 @@ SHAPE = (
     "num_query_groups",
     "kv_channels",
     "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
     "swiglu",
+    "normalization",
+    "qk_layernorm",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "position_embedding_type",
     "untie_embeddings_and_output_weights",
 )
 TRANSLATED = ("num_layers", "hybrid_layer_pattern", "num_experts")  # of which translation.py says what fits
@@ -107,6 +115,8 @@ def compare_shapes(args: Namespace, checkpoint: StoredCheckpoint) -> None:
         if translated and name in TRANSLATED:
             continue
         flag, theirs, ours = f"--{name.replace('_', '-')}", getattr(stored, name, None), getattr(args, name, None)
+        if name == "hybrid_layer_pattern":
+            theirs, ours = pattern_of(stored), pattern_of(args)
         if name == "num_query_groups":
             theirs = theirs if getattr(stored, "group_query_attention", False) else stored.num_attention_heads
             ours = ours if args.group_query_attention else args.num_attention_heads

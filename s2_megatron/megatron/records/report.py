@@ -190,7 +190,7 @@ def _report_packed(run: S2Run, ours: Sequence[bool], transformer: TransformerCon
     cut, bound = "the whole row" if whole_row else "each document", ""
     if most:
         n_bytes = most * slot_bytes(computed_head_dim(transformer), _itemsize(transformer))
-        of_each = "" if whole_row else " of each document"
+        of_each = "" if whole_row else " of each document (of documents shorter than a few windows a2a sends less)"
         bound = f"; a rank receives at most {_mebibytes(n_bytes)} MiB{of_each} in the forward of a layer with sparse"
     print_once(
         f"S2: packed rows are cut over {size} context-parallel ranks, {cut} in zigzag; work and bytes depend on the "

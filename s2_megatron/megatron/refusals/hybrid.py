@@ -74,6 +74,9 @@ MTP_NOT_RUN = {
     "--mtp-num-layers {args.mtp_num_layers} without its layers (/), of which Megatron then builds none": lambda args: (
         bool(args.mtp_num_layers) and "/" not in args.hybrid_layer_pattern
     ),
+    "experts behind the /, of which Megatron logs the losses as those of other layers": lambda args: (
+        "E" in args.hybrid_layer_pattern.partition("/")[2]
+    ),
     "multi-token-prediction layers (/) in {args.world_size} processes": lambda args: (
         "/" in args.hybrid_layer_pattern and args.world_size > 1
     ),
@@ -133,7 +136,7 @@ REFUSALS = (
         "hybrid_not_run",
         lambda args: bool(_not_run(args)),
         "--hybrid-layer-pattern {args.hybrid_layer_pattern} has not been run with S2 attention and {found}; it has "
-        "with --transformer-impl local in every layout",
+        "with --transformer-impl local (docs/validation.md)",
         "leave these out, or train a GPT, without --hybrid-layer-pattern",
         lambda args: {"found": ", ".join(_not_run(args))},
     ),

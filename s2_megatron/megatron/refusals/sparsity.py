@@ -30,8 +30,14 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
         except ValueError as error:
             found.append(str(error))
 
-    names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
-    check(resolve_dense_core, settings, **{name: getattr(args, name) for name in names})
+    core = None
+
+    def resolve() -> None:
+        nonlocal core
+        names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
+        core, _ = resolve_dense_core(settings, **{name: getattr(args, name) for name in names})
+
+    check(resolve)
     if size > 1:
         layers = enumerate(run.sparsity.all_layers)
         used = {settings.comm_type(index) for index, layer in layers if layer.pattern is not None}
@@ -39,27 +45,29 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
         for comm_type in sorted(used):
             check(check_comm_type, comm_type, kv_heads, size)
         if settings.packed:
-            found += _sparse_and_packed(run)
+            found += _sparse_and_packed(run, dense_by_s2=core == "s2")
         if used - {"a2a"} and not settings.packed:
             check(check_block_count, args.seq_length, size, run.sparsity.block_size)
     if found:
         raise ValueError(listed(found))
 
 
-def _sparse_and_packed(run: S2Run) -> list[str]:
-    """What is wrong with S2 layers that have packed documents and the exchange `sparse`."""
+def _sparse_and_packed(run: S2Run, dense_by_s2: bool) -> list[str]:
+    """What is wrong with layers of S2's kernels that have packed documents and the exchange `sparse`. dense_by_s2:
+    whether they compute the dense layers, too."""
     layers = [
         index
         for index, layer in enumerate(run.sparsity.all_layers)
-        if run.settings.comm_type(index) == "sparse" and layer.pattern is not None and why_not(layer.pattern)
+        if run.settings.comm_type(index) == "sparse"
+        and (dense_by_s2 if layer.pattern is None else why_not(layer.pattern))
     ]
     if not layers:
         return []
     return [
         "--s2-cp-comm-type sparse with packed documents (--sft, --dataloader-inter-document-masking) takes windows and "
-        "sinks; strides, masks and dense heads have keys all over a document, so nearly all would travel (layers from "
-        f"0: {joined_layers([str(layer) for layer in layers])}); use --s2-cp-comm-type all_gather, or a2a, for all "
-        "layers or for these (one word a layer)"
+        "sinks; strides, masks, dense heads and layers see keys all over a document: nearly all would travel (layers "
+        f"from 0: {joined_layers([str(layer) for layer in layers])}); use --s2-cp-comm-type all_gather, or a2a, for "
+        "all layers or for these (one word a layer)"
     ]
 
 
