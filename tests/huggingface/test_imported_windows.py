@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, MinistralConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from s2_megatron.config.load import load_config
+from s2_megatron.tools.hf import logit_check
 from s2_megatron.tools.hf.architecture import config_as_read
-from s2_megatron.tools.hf.logit_check import LARGEST
 from s2_megatron.tools.hf.source_windows import plan_data, source_windows
 from tests.huggingface.forked import ROOT
+from tests.huggingface.test_imported_models import LAYER as OF_A_LAYER
+from tests.huggingface.test_imported_models import WORDS as OF_WORDS
 
 S, F = "sliding_attention", "full_attention"
 WORDS, WINDOW, LENGTH = 130, 37, 1000
@@ -137,13 +139,19 @@ def test_a_window_longer_than_the_text_of_the_check(imported):
     assert "for S2-Attention also `--s2-config YAML` in place of windows.yaml, its own windows; it adds" in out
 
 
+def test_as_many_layers_as_there_is_time_for(tools, imported, tmp_path):
+    limit = {f"{logit_check.__name__}:MOST_FLOPS": 4 * 256 * (OF_WORDS + 3.5 * OF_A_LAYER)}
+    out, _ = tools("import-hf", "--input", imported[0] / "in", "--output", tmp_path / "out", **limit)
+    assert "(the first 3 layers, 2 with a window of 64 in place of 4096, not the rest, for its time; largest" in out
+
+
 @pytest.mark.parametrize("wrong", [dict(block_size=64, layers="D"), plan("WWDW", 4095), plan("WWDW", 4097)])
 def test_the_check_sees_a_window_that_is_lost_or_one_token_off(tools, imported, wrong):
     folder = imported[0]
     answer = tools.ask(compare=dict(source=str(folder / "in"), load=str(folder / "out"), plan=wrong))
     assert answer["status"] == 2 and "the imported model computes other logits than transformers" in answer["err"]
     difference, largest = map(float, answer["err"].split("largest difference ")[1].split(",")[0].split(" of "))
-    assert difference > 100 * LARGEST * largest  # nowhere near the border
+    assert difference > 100 * logit_check.LARGEST * largest  # nowhere near the border
 
 
 def test_the_script_gives_the_plan(tools, imported, tmp_path):
