@@ -81,7 +81,7 @@ def paths_in(line: str) -> set[str]:
 # Names that the texts give to files of the reader, of Megatron, or of a past commit.
 NOT_OURS = {
     "pattern.png", "exchange.png", "table.json", "file.npz", "mask.npz", "my.yaml", "pretrain_gpt.py", "summary.json",
-    "pattern.json", "run_status.json", "chosen.yaml", "plan.yaml", "notes.md", "train.sh",
+    "pattern.json", "run_status.json", "chosen.yaml", "plan.yaml", "notes.md", "train.sh", "windows.yaml",
     "losses.jsonl", "train.log", "config.json", "metadata.json", "kernels/__init__.py", "s2_megatron/kernels/blackwell",
 }  # fmt: skip
 

@@ -31,6 +31,10 @@ LLAMA3 = dict(
 S2 = dict(model_type="s2_gpt", hidden_size=64, intermediate_size=96, s2_sparsity=stored_sparsity(sparsity_named("s2")))
 
 
+S, F = "sliding_attention", "full_attention"
+MISTRAL = dict(model_type="mistral", sliding_window=8)  # which has a Llama's weights
+
+
 def folder_of(tmp_path: Path, change: dict, left_out=()) -> Path:
     """A folder with a config and, where it describes a model, its weights."""
     folder = tmp_path / "in"
@@ -64,7 +68,33 @@ def refused(capsys, folder: Path, *more) -> str:
         (dict(layer_types=["full_attention", "sliding_attention"]), "expected full_attention in every layer"),
         (dict(layer_types=["full_attention"]), "expected full_attention in every layer"),
         (dict(sliding_window=128), "sliding_window=128, expected no such key"),
-        (dict(model_type="qwen3", use_sliding_window=True), "use_sliding_window=True, expected false"),
+        (dict(use_sliding_window=True), "use_sliding_window=True, expected false"),
+        (dict(MISTRAL, use_sliding_window=False), "use_sliding_window=False, expected no such key"),
+        (dict(MISTRAL, max_window_layers=1), "max_window_layers=1, expected no such key"),
+        # Windows
+        (dict(MISTRAL, sliding_window=0), "sliding_window=0, expected a whole number above 0"),
+        (dict(MISTRAL, sliding_window="8"), "sliding_window='8', expected a whole number above 0"),
+        (dict(MISTRAL, layer_types=[S]), "expected full_attention or sliding_attention for each of 2 layers"),
+        (dict(MISTRAL, layer_types=[S, "chunked_attention"]), "expected full_attention or sliding_attention for each"),
+        (dict(MISTRAL, layer_types=[S, []]), "expected full_attention or sliding_attention for each"),
+        (dict(model_type="qwen3", use_sliding_window=1), "use_sliding_window=1, expected true or false"),
+        (dict(model_type="qwen3", max_window_layers=-1), "max_window_layers=-1, expected a whole number from 0"),
+        (
+            dict(MISTRAL, layer_types=[S, F]),
+            "layer_types[1]='full_attention', and transformers' mistral computes a window of 8 in this layer",
+        ),
+        (
+            dict(MISTRAL, sliding_window=None, layer_types=[F, S]),
+            "layer_types[1]='sliding_attention', and transformers' mistral computes all keys in this layer",
+        ),
+        (
+            dict(model_type="ministral", sliding_window=None, layer_types=[F, S]),
+            "transformers cannot run a ministral with sliding_window=None, layer_types=['full_attention', 'sliding_a",
+        ),
+        (
+            dict(MISTRAL, s2_sparsity=S2["s2_sparsity"]),
+            "config.json has s2_sparsity, and sliding_window=8; expected one of both",
+        ),
         (dict(num_local_experts=4), "num_local_experts=4"),
         (dict(quantization_config={"bits": 4}), "quantization_config={'bits': 4}, expected no such key"),
         (dict(auto_map={"AutoModel": "x.Y"}), "auto_map="),

@@ -13,6 +13,8 @@ CLASSES = {
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "qwen2": ("Qwen2ForCausalLM",),
     "qwen3": ("Qwen3ForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "ministral": ("MinistralForCausalLM",),
     MODEL_TYPE: ("S2GPTForCausalLM",),
 }
 
@@ -22,7 +24,15 @@ _READ = {
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "original_max_position_embeddings", "s2_sparsity",
 }  # fmt: skip
-_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}}
+# What each family says of its windows. source_windows.py compares layer_types, which transformers' Mistral does not
+# read and other engines do.
+WINDOW_KEYS = {
+    "qwen2": {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
+    "qwen3": {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
+    "mistral": {"sliding_window", "layer_types"},
+    "ministral": {"sliding_window", "layer_types"},
+}
+_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}, **WINDOW_KEYS}
 
 # What the logits of one text do not depend on: names and versions, tokens, how a text is generated, what is returned.
 _WITHOUT_EFFECT = {
@@ -35,18 +45,15 @@ _WITHOUT_EFFECT = {
     "max_length", "min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "num_beams",
     "repetition_penalty", "num_return_sequences",
 }  # fmt: skip
-_WITHOUT_EFFECT_OF = {
-    "qwen2": {"sliding_window", "max_window_layers"},
-    "qwen3": {"sliding_window", "max_window_layers"},
-}
 
 # What changes the logits, and the one value that a Llama or Qwen has.
 _NEUTRAL = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0, "hidden_dropout": 0,
-    "use_sliding_window": False, "rope_interleaved": False, "is_encoder_decoder": False, "add_cross_attention": False,
+    "rope_interleaved": False, "is_encoder_decoder": False, "add_cross_attention": False,
     "chunk_size_feed_forward": 0, "tie_encoder_decoder": False, "pruned_heads": {}, "embedding_multiplier": 1,
     "residual_multiplier": 1, "logits_scaling": 1, "logit_scale": 1,
 }  # fmt: skip
+_NEUTRAL_OF = {"llama": {"use_sliding_window": False}, MODEL_TYPE: {"use_sliding_window": False}}
 
 # By rope_type, and what each has to be (None: any number).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -58,10 +65,9 @@ def refused_keys(content: Mapping, family: str) -> dict[str, str]:
     """The keys of a config.json whose meaning would be lost, with what was expected. Null is as if a key was left
     out, where it is not read."""
     found = {}
-    read = _READ | _READ_OF.get(family, set())
-    ignored = _WITHOUT_EFFECT | _WITHOUT_EFFECT_OF.get(family, set())
+    read, neutral = _READ | _READ_OF.get(family, set()), _NEUTRAL | _NEUTRAL_OF.get(family, {})
     for key, value in content.items():
-        if value is None or key in read or key in ignored:
+        if value is None or key in read or key in _WITHOUT_EFFECT:
             continue
         if key == "layer_types":
             if value != ["full_attention"] * content["num_hidden_layers"]:
@@ -69,10 +75,10 @@ def refused_keys(content: Mapping, family: str) -> dict[str, str]:
         elif key == "architectures":
             if not isinstance(value, list) or any(name not in CLASSES[family] for name in value):
                 found[key] = CLASSES[family][0]
-        elif key not in _NEUTRAL:
+        elif key not in neutral:
             found[key] = "no such key"
-        elif value != _NEUTRAL[key] or isinstance(value, bool) != isinstance(_NEUTRAL[key], bool):
-            found[key] = str(_NEUTRAL[key]).lower()
+        elif value != neutral[key] or isinstance(value, bool) != isinstance(neutral[key], bool):
+            found[key] = str(neutral[key]).lower()
     return found
 
 

@@ -6,6 +6,7 @@ import math
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.stored import MODEL_TYPE, SOFTMAX_TYPES
+from s2_megatron.tools.hf.config_keys import WINDOW_KEYS
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -15,6 +16,7 @@ _NULLABLE = ("num_key_value_heads", "head_dim")  # null is as if it was left out
 _ROPES = ("rope_parameters", "rope_scaling")
 MOST_LAYERS = 10_000  # more than any model has: nothing is made for each of a number that a mistake wrote
 MOST = 2**31 - 1
+LAYER_KINDS = {"full_attention": False, "sliding_attention": True}  # whether the layer has a window
 THETA = "expected a whole number above 0, which is what Megatron's --rotary-base takes"
 
 
@@ -53,6 +55,27 @@ def _rope_mistakes(content: dict) -> list[str]:
     return found
 
 
+def _window_mistakes(content: dict) -> list[str]:
+    """Of a family that has windows."""
+    layers, kinds = content["num_hidden_layers"], " or ".join(LAYER_KINDS)
+    checks = {
+        "sliding_window": (is_count, "a whole number above 0 (and below 2^31)"),
+        "use_sliding_window": (lambda value: type(value) is bool, "true or false"),
+        "max_window_layers": (lambda value: type(value) is int and 0 <= value <= MOST, "a whole number from 0"),
+        "layer_types": (
+            lambda value: (
+                isinstance(value, list) and len(value) == layers and all(kind in list(LAYER_KINDS) for kind in value)
+            ),
+            f"{kinds} for each of {layers} layers",
+        ),
+    }
+    return [
+        f"{name}={printable(repr(content[name]), 200)}, expected {expected}"
+        for name, (is_right, expected) in checks.items()
+        if content.get(name) is not None and not is_right(content[name])
+    ]
+
+
 def check_types(content: dict, where: str) -> None:
     """Raises one ValueError that names what is missing in a config.json and what has another type."""
     found = [f"{name} is missing" for name in _NEEDED if name not in content]
@@ -71,6 +94,8 @@ def check_types(content: dict, where: str) -> None:
     found += _rope_mistakes(content)
     if not found and content["num_hidden_layers"] > MOST_LAYERS:
         found = [f"num_hidden_layers={content['num_hidden_layers']}, expected {MOST_LAYERS} at most"]
+    if not found and content.get("model_type") in WINDOW_KEYS:
+        found = _window_mistakes(content)
     if not found:
         heads, groups = content["num_attention_heads"], content.get("num_key_value_heads")
         if groups and heads % groups:

@@ -1,11 +1,12 @@
-"""s2-megatron import-hf: a dense Llama- or Qwen-type folder (or one that export-hf wrote) becomes a Megatron
+"""s2-megatron import-hf: a Llama-, Qwen- or Mistral-type folder (or one that export-hf wrote) becomes a Megatron
 checkpoint, from which pretraining with S2-Attention continues.
 
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
     llama-megatron/train.sh --data-path data/text --s2-config configs/s2_7b_mixed.yaml --save runs/sparse
 
 One tensor is in memory at a time. Then the logits of a short text are compared with transformers' (the whole model, or
-the first layers that fit into half of the free memory). A whole launch line is printed; train.sh is this line.
+the first layers that fit into half of the free memory). A whole launch line is printed; train.sh is this line. The
+windows of a model's layers become windows.yaml, which the line gives as --s2-config.
 """
 
 from __future__ import annotations
@@ -19,11 +20,23 @@ from pathlib import Path
 import torch
 
 from s2_megatron.config.errors import printable
+from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
+from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.tools.hf import require_transformers
+from s2_megatron.tools.hf.config_keys import WINDOW_KEYS
 from s2_megatron.tools.hf.folders import complete_folder, refuse_existing
-from s2_megatron.tools.hf.launch_text import SCRIPT, TOKENIZER, launch_here, launch_script, launch_text
+from s2_megatron.tools.hf.launch_text import (
+    PLAN,
+    SCRIPT,
+    TOKENIZER,
+    launch_here,
+    launch_script,
+    launch_text,
+    plan_flag,
+)
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
+from s2_megatron.tools.hf.source_windows import plan_data, plan_text, source_windows
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter
 from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
 
@@ -56,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--make-vocab-size-divisible-by {divisor}: expected 1 or more, e.g. 128")
     refuse_existing(args.output, "--output")
     where = f"--input {args.input}"
-    content = config_as_read(_config(args.input), where)
+    given = _config(args.input)
+    content = config_as_read(given, where)
     shape, sparsity = shape_of_config(content, divisor), sparsity_of_config(content, where)
     if shape.padded_vocab_size > 2 * max(shape.vocab_size, 1024):
         raise ValueError(
@@ -65,9 +79,16 @@ def run(args: argparse.Namespace) -> int:
         )
     weights = SafetensorsFolder(args.input)
     _check_weights(weights, shape, args.input)
+    plan = _plan_of_windows(content, sparsity, where)
+    if plan is None and content["model_type"] in WINDOW_KEYS and given.get("use_sliding_window") is True:
+        unused = f"sliding_window={given.get('sliding_window')}, max_window_layers={content.get('max_window_layers')}"
+        print(f"import-hf: {unused}: transformers gives no layer a window; the model is dense", file=sys.stderr)
+    if plan is not None:
+        sparsity = _resolved(SparsityConfig.from_data(plan), content, shape)
     flags = megatron_flags(content, shape)
     stored = _stored_arguments(args.input, content, shape, sparsity, flags)
-    words = launch_here(args.output, flags, stored, shape.vocab_size)
+    own_plan = [] if plan is None else [plan_flag(args.output)]
+    words = launch_here(args.output, flags + own_plan, stored, shape.vocab_size)
     needed = sum(math.prod(size) for size in megatron_shapes(shape).values()) * _dtype(weights).itemsize
     with complete_folder(args.output, "--output", needed) as work:
         (work / "release").mkdir()
@@ -78,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
         (work / "latest_checkpointed_iteration.txt").write_text("release")
         (work / SCRIPT).write_text(launch_script(args.output, words))
         (work / SCRIPT).chmod(0o755)
+        if plan is not None:
+            (work / PLAN).write_text(plan_text(plan))
+            sparsity = _resolved(load_config(work / PLAN), content, shape)  # the logits are those of the file
         if args.no_logit_check:
             checked = "logits not compared with transformers: --no-logit-check"
         else:
@@ -88,6 +112,28 @@ def run(args: argparse.Namespace) -> int:
     print(f"wrote {args.output}: {shape.num_layers} layers, {size / 1e9:.2f} GB; {checked}")
     print(launch_text(args.output, words, sparse=sparsity is not None))
     return 0
+
+
+def _plan_of_windows(content: dict, sparsity: ResolvedSparsity | None, where: str) -> dict | None:
+    """The YAML of the windows of a model of transformers, as data; None where it has none."""
+    if content["model_type"] == MODEL_TYPE:
+        return None
+    windows = source_windows(content, where)
+    if not any(windows):
+        return None
+    if sparsity is not None:
+        raise ValueError(
+            f"{where}: config.json has s2_sparsity, and sliding_window={content['sliding_window']}; expected one of "
+            "both; remove the one that the weights were trained without"
+        )
+    return plan_data(windows)
+
+
+def _resolved(config: SparsityConfig, content: dict, shape: Shape) -> ResolvedSparsity:
+    return config.resolve(
+        num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        seq_length=content["max_position_embeddings"],
+    )  # fmt: skip
 
 
 def _config(folder: Path) -> dict:

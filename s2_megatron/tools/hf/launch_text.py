@@ -10,6 +10,7 @@ from pathlib import Path
 TOKENIZER = "HuggingFaceTokenizer"  # Megatron's name of one in a Hugging Face folder
 WIDTH = 110
 SCRIPT = "train.sh"  # in the folder that import-hf makes
+PLAN = "windows.yaml"  # beside it, for a model whose layers have windows
 TRAINING, MOCK = "pretrain_gpt_s2.py", "--mock-data"
 SEQ_LENGTH = 4096  # or less, where the model was not trained so far
 WITHOUT_TRANSFORMER_ENGINE = (
@@ -50,6 +51,11 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 """
 
 
+def plan_flag(output: Path) -> str:
+    """The flag that gives a model its own windows."""
+    return f"--s2-config={output / PLAN}"
+
+
 def launch_words(output: Path, flags: list[str], stored: Namespace, words_known: int, processes: int) -> list[str]:
     """The words of a launch on this machine. flags: the model's. stored: the arguments in the checkpoint. words_known:
     rows of the embedding that are words; a mock token in one of the zeros behind them has gradients of 1e13. processes:
@@ -87,8 +93,12 @@ def launch_here(output: Path, flags: list[str], stored: Namespace, words_known: 
 
 
 def launch_text(output: Path, words: list[str], *, sparse: bool) -> str:
-    """What import-hf prints: how the imported model is trained on. words: of launch_here."""
-    its_own = ", the one that it was trained with" if sparse else ""
+    """What import-hf prints: how the imported model is trained on. words: of launch_here. sparse: it has a sparsity of
+    its own."""
+    its_own = ""
+    if sparse:
+        given = plan_flag(output) in words
+        its_own = f" in place of {PLAN}, its own windows" if given else ", the one that it was trained with"
     return (
         f"Train it on with `{shlex.quote(str(output / SCRIPT))} --data-path PREFIX --save FOLDER`, for S2-Attention "
         f"also `--s2-config YAML`{its_own}; it adds its flags to this line, whose data are random tokens:\n"
@@ -102,9 +112,11 @@ def launch_script(output: Path, words: list[str]) -> str:
     assert torchrun == "torchrun" and script == TRAINING and MOCK in flags
     own = [f"--load={output}", "--finetune", f"--save={output}-trained", MOCK]
     assert set(own) <= set(flags)
+    plan = [f'--s2-config="$here/{PLAN}"'] if plan_flag(output) in flags else []
+    own += [plan_flag(output)] if plan else []
     flags = [shlex.quote(flag) for flag in flags if flag not in own]
     command = ['exec "${PYTHON:-python}" -m torch.distributed.run --standalone', processes, script]
-    added = ['"${weights[@]}"', '--save="$here-trained"', '"${data[@]}"', '"$@"']
+    added = [*plan, '"${weights[@]}"', '--save="$here-trained"', '"${data[@]}"', '"$@"']
     return _SCRIPT + _lines([*command, *flags, *added]) + "\n"
 
 

@@ -21,6 +21,7 @@ from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.tools.hf.weights import Shape
 
 TOKENS = 256  # as many as the model has positions for, at most
+WINDOWS = 4  # the text is as many windows long, or more
 LARGEST = 1e-4  # difference of two logits beside the largest one; rounding in fp32 leaves a few 1e-6
 MEMORY_SHARE = 0.5  # of what is free now, for one model in fp32 at a time
 MOST_FLOPS = 2e13  # of both forwards together: about five minutes of a machine with few cores
@@ -59,8 +60,10 @@ def compare_logits(
     """Compares the imported model with its source; what to print about it.
 
     source: the Hugging Face folder. content: its config, of config_as_read. checkpoint: the torch_dist folder that was
-    written. flags: those that the user is given. sparsity: None for a dense model. Only once in a process, because it
-    initialises Megatron. Raises ValueError when the logits differ, or transformers cannot load the source.
+    written. flags: those that the user is given. sparsity: what the user is given; None for a dense model. Windows of a
+    stock model that are longer than a quarter of the text are shortened on both sides by the same number of tokens.
+    Only once in a process, because it initialises Megatron. Raises ValueError when the logits differ, or transformers
+    cannot load the source.
     """
     layers, reason = extent(shape, _free_bytes())
     if not layers:
@@ -73,7 +76,14 @@ def compare_logits(
         plan = ResolvedSparsity(dense, (), None, 64, shape.num_heads, shape.num_kv_heads, length)
     else:
         plan = dataclasses.replace(sparsity, layers=sparsity.layers[:layers])
-    expected = _source_logits(source, content, layers, None if sparsity is None else plan, tokens)
+    stock, window, said = content.get("s2_sparsity") is None, content.get("sliding_window"), ""
+    if stock and window is not None:
+        shown = min(window, max(1, length // WINDOWS))
+        content = content | {"sliding_window": shown}
+        plan = dataclasses.replace(plan, layers=tuple(_shortened(layer, window - shown) for layer in plan.layers))
+        count = sum(layer.pattern is not None for layer in plan.layers)
+        said = f", {count} with a window of {shown}" + (f" in place of {window}" if shown != window else "")
+    expected = _source_logits(source, content, layers, None if stock else plan, tokens)
     found = _imported_logits(checkpoint, shape.num_layers, flags, plan, tokens)[:, : shape.vocab_size]
     difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= LARGEST * largest or not math.isfinite(largest):
@@ -82,8 +92,18 @@ def compare_logits(
             f"{difference:.2g} of {largest:.2g}, {length} tokens, {layers} layers); expected the same; do not train it "
             "and report the folder's config.json"
         )
-    what = "all layers" if layers == shape.num_layers else f"the first {layers} layers, {reason}"
+    what = f"all layers{said}" if layers == shape.num_layers else f"the first {layers} layers{said}, {reason}"
     return f"logits equal transformers' ({what}; largest difference {difference:.1g} of {largest:.2g})"
+
+
+def _shortened(layer: LayerSparsity, tokens: int) -> LayerSparsity:
+    """A layer whose window is shorter by so many tokens. One that is too short for it gets a window of 1, with which
+    the logits differ."""
+    if layer.pattern is None:
+        return layer
+    pattern = layer.pattern
+    heads = tuple(dataclasses.replace(head, window=max(1, head.window - tokens)) for head in pattern.heads)
+    return dataclasses.replace(layer, pattern=dataclasses.replace(pattern, heads=heads))
 
 
 def _source_logits(

@@ -1,9 +1,10 @@
 """Runs what the tests ask for in forks of a process that has imported Megatron once, which takes longer than the rest.
 
 Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron], "set": {"module:NAME": value}} or
-{"logits": {...}} and answers each with {"status", "out", "err"}. set: constants that are changed before. logits: load
-(a checkpoint folder), output (.npz), dense_core, s2_config (or null), words; writes `tokens` [1, longest] and for each
-length `logits_<length>` [length, rows of the embedding] in fp32.
+{"logits": {...}} or {"compare": {...}} and answers each with {"status", "out", "err"}. set: constants that are changed
+before. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null), words; writes `tokens`
+[1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32. compare: the check of
+import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data).
 """
 
 import importlib
@@ -38,7 +39,27 @@ def logits(load, output, dense_core, s2_config, words):
     return 0
 
 
+def compare(source, load, plan):
+    from s2_megatron.config.load import SparsityConfig
+    from s2_megatron.tools.hf.architecture import config_as_read, megatron_flags, shape_of_config
+    from s2_megatron.tools.hf.logit_check import compare_logits
+
+    content = config_as_read(json.loads((Path(source) / "config.json").read_text()), source)
+    shape = shape_of_config(content, 128)
+    sizes = dict(num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+    sparsity = SparsityConfig.from_data(plan).resolve(**sizes, seq_length=content["max_position_embeddings"])
+    try:
+        flags = megatron_flags(content, shape)
+        print(compare_logits(Path(source), content, Path(load) / "release", shape, flags, sparsity))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def run(request) -> int:
+    if "compare" in request:
+        return compare(**request["compare"])
     if "logits" in request:
         return logits(**request["logits"])
     from s2_megatron.tools.commands import main
