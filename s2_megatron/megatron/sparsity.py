@@ -24,7 +24,9 @@ ATTENTION = "*"  # in Megatron's --hybrid-layer-pattern
 
 def layer_symbols(pattern: str) -> str:
     """One symbol for each layer of the decoder in --hybrid-layer-pattern, without its pipeline stages (|) and its
-    multi-token-prediction layers (/)."""
+    multi-token-prediction layers (/). Raises ValueError for what argparse makes of --hybrid-layer-pattern=--."""
+    if not isinstance(pattern, str):
+        raise ValueError("--hybrid-layer-pattern=-- has no attention layer (*); expected one or more; add one")
     return pattern.partition("/")[0].replace("|", "")
 
 

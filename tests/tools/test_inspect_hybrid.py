@@ -53,6 +53,7 @@ def test_a_plan_for_other_attention_layers(capsys, tmp_path):
     (yaml := tmp_path / "plan.yaml").write_text("layers: DDDD\n")
     assert commands.main(["inspect", str(yaml), "--", *HYBRID, "--hybrid-layer-pattern", "*-*--"]) == 2
     error = capsys.readouterr().err
+    assert commands.main(["inspect", "--", *HYBRID, "--hybrid-layer-pattern=--"]) == 2
     assert commands.main(["inspect", "--", *HYBRID, "--hybrid-layer-pattern", "*-X"]) == 2
     assert "no layer is called X; expected some of * - E M G D +" in capsys.readouterr().err
     assert "for attention layers (*) among the 5 layers of --hybrid-layer-pattern *-*--: 2" in error
