@@ -14,6 +14,7 @@ for setting in HEADS=16 SEQ_LENGTH=512 SEQUENCES=2; do require_count "${setting%
 [[ -e $MODEL ]] || fail "MODEL=$MODEL; expected a folder or a .gguf that is there; correct the path"
 TEXT=${TEXT:-} CONFIG=${CONFIG:-examples/convert/window_sink.yaml} HEADS=${HEADS:-16}
 SEQ_LENGTH=${SEQ_LENGTH:-512} SEQUENCES=${SEQUENCES:-2} ITERATIONS=${ITERATIONS:-20}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}  # also where the package is not installed
 FOLDER=$RUNS/convert
 [[ ! -e $FOLDER ]] || fail "RUNS=$RUNS; $FOLDER is there already; expected none; move it away"
 mkdir -p "$FOLDER"
