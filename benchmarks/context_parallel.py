@@ -54,6 +54,7 @@ from benchmarks.one_layer import (
     tensors,
 )
 from s2_megatron.context_parallel.attention import CUTS, ContextParallel
+from s2_megatron.context_parallel.documents import keep_borders
 from s2_megatron.context_parallel.exchange import count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES, check_comm_type, layer_costs
 from s2_megatron.context_parallel.sparse import SparseState
@@ -125,8 +126,10 @@ class Bench:
         """--documents of equal length in one row."""
         if not self.args.documents:
             return None
-        borders = torch.arange(self.args.documents + 1, dtype=torch.int32, device=self.device)
-        return PackedSequence(borders * (tokens // self.args.documents), tokens // self.args.documents)
+        longest = tokens // self.args.documents
+        borders = torch.arange(self.args.documents + 1, dtype=torch.int32, device=self.device) * longest
+        keep_borders(borders)
+        return PackedSequence(borders, longest)
 
     def one_gpu(self, tokens):
         """(function, its arguments, gradient) of the whole sequence, which every GPU computes by itself; None where it

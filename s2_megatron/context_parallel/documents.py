@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from s2_megatron.context_parallel.document_plan import DocumentPlan, plan_documents, reaches
-from s2_megatron.context_parallel.exchange import Pending, all_to_all
+from s2_megatron.context_parallel.exchange import Exchange, Pending
 from s2_megatron.ops.autograd import first_derivative
 from s2_megatron.ops.lasting import lasting
 from s2_megatron.ops.layout import PackedSequence
@@ -51,7 +51,8 @@ class DocumentPlans:
 
     def of(self, packed: PackedSequence, tokens: int, device: torch.device) -> DocumentState:
         """tokens: of all ranks. Raises ValueError as plan_documents."""
-        borders, lengths = read_borders(packed.starts), np.diff(read_borders(packed.cu_seqlens))
+        borders = read_borders(packed.starts)
+        lengths = np.diff(borders if packed.cu_seqlens_padded is None else read_borders(packed.cu_seqlens))
         key = tokens, device, borders.tobytes(), lengths.tobytes()
         if key not in self._known:
             cut_at = borders if self._cut == "document" else np.array([0, tokens])
@@ -64,11 +65,11 @@ class DocumentPlans:
         return self._known[key]
 
 
-class DocumentState:
+class DocumentState(Exchange):
     """A DocumentPlan on a device: what the layers that share it do for one batch."""
 
     def __init__(self, plan: DocumentPlan, group, device: torch.device):
-        self.plan, self.group = plan, group
+        super().__init__(plan, group)
         names = "borders", "place", "copies", "copied", "receive_places", "receive_heads", "send_rows", "send_heads"
         arrays = [getattr(plan, name) for name in names]
         whole = torch.from_numpy(np.concatenate(arrays))
@@ -96,20 +97,6 @@ class DocumentState:
                 sent[:, part] = tensor[self.sent_slots]
 
         return self._travel(self.plan.counts, sent, (key, value), pack)
-
-    def start_return(self, gradients: torch.Tensor) -> Pending:
-        """Sends the gradients of received slots back; the result is those of the slots that were sent."""
-        return self._travel(self.plan.counts.T, gradients, (), lambda: None)
-
-    def _travel(self, counts, sent: torch.Tensor, held: tuple, prepare) -> Pending:
-        to_each, from_each = counts[self.plan.rank].tolist(), counts[:, self.plan.rank].tolist()
-        received = sent.new_empty((sum(from_each), *sent.shape[1:]))
-
-        def work():
-            prepare()
-            all_to_all(received, sent, from_each, to_each, self.group)
-
-        return Pending(received, (sent, *held), work)
 
     def with_received(self, key, value, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [places, G, D] of this rank's documents."""

@@ -143,15 +143,37 @@ class Pending:
         return self.received
 
 
-class BlockExchange:
-    """An ExchangePlan on a device: sends blocks of K and V, and gradients back. group: the context-parallel process
-    group.
+class Exchange:
+    """Slots of K and V that ranks send to each other, and gradients that come back. plan: has this `rank`, and
+    `counts`, int [ranks, ranks], how many slots each sends to each. group: the context-parallel process group."""
+
+    def __init__(self, plan, group):
+        self.plan, self.group = plan, group
+
+    def start_return(self, gradients: torch.Tensor) -> Pending:
+        """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
+        return self._travel(self.plan.counts.T, gradients, (), lambda: None)
+
+    def _travel(self, counts: np.ndarray, sent: torch.Tensor, held: tuple, prepare: Callable[[], None]) -> Pending:
+        """counts: int[ranks, ranks], slots from each rank to each. prepare: fills `sent`, on the transfer's stream."""
+        to_each, from_each = counts[self.plan.rank].tolist(), counts[:, self.plan.rank].tolist()
+        received = sent.new_empty((sum(from_each), *sent.shape[1:]))
+
+        def work():
+            prepare()
+            all_to_all(received, sent, from_each, to_each, self.group)
+
+        return Pending(received, (sent, *held), work)
+
+
+class BlockExchange(Exchange):
+    """An ExchangePlan on a device: sends blocks of K and V, and gradients back.
 
     backend, where it is asked for: 'reference' packs with PyTorch, the others with a kernel.
     """
 
     def __init__(self, plan: ExchangePlan, group, device):
-        self.plan, self.group = plan, group
+        super().__init__(plan, group)
         self.heads, self.blocks = (torch.from_numpy(index).to(device) for index in (plan.send_heads, plan.send_blocks))
         # Of what the kernels compute at once: parts of a large block, which lie one after the other in its slot.
         self.parts = parts_of_block(plan.block_size)
@@ -171,21 +193,6 @@ class BlockExchange:
         sent = key.new_empty((len(self.heads), self.plan.block_size, 2, key.shape[1], key.shape[3]))
         counts = self.plan.counts
         return self._travel(counts, sent, (key, value), lambda: self._pack(key, value, sent, backend))
-
-    def start_return(self, gradients: torch.Tensor) -> Pending:
-        """Sends the gradients of received slots back; the result has the gradients of the slots that were sent."""
-        return self._travel(self.plan.counts.T, gradients, (), lambda: None)
-
-    def _travel(self, counts: np.ndarray, sent: torch.Tensor, held: tuple, prepare: Callable[[], None]) -> Pending:
-        """counts: int[ranks, ranks], slots from each rank to each. prepare: fills `sent`, on the transfer's stream."""
-        to_each, from_each = counts[self.plan.rank].tolist(), counts[:, self.plan.rank].tolist()
-        received = sent.new_empty((sum(from_each), *sent.shape[1:]))
-
-        def work():
-            prepare()
-            all_to_all(received, sent, from_each, to_each, self.group)
-
-        return Pending(received, (sent, *held), work)
 
     def _pack(self, key, value, sent, backend) -> None:
         if backend != "reference":

@@ -79,7 +79,8 @@ def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
     # Megatron's FLOP count of a packed batch: the real tokens, without padding. Looked up at call time, so that a
     # wrapper counts too.
     training_loop.update_seqlen_stats_from_cu_seqlens(borders)
-    starts = borders if padded is None else padded
+    starts = (borders if padded is None else padded).to(torch.int32)
+    padded = None if padded is None else starts
     longest = int(batch["max_seqlen"].item())
     if args.context_parallel_size > 1 and "sparse" in args.s2_cp_comm_type:
         keep_borders(starts)  # here, right behind another wait; a layer would wait for what is enqueued by then
@@ -93,7 +94,7 @@ def _packed_seq_params(batch: dict, args) -> PackedSeqParams:
             max_seqlen_q=tokens,
             max_seqlen_kv=tokens,
             tokens_per_sample=args.seq_length,
-            documents=PackedSequence(starts.to(torch.int32), longest),
+            documents=PackedSequence(starts, longest),
         )
     return PackedSeqParams(
         qkv_format="thd",

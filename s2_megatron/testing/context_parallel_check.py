@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.document_plan import plan_documents, reaches, slot_bytes
-from s2_megatron.context_parallel.documents import read_borders
+from s2_megatron.context_parallel.documents import keep_borders, read_borders
 from s2_megatron.context_parallel.exchange import count_traffic
 from s2_megatron.context_parallel.plan import COMM_TYPES, make_plan
 from s2_megatron.ops.api import s2_attention
@@ -110,6 +110,8 @@ def check_case(
     and on several."""
     rank, size = group.rank(), group.size()
     tokens, documents = tokens_of(case, size), documents_of(case, size, device)
+    if documents is not None:
+        keep_borders(documents.starts)  # as pretrain_gpt_s2.py does; else each call would wait for the GPU
     whole = inputs(case.pattern, tokens, case.dim, case.batch, dtype, documents is not None, case.value_dim)
     whole = [tensor.to(device) for tensor in whole]
     layout = build_layout(case.pattern, device)

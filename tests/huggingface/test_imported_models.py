@@ -150,7 +150,10 @@ def test_the_script_is_the_launch_line(tools, llama, tmp_path):
     assert len(flags) == len(line) - 4
     weights, save = [f"--load={moved}", "--finetune"], f"--save={moved}-trained"
     assert words("--lr=1").stdout.splitlines() == [*start, *flags, *weights, save, "--mock-data", "--lr=1"]
-    for data in (["--data-path", "a b"], ["--data-path=x"], ["--mock-data"]):
+    for data in (
+        ["--data-path", "a b"], ["--data-path=x"], ["--mock-data"], ["--train-data-path", "x"],
+        ["--per-split-data-args-path=x"],
+    ):  # fmt: skip
         assert words(*data).stdout.splitlines() == [*start, *flags, *weights, save, *data]
     own = ["--load", "x", "--mock-data"]
     assert words(*own).stdout.splitlines() == [*start, *flags, save, *own]

@@ -47,6 +47,11 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*-*-/*-", tensor_model_parallel_size="2"), world_size=2),
         "multi-token-prediction layers (/) in 2 processes; it has",
     ),
+    "hybrid_mtp_experts": (
+        NOT_RUN,
+        dict(flags=hybrid("*E*E/*E", num_experts="4")),
+        "experts behind the /, of which Megatron logs the losses as those of other layers; it has",
+    ),
     "hybrid_mtp_recomputed": (
         NOT_RUN,
         dict(flags=hybrid("*-*-/*-", recompute_granularity="selective")),

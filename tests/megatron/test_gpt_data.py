@@ -239,15 +239,16 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
     assert "No GPU found: transformer_engine left out" in done.stderr
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("sft", [False, True])
-def test_borders_are_on_the_host_before_the_layers(monkeypatch, sft):
+def test_borders_are_on_the_host_before_the_layers(monkeypatch, sft, dtype):
     """--s2-cp-comm-type sparse plans by the documents; a layer that read them would wait for the GPU."""
     monkeypatch.setattr(gpt_data.training_loop, "update_seqlen_stats_from_cu_seqlens", lambda borders: None)
     args = SimpleNamespace(
         context_parallel_size=2, s2_cp_comm_type=["all_gather", "sparse"], sft=sft, micro_batch_size=1, seq_length=16,
         dataloader_inter_document_masking=not sft,
     )  # fmt: skip
-    borders = torch.tensor([[0, 8, 16]], dtype=torch.int32)
+    borders = torch.tensor([[0, 8, 16]], dtype=dtype)
     batch = dict(cu_seqlens=borders, cu_seqlens_padded=None, max_seqlen=torch.tensor(8), local_cp_size=None)
     params = gpt_data._packed_seq_params(batch | dict(hybrid_cp_group=None), args)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: pytest.fail("read again"))

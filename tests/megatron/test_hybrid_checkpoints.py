@@ -57,6 +57,12 @@ SHAPES = dict(
     use_distributed_optimizer=False, finetune=False, no_load_optim=False, s2_allow_sparsity_change=False,
 )  # fmt: skip
 GPT = dict(num_layers=3, hybrid_layer_pattern=None)
+# Weights that Megatron would leave out, or other models of the same weights: (argument, the checkpoint's, this run's).
+OTHERS = [
+    ("qk_layernorm", True, False), ("normalization", "LayerNorm", "RMSNorm"), ("add_bias_linear", True, False),
+    ("add_qkv_bias", True, False), ("position_embedding_type", "learned_absolute", "rope"),
+    ("moe_ffn_hidden_size", 64, 32), ("moe_shared_expert_intermediate_size", 64, None),
+]  # fmt: skip
 HYBRID_ARGS = dict(num_layers=6, hybrid_layer_pattern="*-*-*-")
 
 
@@ -92,6 +98,8 @@ def test_what_megatron_translates_is_let_through():
         (mine("*-*E*-"), stored(), "Megatron cannot translate it (Hybrid layer pattern '*-*E*-' mixes dense"),
         (mine("*-*-*"), stored(), "Megatron cannot translate it (Hybrid layer pattern '*-*-*' has 3 attention"),
         (mine(hidden_size=96), stored(), "is of another model, with --hidden-size 64, not 96"),
+        *((mine(**{name: ours}), stored(**{name: theirs}), f"--{name.replace('_', '-')} {theirs}, not {ours}")
+          for name, theirs, ours in OTHERS),
         (mine(), stored(kind="LEGACY"), "its format is LEGACY; expected torch_dist"),
         (mine(), stored(num_experts=4, moe_layer_freq=[1, 1, 1]), "then experts (E)"),
         (mine("*E*E*E", num_experts=4), stored(num_experts=4, moe_layer_freq=[1, 1, 1]), "it was saved layer by layer"),

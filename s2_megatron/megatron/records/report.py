@@ -183,7 +183,7 @@ def _report_packed(run: S2Run, ours: Sequence[bool], transformer: TransformerCon
         check_comm_type(comm_type, parts[0].num_kv_heads, size)
         if comm_type == "sparse":
             refused = next(filter(None, map(why_not, parts)), None)
-            if refused is not None:  # of a dense layer that these kernels compute: the others are refused before
+            if refused is not None:  # of a run that did not come from flags; refusals/sparsity.py has the others
                 raise ValueError(f"layer {layer} (from 0): {refused}")
             most = max(most, *map(most_received_slots, parts))
     whole_row = settings.packed_cut == "sequence"

@@ -24,20 +24,14 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
     settings, size = run.settings, args.context_parallel_size
     found = []
 
-    def check(function: Callable, *arguments, **named) -> None:
+    def check(function: Callable, *arguments, **named):
         try:
-            function(*arguments, **named)
+            return function(*arguments, **named)
         except ValueError as error:
-            found.append(str(error))
+            return found.append(str(error))
 
-    core = None
-
-    def resolve() -> None:
-        nonlocal core
-        names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
-        core, _ = resolve_dense_core(settings, **{name: getattr(args, name) for name in names})
-
-    check(resolve)
+    names = ("transformer_impl", "context_parallel_size", "multi_latent_attention")
+    core = check(resolve_dense_core, settings, **{name: getattr(args, name) for name in names})
     if size > 1:
         layers = enumerate(run.sparsity.all_layers)
         used = {settings.comm_type(index) for index, layer in layers if layer.pattern is not None}
@@ -45,7 +39,7 @@ def refuse_layers(args: Namespace, run: S2Run) -> None:
         for comm_type in sorted(used):
             check(check_comm_type, comm_type, kv_heads, size)
         if settings.packed:
-            found += _sparse_and_packed(run, dense_by_s2=core == "s2")
+            found += _sparse_and_packed(run, dense_by_s2=core is not None and core[0] == "s2")
         if used - {"a2a"} and not settings.packed:
             check(check_block_count, args.seq_length, size, run.sparsity.block_size)
     if found:

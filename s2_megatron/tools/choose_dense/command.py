@@ -6,9 +6,9 @@ What a dense model loses under S2-Attention depends on which of its heads stay d
 model to model: we think that a few of them look things up far back (docs/choose-dense.md). This measures the loss of
 the checkpoint as it is, under the plan of the YAML, and under the plan with one more KV head dense, each head in its
 turn; then under the plan with the best 1, 2, 4, ... of them dense. The plan without its sink (or with one) tells what
-of the loss is the sink's. The smallest set that is near enough to the dense
-loss is written as a YAML that trains. One process, one GPU or CPU; nothing is trained. How near the loss before any
-step is to the one after training on: docs/choose-dense.md.
+of the loss is the sink's. The smallest set that is near enough to the dense loss is written as a YAML that trains. One
+process, one GPU or CPU; nothing is trained. How near the loss before any step is to the one after training on:
+docs/choose-dense.md.
 
 Under a plan that loses next to nothing (wide windows on short sequences) the heads cannot be ranked. --beside names
 another plan to measure under; the chosen heads are then dense in the plan of --s2-config.

@@ -33,7 +33,7 @@ fi
 data=(--mock-data) load= save=$here-trained before=
 for flag in "$@"; do
     case $flag in
-        --data-path | --data-path=* | --mock-data) data=() ;;
+        --*data-path | --*data-path=* | --*data-args-path | --*data-args-path=* | --mock-data) data=() ;;
         --load | --load=*) load=given ;;
         --save=*) save=${flag#*=} ;;
     esac
