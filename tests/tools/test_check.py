@@ -348,10 +348,14 @@ def test_the_shape_of_a_checkpoint_is_compared():
     from s2_megatron.megatron.checkpoints.compare import SHAPE, StoredCheckpoint, compare_shapes
 
     shape = dict(num_layers=4, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2,
-        kv_channels=16, num_experts=None, swiglu=True, untie_embeddings_and_output_weights=True,
+        kv_channels=16, num_experts=None, moe_ffn_hidden_size=None, moe_shared_expert_intermediate_size=None,
+        swiglu=True, normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False, add_qkv_bias=False,
+        position_embedding_type="rope", untie_embeddings_and_output_weights=True,
         hybrid_layer_pattern="*-*-")  # fmt: skip
     other = dict(num_layers=5, hidden_size=65, ffn_hidden_size=129, num_attention_heads=8, num_query_groups=4,
-        kv_channels=32, num_experts=8, swiglu=False, untie_embeddings_and_output_weights=False,
+        kv_channels=32, num_experts=8, moe_ffn_hidden_size=96, moe_shared_expert_intermediate_size=48,
+        swiglu=False, normalization="LayerNorm", qk_layernorm=False, add_bias_linear=True, add_qkv_bias=True,
+        position_embedding_type="none", untie_embeddings_and_output_weights=False,
         hybrid_layer_pattern="*-*E")  # fmt: skip
     assert set(shape) == set(other) == set(SHAPE)
     rest = dict(group_query_attention=True, make_vocab_size_divisible_by=128, tensor_model_parallel_size=1)
