@@ -100,11 +100,26 @@ def test_an_assertion_without_words_shows_its_flags(tmp_path, lines, said):
     assert text.startswith(f"Megatron refuses these flags: {said}") and text.endswith("(--s2-traceback shows where)")
 
 
+def test_a_fault_of_this_package_is_not_the_flags(tmp_path, monkeypatch):
+    """The innermost of this package and Megatron counts, also where a library that it called has raised."""
+
+    def own(args, call=lambda: torch.ones(2) @ torch.ones(3)):
+        call()
+
+    monkeypatch.setattr(errors, "PACKAGE", str(ROOT / "tests"))
+    text = raised(megatrons(tmp_path, "args(None)"), own)
+    assert text.startswith("s2_megatron failed in test_preflight.py:") and ": RuntimeError: " in text, text
+    assert text.endswith("; report what --s2-traceback shows") and "flags" not in text
+    text = raised(own, SimpleNamespace(), lambda: megatrons(tmp_path, "assert args")(0))
+    assert text.startswith("Megatron refuses these flags: assert args")
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (MemoryError(), True), (OSError(errno.ESTALE, "stale"), True), (ConnectionResetError(), True),
         (RuntimeError("NCCL error: unhandled system error"), True),
+        (RuntimeError("rank 1: context-parallel exchange failed; rank 0 has not answered"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), True),
         (RuntimeError("CUDA error: an illegal memory access"), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),

@@ -21,7 +21,9 @@ OF_THE_MACHINE = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ECONNREFUSED,
     errno.ENOSPC, errno.EDQUOT,
 )  # fmt: skip
-OF_THE_NETWORK = re.compile(r"NCCL|[Gg]loo|CUDA error|Connection (closed|reset|refused)|TCPStore|DataLoader worker")
+OF_THE_NETWORK = re.compile(
+    r"NCCL|context-parallel exchange failed|[Gg]loo|CUDA error|Connection (closed|reset|refused)|TCPStore|DataLoader worker"
+)
 # Errors whose text says what Megatron wants; of others the line of source does.
 SPEAKING = (AssertionError, ValueError, RuntimeError, ImportError, OSError)
 SETTING = re.compile(r"\b(args|config|self)\.([A-Za-z_]\w*)")
@@ -46,11 +48,7 @@ def _source(error: BaseException) -> tuple[str, str, str]:
     Megatron's call of it."""
     places = list(traceback.walk_tb(error.__traceback__))
     frames = traceback.extract_tb(error.__traceback__)
-    of_megatron = [
-        at
-        for at, frame in enumerate(frames)
-        if f"{os.sep}megatron{os.sep}" in frame.filename and not frame.filename.startswith(PACKAGE)
-    ]
+    of_megatron = [at for at, frame in enumerate(frames) if _is_megatrons(frame.filename)]
     at = (of_megatron or [-1])[-1]
     frame, local = frames[at], places[at][0].f_locals
     lines = range(frame.lineno or 1, (frame.end_lineno or frame.lineno or 1) + 1)
@@ -62,6 +60,18 @@ def _source(error: BaseException) -> tuple[str, str, str]:
             known[f"--{name.replace('_', '-')}" if owner == "args" and name not in NO_FLAGS else name] = value
     settings = ", ".join(f"{name}={printable(value, 100)}" for name, value in known.items())
     return "" if statement.startswith("raise ") else statement, settings, Path(frame.filename).name
+
+
+def _own_place(error: BaseException) -> str | None:
+    """Where this package failed, as file:line: a library that it called counts as this package, Megatron does not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    known = [frame for frame in frames if frame.filename.startswith(PACKAGE) or _is_megatrons(frame.filename)]
+    last = known[-1] if known else None
+    return f"{Path(last.filename).name}:{last.lineno}" if last and last.filename.startswith(PACKAGE) else None
+
+
+def _is_megatrons(file: str) -> bool:
+    return f"{os.sep}megatron{os.sep}" in file and not file.startswith(PACKAGE)
 
 
 def error_text(error: BaseException, printed: str = "") -> str:
@@ -80,6 +90,9 @@ def error_text(error: BaseException, printed: str = "") -> str:
         name = printable(error.filename, 300)
         return f"{name}: {error.strerror}; expected a file that can be used; correct the flag that names it"
     said, where = " ".join(text.split()), type(error).__name__
+    if (own := _own_place(error)) is not None:
+        said = printable(": ".join(filter(None, (where, said))), LONGEST)
+        return f"s2_megatron failed in {own}: {said}; expected to train or to refuse; report what {TRACEBACK} shows"
     if error.__traceback__ and not ("--" in said and isinstance(error, SPEAKING)):
         statement, settings, file = _source(error)
         if not (said and isinstance(error, SPEAKING)):
