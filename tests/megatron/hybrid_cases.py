@@ -42,20 +42,10 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*-*-", recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])),
         "and --recompute-modules core_attn layernorm; it has",
     ),
-    "hybrid_mtp_processes": (
-        NOT_RUN,
-        dict(flags=hybrid("*-*-/*-", tensor_model_parallel_size="2"), world_size=2),
-        "multi-token-prediction layers (/) in 2 processes; it has",
-    ),
     "hybrid_mtp_experts": (
         NOT_RUN,
-        dict(flags=hybrid("*E*E/*E", num_experts="4")),
-        "experts behind the /, of which Megatron logs the losses as those of other layers; it has",
-    ),
-    "hybrid_mtp_recomputed": (
-        NOT_RUN,
-        dict(flags=hybrid("*-*-/*-", recompute_granularity="selective")),
-        "multi-token-prediction layers (/) with recompute or packed documents; it has",
+        dict(flags=hybrid("*E*E/*E/*E", "mtp_use_repeated_layer", num_experts="4")),
+        "and experts behind the / and --mtp-use-repeated-layer, of which Megatron adds",
     ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
     "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
@@ -70,7 +60,10 @@ ALSO_REFUSED_HYBRIDS = {
 }
 ACCEPTED_HYBRIDS = {
     "hybrid": dict(flags=hybrid("*-*--*-*")),
-    "hybrid_mtp": dict(flags=hybrid("*-*-*-*-/*-")),
+    "hybrid_mtp": dict(flags=hybrid("*-*-*-*-/*-", recompute_granularity="selective")),
+    "hybrid_experts_of_mtp": dict(
+        flags=hybrid("*E*E*E*E/*E", num_experts="4", pipeline_model_parallel_size="2"), world_size=2
+    ),
     "hybrid_experts": dict(flags=hybrid("*E*E*E*E", num_experts="4")),
     "hybrid_layouts": dict(
         flags=hybrid(

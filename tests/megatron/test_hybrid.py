@@ -255,6 +255,10 @@ CASES = {
         "SSSS",
     ),
     "mtp": ("--mtp-num-layers 3 --mtp-loss-scaling-factor 0.3", "DSSS\nmtp_layers: SDS"),
+    "mtp_experts": (
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --mtp-num-layers 2",
+        "SD\nmtp_layers: SD",
+    ),
     "mtp_repeated": ("--mtp-num-layers 2 --mtp-use-repeated-layer", "DSSS\nmtp_layers: S"),
     "dense": ("", None),
 }
@@ -279,6 +283,7 @@ def test_equals_the_gpt_of_equal_weights(lab, name):
     assert hybrid["patterns"] == gpt["patterns"]
     assert hybrid["losses"] == pytest.approx(gpt["losses"], rel=0, abs=1e-6)
     assert hybrid["norms"] == pytest.approx(gpt["norms"], rel=1e-6, abs=0)
+    assert hybrid["routers"] == pytest.approx(gpt["routers"], rel=1e-6) and bool(gpt["routers"]) == ("experts" in name)
     assert gpt["losses"][0] != gpt["losses"][1] and min(gpt["norms"]) > 0.1
 
 

@@ -8,7 +8,9 @@ among those of its pipeline stage. Only one stage has experts.
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -27,6 +29,8 @@ from tests.tiers import mostly_slow
 
 LAYERS = "*-**E*-"
 STAGES, VIRTUAL_STAGES = "*-**E|*-", "*-|**|E*|-"
+# Multi-token prediction, whose depths have the same layers with other attention.
+DEPTHS = "/*E/*E"
 WITHOUT_LAYERS = MODEL.replace("--num-layers 4", "")  # Megatron counts the pattern's
 HYBRID = f"{WITHOUT_LAYERS} {MOE} --moe-router-pre-softmax"
 FIRST, LAST = 2, 5  # iterations: of the checkpoint, and of a run
@@ -52,6 +56,13 @@ LAYOUTS = {
     "packed_cp2": (2, LAYERS, f"{PACKED} {CP2} all_gather"),
     "packed_cp2_a2a": (2, LAYERS, f"{PACKED} {CP2} a2a {SELECTIVE} core_attn {KEEP}"),
 }
+# SGD: Adam makes a step of the rounding of gradients of 1e-8, here of what the depths hand down.
+MTP = "--mtp-num-layers 2 --optimizer sgd --lr 0.05 --min-lr 0.05"
+MTP_LAYOUTS = {
+    "dp2_ep2": (2, LAYERS, f"--overlap-grad-reduce {SELECTIVE} core_attn mlp {EP2}"),
+    "tp2_sp_pp2_vpp2": (4, VIRTUAL_STAGES, f"{TP2} {EP2} {PP2} {FULL} uniform --recompute-num-layers 1 {KEEP}"),
+    "packed_tp2_sp": (2, LAYERS, f"{PACKED} {TP2}"),
+}
 
 
 class Trained(NamedTuple):
@@ -67,17 +78,22 @@ class Trained(NamedTuple):
 def trained(lab):
     """Trains from FIRST to LAST in some processes. From weights alone: without Transformer Engine or Apex Megatron
     loads no optimizer into its distributed one, nor into one of another number of local experts."""
-    folder = lab.folder / "hybrid_layouts"
-    lab.run(
-        "hybrid_start",
-        f"--hybrid-layer-pattern {LAYERS} --train-iters {FIRST} --save {folder} --save-interval {FIRST}",
-        model=HYBRID,
-    )
-    common = f"""--load {folder} --no-load-optim --no-load-rng --override-opt-param-scheduler --train-iters {LAST}
-        --s2-position-loss 4 --eval-iters 1 --eval-interval {LAST - 1}"""
+    config = lab.folder / "hybrid_mtp.yaml"
+    config.write_text(lab.sparsity.read_text() + "mtp_layers: SD\n")
+    models = {False: ("", ""), True: (DEPTHS, f"{MTP} --s2-config {config}")}
 
-    def run(name: str, processes: int, layers: str, flags: str, **options) -> Trained:
-        given = f"--hybrid-layer-pattern {layers} {common} {flags}"
+    @cache
+    def start(mtp: bool) -> Path:
+        (depths, more), folder = models[mtp], lab.folder / f"hybrid_layouts_{mtp}"
+        given = f"--hybrid-layer-pattern {LAYERS}{depths} --train-iters {FIRST} --save {folder} {more}"
+        lab.run(f"hybrid_start_{mtp}", f"{given} --save-interval {FIRST}", model=HYBRID)
+        return folder
+
+    def run(name: str, processes: int, layers: str, flags: str, mtp: bool = False, **options) -> Trained:
+        depths, more = models[mtp]
+        given = f"""--hybrid-layer-pattern {layers}{depths} --load {start(mtp)} --no-load-optim --no-load-rng {more}
+            --override-opt-param-scheduler --train-iters {LAST} --s2-position-loss 4 --eval-iters 1
+            --eval-interval {LAST - 1} {flags}"""
         output = lab.run(f"hybrid_{name}", given, processes=processes, model=HYBRID, **options).output
         logged = [float(value) for value in re.findall(r"load_balancing_loss: (\S+)", output)]
         return Trained(output, *read_loss_log(lab.folder / f"hybrid_{name}.jsonl"), logged)
@@ -88,12 +104,10 @@ def trained(lab):
 @pytest.fixture(scope="module")
 def alone(trained):
     """One process of whole samples, or of packed documents."""
-    known: dict[bool, Trained] = {}
 
-    def run(packed: bool) -> Trained:
-        if packed not in known:
-            known[packed] = trained(f"alone_{packed}", 1, LAYERS, PACKED if packed else "")
-        return known[packed]
+    @cache
+    def run(flags: str, mtp: bool = False) -> Trained:
+        return trained(f"alone_{bool(flags)}_{mtp}", 1, LAYERS, flags, mtp)
 
     return run
 
@@ -114,7 +128,7 @@ def assert_equal(run: Trained, expected: Trained) -> None:
 def test_layout_equals_one_process(trained, alone, name):
     processes, layers, flags = LAYOUTS[name]
     run = trained(name, processes, layers, flags)
-    assert_equal(run, alone(PACKED in flags))
+    assert_equal(run, alone(PACKED if PACKED in flags else ""))
     # The plan, DSSS, and where its layers stand, those of other stages too.
     assert re.search(r"│ 0 +│ 0 +│ D +│ dense", run.output) and re.search(r"│ 2 +│ 3 +│ S +│ s2", run.output)
     for text in ("S2, all_gather", "S2, sparse", "S2, a2a") if name == "cp2" else ():
@@ -122,9 +136,41 @@ def test_layout_equals_one_process(trained, alone, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MTP_LAYOUTS)
+def test_multi_token_prediction(trained, alone, name):
+    processes, layers, flags = MTP_LAYOUTS[name]
+    run = trained(f"mtp_{name}", processes, layers, flags, mtp=True)
+    assert_equal_depths(run, alone(PACKED if PACKED in flags else "", mtp=True))
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_over_contexts(trained, alone):
+    """Every exchange computes the same. Beside one process only the first loss does, because Megatron divides the loss
+    of a depth by each rank's own number of targets, and the rank of the sequence's end has fewer."""
+    gathered = trained("mtp_cp2_all_gather", 2, LAYERS, f"{CP2} all_gather", mtp=True)
+    mixed = f"{CP2} all_gather a2a all_gather sparse {SELECTIVE} core_attn {KEEP}"
+    assert_equal_depths(trained("mtp_cp2", 2, LAYERS, mixed, mtp=True), gathered)
+    first, alone = gathered.records[FIRST + 1], alone("", mtp=True).records[FIRST + 1]
+    assert first["lm loss"] == pytest.approx(alone["lm loss"], rel=0, abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+def assert_equal_depths(run: Trained, expected: Trained) -> None:
+    assert_equal(run, expected)
+    for depth in (1, 2):
+        assert len(losses_of(run, depth)) == len(run.records)
+        assert losses_of(run, depth) == pytest.approx(losses_of(expected, depth), rel=2e-6)
+
+
+def losses_of(run: Trained, depth: int) -> list[float]:
+    """The loss of a depth of multi-token prediction, of each iteration."""
+    return [float(value) for value in re.findall(rf"mtp_{depth} loss: (\S+)", run.output)]
+
+
+@pytest.mark.slow
 def test_packing_changes_the_attention(alone):
     """The control of the comparisons above: with one document a sample the losses are others."""
-    assert abs(alone(True).records[LAST]["lm loss"] - alone(False).records[LAST]["lm loss"]) > 1e-3
+    assert abs(alone(PACKED).records[LAST]["lm loss"] - alone("").records[LAST]["lm loss"]) > 1e-3
 
 
 @pytest.mark.slow
@@ -133,7 +179,7 @@ def test_a_mistake_would_show(trained, alone, mutation, name):
     """The comparisons fail when a rank takes another rank's heads, or a stage counts its attention layers from 0."""
     options = dict(script=SCRIPTS / "mutated_pretrain.py", environment={"MUTATION": mutation})
     run = trained(f"mutated_{mutation}", *LAYOUTS[name], **options)
-    far = [abs(run.records[step]["lm loss"] - record["lm loss"]) for step, record in alone(False).records.items()]
+    far = [abs(run.records[step]["lm loss"] - record["lm loss"]) for step, record in alone("").records.items()]
     assert max(far) > 1e-4, far
 
 

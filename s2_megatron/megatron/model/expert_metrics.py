@@ -36,6 +36,12 @@ class StageMetrics(MoEMetricsTracker):
         elif name == "z_loss":
             entry.avg_group = _every_rank_of_a_stage()
 
+    @staticmethod
+    def _count_moe_layers(num_layers: int, moe_layer_freq, mtp_num_layers: int | None) -> int:
+        """num_layers: the E of the whole pattern. Megatron 0.19.2 adds the depths of multi-token prediction, whose
+        layers the pattern has already, and so logs too low a mean."""
+        return num_layers
+
 
 def _every_rank_of_a_stage():
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)

@@ -9,7 +9,6 @@ from argparse import Action, Namespace
 from functools import cache
 
 from s2_megatron.megatron.refusals.refusal import Refusal
-from s2_megatron.megatron.settings import is_packed
 
 # Symbols of --hybrid-layer-pattern, and why they are refused. `*` is attention, `-` a dense MLP, `E` an MoE layer.
 SYMBOLS = {
@@ -69,19 +68,13 @@ DERIVED = {
     "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
 }
 
-# Multi-token-prediction layers, which have been run in one process that computes each layer once.
+# Of the multi-token-prediction layers.
 MTP_NOT_RUN = {
     "--mtp-num-layers {args.mtp_num_layers} without its layers (/), of which Megatron then builds none": lambda args: (
         bool(args.mtp_num_layers) and "/" not in args.hybrid_layer_pattern
     ),
-    "experts behind the /, of which Megatron logs the losses as those of other layers": lambda args: (
-        "E" in args.hybrid_layer_pattern.partition("/")[2]
-    ),
-    "multi-token-prediction layers (/) in {args.world_size} processes": lambda args: (
-        "/" in args.hybrid_layer_pattern and args.world_size > 1
-    ),
-    "multi-token-prediction layers (/) with recompute or packed documents": lambda args: (
-        "/" in args.hybrid_layer_pattern and (bool(args.recompute_granularity) or is_packed(args))
+    "experts behind the / and --mtp-use-repeated-layer, of which Megatron adds the routers' losses once a depth": (
+        lambda args: bool(args.mtp_use_repeated_layer) and "E" in args.hybrid_layer_pattern.partition("/")[2]
     ),
 }
 

@@ -2,7 +2,8 @@
 for some steps in this process.
 
 Usage: hybrid_equals_gpt.py FLAGS OF pretrain_gpt_s2.py for the GPT; prints one JSON object: of "gpt" and "hybrid" the
-losses and gradient norms, the numbers of layers that S2 computes, and "weights", how many were copied by name.
+losses and gradient norms, the numbers of layers that S2 computes, the sum of all routers' losses by their names, and
+"weights", how many were copied by name.
 """
 
 import json
@@ -66,14 +67,14 @@ def main():
 
     flags = sys.argv[1:]
     args, gpt = build(flags)
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
     from megatron.training.global_vars import unset_global_variables
 
     from s2_megatron.megatron.model.core_attention import S2CoreAttention
 
     unset_global_variables()
     pattern = ("*E" if args.num_experts else "*-") * args.num_layers
-    depths = "/*-" * (args.mtp_num_layers or 0)
+    depths = f"/{pattern[:2]}" * (args.mtp_num_layers or 0)
     _, config = prepared([*flags, "--hybrid-layer-pattern", pattern + depths])
     hybrid = built(config)
     result = {"weights": copied(hybrid, gpt, pattern)}
@@ -88,6 +89,7 @@ def main():
             "s2_depths": [int(depth[1]) for depth in of_mtp if depth is not None],
             "patterns": [core.local_pattern.describe() for core in cores],
             **trained(model, args.vocab_size, args.seq_length),
+            "routers": {name: entry.values.sum().item() for name, entry in get_moe_metrics_tracker().metrics.items()},
         }
     print("RESULT", json.dumps(result))
 
