@@ -212,19 +212,22 @@ def test_resumes_in_its_own_and_in_other_layouts(lab):
 def test_fully_sharded(lab, flag):
     if flag == "--use-megatron-fsdp" and find_spec("einops") is None:
         pytest.skip("einops, which Megatron-FSDP imports, is not installed")
+    config = lab.folder / "hybrid_sharded.yaml"
+    config.write_text(lab.sparsity.read_text() + "mtp_layers: SD\n")
+    mtp = f"--mtp-num-layers 2 --s2-config {config}"
     # Without --calculate-per-token-loss Megatron-FSDP averages gradients by an operation that gloo does not have.
     both = "--calculate-per-token-loss --use-distributed-optimizer" if flag == "--use-megatron-fsdp" else ""
     sharded, plain = with_and_without(
         lab,
         f"hybrid_{flag.strip('-')}",
-        f"--hybrid-layer-pattern {LAYERS} --train-iters 4 {both} {FULL} uniform --recompute-num-layers 1 {KEEP}",
+        f"--hybrid-layer-pattern {LAYERS}{DEPTHS} {mtp} --train-iters 4 {both} {FULL} uniform --recompute-num-layers 1 {KEEP}",
         MEGATRON_FSDP if both else flag,
         processes=2,
         model=HYBRID,
         environment=MANY_CONNECTIONS,
         at_once=False,
     )
-    assert_same_training(sharded, plain, losses=1e-5, norms=1e-5, s2_calls=4 * 2 * 3)
+    assert_same_training(sharded, plain, losses=1e-5, norms=1e-5, s2_calls=4 * 2 * 4)
     assert {rank["wrapper"] for rank in sharded.ranks} == {FSDP_CLASSES[flag]}
 
 
