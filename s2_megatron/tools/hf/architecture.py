@@ -141,16 +141,12 @@ def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsi
     return ResolvedSparsity(layers, (), scale, 64, shape.num_heads, shape.num_kv_heads, seq_length)
 
 
-def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str, as_dense: bool) -> dict:
-    """The content of config.json. as_dense: of a plain Llama, Qwen2 or Qwen3.
-
-    Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own, softmax
-    offsets).
-    """
+def plain_config(args: Namespace, shape: Shape, dtype: str) -> dict:
+    """What the config.json of every Llama-shaped model says of a trained one: all but its type and its attention."""
     rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     if (factor := computed_factor(args)) is not None:
         rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
-    content = {
+    return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -170,24 +166,13 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
         "dtype": dtype,
         "use_cache": True,
     }
-    if not as_dense:
-        own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
-        options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
-        return own | content | options | {"s2_sparsity": stored_sparsity(sparsity)}
-    family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
-        (shape.qkv_bias, shape.qk_norm)
-    )
-    of_its_own = {
-        "biases and norms of query and key": family is None,
-        f"softmax_scale={sparsity.softmax_scale}": sparsity.softmax_scale is not None,
-        f"softmax_type={shape.softmax_type}": shape.softmax_type != "vanilla",
-    }
-    for what in (words for words, here in of_its_own.items() if here):
-        raise ValueError(f"--as-dense: a model with {what} has no plain Llama or Qwen form; leave --as-dense out")
-    if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
-        raise ValueError("--as-dense: Qwen2 wants hidden_size / heads as its head dim; leave --as-dense out")
-    name = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
-    return {"architectures": [name], "model_type": family} | content
+
+
+def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str) -> dict:
+    """The content of config.json, of our own model type."""
+    own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
+    options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
+    return own | plain_config(args, shape, dtype) | options | {"s2_sparsity": stored_sparsity(sparsity)}
 
 
 def config_as_read(content: dict, where: str) -> dict:
