@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from s2_megatron.config.load import load_config
@@ -118,6 +119,22 @@ def test_the_way_back(tools, exported, tmp_path, name):
         sizes = dict(num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_length=1024)
         mine, theirs = plan_windows(load_config(written).resolve(**sizes)), plan_windows(plan(layers))
         assert mine == theirs and WINDOW in mine
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_is_left_out(tools, tmp_path):
+    """Of a checkpoint that Megatron wrote; the YAML that is compared names its layer, too."""
+    data = dict(block_size=16, layers="DW", mtp_layers="W", specs=dict(W=dict(window=WINDOW)))
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(data))
+    job = dict(load=str(tmp_path / "mcore"), plan=data, tokens=300, output=str(tmp_path / "x.npz"))
+    answer = tools.ask(mtp=job)
+    assert answer["status"] == 0, answer
+    export = ["export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out", "--stock"]
+    _, errors = tools(*export, "--s2-config", tmp_path / "plan.yaml")
+    assert "note: what --mtp-num-layers 1 trained is left out" in errors
+    found = np.load(tmp_path / "x.npz")
+    logits = stock_logits(tmp_path / "out", torch.from_numpy(found["tokens"]))
+    assert np.abs(logits - found["logits"]).max() <= NEAR * np.abs(logits).max()
 
 
 def test_windows_of_megatrons_flags_also_in_a_hybrid_model():

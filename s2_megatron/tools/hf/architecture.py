@@ -33,9 +33,9 @@ _WANTED = {
 }  # fmt: skip
 
 
-def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> Shape:
+def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False) -> Shape:
     """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
-    embedding.
+    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused.
 
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
     layer and a dense MLP take turns (`*-`).
@@ -44,7 +44,9 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
     other = {
         name: value
         for name, wanted in _WANTED.items()
-        if (value := getattr(args, name, missing)) is not missing and (value or None) != (wanted or None)
+        if not (drop_mtp and name == "mtp_num_layers")
+        and (value := getattr(args, name, missing)) is not missing
+        and (value or None) != (wanted or None)
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
@@ -82,8 +84,8 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
 
 
 def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) -> ResolvedSparsity:
-    """The sparsity that a checkpoint was trained with. config: the YAML, needed for block masks, of which a checkpoint
-    has only the hashes; compared when it is given without need.
+    """The sparsity that a checkpoint's decoder was trained with. config: the YAML, needed for block masks, of which a
+    checkpoint has only the hashes; compared when it is given without need.
 
     Raises ValueError when the YAML is missing or says something else than the checkpoint.
     """
@@ -117,14 +119,15 @@ def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) ->
         sparsity = sparsity_from_stored(content)
     if config is not None:
         _given(config, args, shape, stored or sparsity.canonical_json())
-    return sparsity
+    return replace(sparsity, mtp_layers=())
 
 
 def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> ResolvedSparsity:
-    """The sparsity of a YAML. Raises ValueError unless it is the one that is stored in the checkpoint."""
+    """The decoder's sparsity by a YAML. Raises ValueError unless the YAML is the one that is stored in the
+    checkpoint."""
     sparsity = load_config(config, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-        seq_length=args.seq_length,
+        seq_length=args.seq_length, mtp_num_layers=len(json.loads(stored)["mtp_layers"]),
     )  # fmt: skip
     differences = diff_sparsity(stored, sparsity.canonical_json())
     if differences:
@@ -133,7 +136,7 @@ def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> Resolved
             f"--s2-config {config} is another sparsity than that of the checkpoint ({'; '.join(differences[:3])}"
             f"{more}); expected no difference; give the YAML that it was trained with"
         )
-    return sparsity
+    return replace(sparsity, mtp_layers=())
 
 
 def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsity:

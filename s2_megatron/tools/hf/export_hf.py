@@ -28,6 +28,7 @@ from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShap
 from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
 from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, name_in_gpt, pieces
 
+MTP = ("mtp.",)  # how Megatron names the weights of multi-token prediction
 DENSE_WARNING = (
     "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it; {sparse} "
     "of {layers} layers were trained with less, so its outputs differ from the trained model's"
@@ -71,13 +72,19 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(read_checksums(folder))} of the {files} files of {folder} are verified by their checksums")
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
-    shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))
+    words = None if tokenizer is None else len(tokenizer)
+    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True)
     sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
     reader = TorchDistReader(folder, str if pattern_of(trained) is None else name_in_gpt)
-    _check_tensors(reader, shape)
+    mtp = getattr(trained, "mtp_num_layers", None) or 0
+    _check_tensors(reader, shape, left_out=MTP if mtp else ())
     config = _config(args, trained, shape, sparsity, reader.dtypes["embedding.word_embeddings.weight"])
     if tokenizer is not None:
         config |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if mtp:
+        print(
+            f"note: what --mtp-num-layers {mtp} trained is left out; exported models have none of it", file=sys.stderr
+        )
     if args.as_dense:
         _warn_dense(config, sparsity)
     with complete_folder(args.output, "--output") as work:
@@ -130,10 +137,11 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
         ) from error
 
 
-def _check_tensors(reader: TorchDistReader, shape: Shape) -> None:
-    """Raises ValueError for weights that the exported model would not have, or lacks."""
+def _check_tensors(reader: TorchDistReader, shape: Shape, left_out: tuple[str, ...]) -> None:
+    """Raises ValueError for weights that the exported model would not have, or lacks. left_out: how the names of those
+    begin that it shall not have."""
     expected = megatron_shapes(shape)
-    stored = dict(reader.shapes)
+    stored = {name: size for name, size in reader.shapes.items() if not name.startswith(left_out)}
     if any(name.startswith(f"{LAYERS}0.") for name in stored):  # layers of their own, not stacked
         expected = {
             key: size
