@@ -93,7 +93,9 @@ def test_transformers_computes_what_megatron_computes(tools, exported, tmp_path,
     def difference(**changed):
         return np.abs(stock_logits(folder, text, **changed) - expected).max() / largest
 
-    assert written_config(folder)["architectures"] == [kind] and "s2" not in (folder / "config.json").read_text()
+    through_transformers = kind.startswith("Qwen") and "W" in layers  # whose own code in engines loses the windows
+    assert written_config(folder)["architectures"] == ["TransformersForCausalLM" if through_transformers else kind]
+    assert "s2" not in (folder / "config.json").read_text()
     assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == kind
     assert difference() <= NEAR
     if "W" in layers:

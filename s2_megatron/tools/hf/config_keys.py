@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from s2_megatron.config.errors import printable
 from s2_megatron.config.stored import MODEL_TYPE
 
+# In `architectures`: engines run transformers' own model code, whichever model_type names it.
+TRANSFORMERS_CLASS = "TransformersForCausalLM"
 CLASSES = {
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM", TRANSFORMERS_CLASS),
+    "qwen3": ("Qwen3ForCausalLM", TRANSFORMERS_CLASS),
     "mistral": ("MistralForCausalLM",),
     "ministral": ("MinistralForCausalLM",),
     MODEL_TYPE: ("S2GPTForCausalLM",),

@@ -7,7 +7,7 @@ from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.hf.architecture import config_as_read
-from s2_megatron.tools.hf.config_keys import CLASSES
+from s2_megatron.tools.hf.config_keys import CLASSES, TRANSFORMERS_CLASS
 from s2_megatron.tools.hf.source_windows import source_windows
 from s2_megatron.tools.hf.weights import Shape
 
@@ -83,18 +83,20 @@ def stock_config(content: dict, shape: Shape, scale: float | None, windows: Wind
         raise ValueError(f"{flag}: a model with {what} has no plain Llama or Qwen form; leave {flag} out")
     if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
         raise ValueError(f"{flag}: Qwen2 wants hidden_size / heads as its head dim; leave {flag} out")
+    name, keys = CLASSES[family][0], {}
     window = next((window for window in windows if window is not None), None)
-    keys: dict = {}
     if window is not None:
-        family = "ministral" if family == "llama" else family
         kinds = ["full_attention" if one is None else "sliding_attention" for one in windows]
         keys = {"sliding_window": window, "layer_types": kinds}
-        if family != "ministral":
-            # transformers reads layer_types; who reads the number alone gets no window in the first layers, and vLLM
-            # refuses mixed layers by it, which it would run dense with the number of all layers.
-            first = next(place for place, one in enumerate(windows) if one is not None)
-            keys |= {"use_sliding_window": True, "max_window_layers": first}
-    config = {"architectures": [CLASSES[family][0]], "model_type": family} | content | keys
+        if family == "llama":
+            family, name = "ministral", CLASSES["ministral"][0]  # engines have no code of their own for it
+        else:
+            # Engines' own Qwen code reads no layer_types: llama.cpp's is dense, vLLM's refuses mixed layers unless
+            # max_window_layers is the number of layers, with which they are dense. Beside layer_types transformers does
+            # not read max_window_layers.
+            name = TRANSFORMERS_CLASS
+            keys |= {"use_sliding_window": True, "max_window_layers": windows.index(window)}
+    config = {"architectures": [name], "model_type": family} | content | keys
     _check(config, windows, flag)
     return config
 

@@ -11,6 +11,7 @@ many), output (.npz with `tokens` and the model's `logits`).
 
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -84,6 +85,8 @@ def mtp(load, plan, tokens, output):
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1))
         dist_checkpointing.save({"args": args, "model": model.sharded_state_dict()}, str(folder))
         logits = model(text, torch.arange(tokens).unsqueeze(0), None)[0].numpy()
+    for child in multiprocessing.active_children():  # of Megatron's save; os._exit would leave it behind
+        child.terminate()
     (Path(load) / "latest_checkpointed_iteration.txt").write_text("release")
     np.savez(output, tokens=text.numpy(), logits=logits)
     return 0
