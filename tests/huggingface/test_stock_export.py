@@ -81,8 +81,9 @@ def stock_logits(folder, text: torch.Tensor, **changed) -> np.ndarray:
 @pytest.mark.parametrize("name", mostly_slow(MODELS, "mixed", "qwen3"))
 def test_transformers_computes_what_megatron_computes(tools, exported, tmp_path, name):
     """The same logits 27 windows long; others without the windows, and with one that is a token off."""
-    load, folder, _ = exported(name)
+    load, folder, errors = exported(name)
     kind, layers = MODELS[name][:2]
+    assert not errors
     job = dict(load=str(load), output=str(tmp_path / "x.npz"), dense_core="s2", s2_config=None, words=WORDS)
     answer = tools.ask(logits=job)
     assert answer["status"] == 0, answer
