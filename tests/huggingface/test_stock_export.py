@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity
 from s2_megatron.tools.hf import stock
-from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.architecture import plain_config
 from s2_megatron.tools.hf.stock import plan_windows, stock_config
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.stock_checkpoints import (
@@ -138,16 +138,6 @@ def test_multi_token_prediction_is_left_out(tools, tmp_path):
     found = np.load(tmp_path / "x.npz")
     logits = stock_logits(tmp_path / "out", torch.from_numpy(found["tokens"]))
     assert np.abs(logits - found["logits"]).max() <= NEAR * np.abs(logits).max()
-
-
-def test_windows_of_megatrons_flags_also_in_a_hybrid_model():
-    """--window-size w,0 sees w + 1 keys; a HybridModel counts its MLPs, too."""
-    shape = shape_of()
-    for more in ({}, dict(num_layers=2 * LAYERS, hybrid_layer_pattern="*-*-|*-*-")):
-        args = arguments_of(shape, window_size=(127, 0), window_attn_skip_freq=3, **more)
-        assert shape_of_arguments(args, "given", None) == shape
-        expected = (128, 128, None, 128) if not more else (128, None, 128, 128)  # of the places 0, 2, 4 and 6
-        assert plan_windows(sparsity_of_arguments(args, shape, None)) == expected
 
 
 @pytest.mark.parametrize(
