@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity
 from s2_megatron.tools.hf import stock
-from s2_megatron.tools.hf.architecture import plain_config
+from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments
 from s2_megatron.tools.hf.stock import plan_windows, stock_config
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.stock_checkpoints import (
@@ -193,6 +193,23 @@ def test_a_model_that_has_no_stock_form(sizes, scale, message):
     shape = shape_of(**sizes)
     with pytest.raises(ValueError, match=f"^--stock: .*{message}.*; leave --stock out$"):
         stock_config(plain_config(arguments_of(shape), shape, "float32"), shape, scale, (5,) * LAYERS, "--stock")
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (dict(num_experts=8), "num_experts=8; only a Llama- or Qwen-shaped model"),
+        (dict(attention_output_gate=True), "attention_output_gate=True; only a Llama- or Qwen-shaped model"),
+        (dict(hybrid_layer_pattern="*E*E"), r"--hybrid-layer-pattern \*E\*E; expected \*- repeated"),
+        (
+            dict(hybrid_layer_pattern="*-*-/*-", mtp_num_layers=1),
+            r"--hybrid-layer-pattern \*-\*-/\*-; expected \*- repeated",
+        ),
+    ],
+)
+def test_a_model_that_is_no_llama(more, message):
+    with pytest.raises(ValueError, match=f"^--load x: {message}"):
+        shape_of_arguments(arguments_of(shape_of(), **more), "--load x", None, drop_mtp=True)
 
 
 def test_the_softmax_scale_of_every_stock_model():
