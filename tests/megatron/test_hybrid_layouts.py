@@ -214,13 +214,14 @@ def test_fully_sharded(lab, flag):
         pytest.skip("einops, which Megatron-FSDP imports, is not installed")
     config = lab.folder / "hybrid_sharded.yaml"
     config.write_text(lab.sparsity.read_text() + "mtp_layers: SD\n")
-    mtp = f"--mtp-num-layers 2 --s2-config {config}"
+    recompute = f"{FULL} uniform --recompute-num-layers 1 {KEEP}"
     # Without --calculate-per-token-loss Megatron-FSDP averages gradients by an operation that gloo does not have.
     both = "--calculate-per-token-loss --use-distributed-optimizer" if flag == "--use-megatron-fsdp" else ""
     sharded, plain = with_and_without(
         lab,
         f"hybrid_{flag.strip('-')}",
-        f"--hybrid-layer-pattern {LAYERS}{DEPTHS} {mtp} --train-iters 4 {both} {FULL} uniform --recompute-num-layers 1 {KEEP}",
+        f"""--hybrid-layer-pattern {LAYERS}{DEPTHS} --mtp-num-layers 2 --s2-config {config} --train-iters 4 {both}
+            {recompute}""",
         MEGATRON_FSDP if both else flag,
         processes=2,
         model=HYBRID,
