@@ -42,7 +42,7 @@ def copied_shares(runs: Sequence[Run], arm: str) -> dict[str, float]:
     return {
         distance: float(np.mean([own[seed][distance] for seed in seeds]))
         / max(1e-9, float(np.mean([dense[seed][distance] for seed in seeds])))
-        for distance in own[seeds[0]]
+        for distance in sorted(own[seeds[0]], key=int)
     }
 
 

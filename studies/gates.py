@@ -62,13 +62,13 @@ def main() -> None:
     heal = study.start.study
     try:
         megatron = imported_weights(heal, parsed.runs.resolve())
+        model = load_trained(megatron)  # first: without a GPU Megatron may not be imported before
         corpus, *_ = make_corpora(study, study.tokens, parsed.runs, print)
         texts = validation_sequences(heal, corpus, TEXTS)
     except ValueError as error:
         parser.error(str(error))
     short = texts[:1, : min(TOKENS, heal.model.seq_length)]
-    published = published_loss(megatron.parent / "hf", short[0])  # first: load_trained changes what torch says of GPUs
-    model = load_trained(megatron)
+    published = published_loss(megatron.parent / "hf", short[0])
     own = float(token_losses(model, short).double().mean())
     found = score(model, heal, texts)
     print(f"loss of {short.shape[1]} tokens: {own:.4f}, transformers' {published:.4f}; of {len(texts)} texts of "

@@ -10,14 +10,18 @@ sees the token itself; its offset begins at ABSENT. The weights go through expor
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+
+from s2_megatron.megatron.host.processes import signal_when_parent_ends
 
 SEQUENCES = 8
 ABSENT = -20.0  # next to nothing in a softmax, and it stays so: its gradient is as small
@@ -101,9 +105,14 @@ def make(load: Path, config: Path, data: str, write: Path) -> None:
 
 
 def _tool(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "s2_megatron", *words])
-    if done.returncode:
-        raise ValueError(f"{' '.join(words)} ended with status {done.returncode}")
+    if status := _python("-m", "s2_megatron", *words):
+        raise ValueError(f"{' '.join(words)} ended with status {status}")
+
+
+def _python(*words: str) -> int:
+    """The status of a process that ends with this one."""
+    ends = functools.partial(signal_when_parent_ends, signal.SIGTERM)
+    return subprocess.run([sys.executable, *words], preexec_fn=ends).returncode
 
 
 def main() -> None:
@@ -120,10 +129,9 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         return
-    if not parsed.write.exists():  # in a process of its own, which leaves no memory of the GPU to the training
-        done = subprocess.run([sys.executable, "-m", "studies.offsets", *sys.argv[1:at]])
-        if done.returncode:
-            sys.exit(done.returncode)
+    # In a process of its own, which leaves no memory of the GPU to the training.
+    if not parsed.write.exists() and (status := _python("-m", "studies.offsets", *sys.argv[1:at])):
+        sys.exit(status)
     os.execv(sys.executable, [sys.executable, *script])
 
 

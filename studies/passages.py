@@ -62,9 +62,9 @@ def score(model, study: Study, texts: np.ndarray, most: int = TEXTS) -> dict:
 
 def score_checkpoint(study: Study, corpus: Corpus, checkpoints: Path) -> dict:
     """The score of the newest checkpoint. Raises ValueError where there is none."""
+    model = load_trained(checkpoints)  # first: without a GPU Megatron may not be imported before
     texts = validation_sequences(study, corpus, most=1 << 30)
-    about = {"sequences": len(texts), "corpus": corpus.sha256[:12]}
-    return about | score(load_trained(checkpoints), study, texts)
+    return {"sequences": len(texts), "corpus": corpus.sha256[:12]} | score(model, study, texts)
 
 
 if __name__ == "__main__":
