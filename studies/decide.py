@@ -1,6 +1,7 @@
 """What the study of a public model decides, by the rule of public_model.md; NumPy alone.
 
     python -m studies.decide smollm2-8k
+    python -m studies.decide smollm2-8k --base 16h-w-sink
 
 A table: every arm's distance from dense in percent, with its 95 % interval, the same of the first 512 tokens and beyond
 4K, and at every distance what it copies as a share of what dense of the same seeds copies.
@@ -35,20 +36,20 @@ def loss_between(first: float, last: float) -> Callable[[Run], float]:
     return measure
 
 
-def copied_shares(runs: Sequence[Run], arm: str) -> dict[str, float]:
-    """{distance: what the arm copies, over what dense of the same seeds copies}."""
-    own, dense = ({run.seed: tested(run)["copied"] for run in select(runs, arm=name)} for name in (arm, "dense"))
+def copied_shares(runs: Sequence[Run], arm: str, base: str = "dense") -> dict[str, float]:
+    """{distance: what the arm copies, over what `base` of the same seeds copies}; {} without such seeds."""
+    own, dense = ({run.seed: tested(run)["copied"] for run in select(runs, arm=name)} for name in (arm, base))
     seeds = sorted(own.keys() & dense.keys())
     return {
         distance: float(np.mean([own[seed][distance] for seed in seeds]))
         / max(1e-9, float(np.mean([dense[seed][distance] for seed in seeds])))
-        for distance in sorted(own[seeds[0]], key=int)
+        for distance in (sorted(own[seeds[0]], key=int) if seeds else ())
     }
 
 
 def verdict(gap: Fitted, copied: dict[str, float]) -> str:
     """met, missed, or not decided."""
-    if gap.low > LARGEST_GAP or min(copied.values()) < LEAST_COPIED:
+    if gap.low > LARGEST_GAP or min(copied.values(), default=1.0) < LEAST_COPIED:
         return "missed"
     return "met" if gap.high < LARGEST_GAP else "not decided"
 
@@ -59,17 +60,18 @@ def scatter_of_dense(runs: Sequence[Run]) -> tuple[float, int]:
     return (100 * float(np.std(losses, ddof=1) / np.mean(losses)) if len(losses) > 1 else float("nan")), len(losses)
 
 
-def lines(runs: Sequence[Run]) -> list[str]:
-    """The table. runs: of one study that have been tested, each arm and seed once."""
-    gaps = fitted_gaps(runs, lambda run: tested(run)["loss"])
-    near, far = (fitted_gaps(runs, loss_between(*part)) for part in ((0, 1 / 16), (1 / 2, 1)))
+def lines(runs: Sequence[Run], base: str = "dense") -> list[str]:
+    """The table. runs: of one study that have been tested, each arm and seed once. base: what losses and copies are
+    held against."""
+    gaps = fitted_gaps(runs, lambda run: tested(run)["loss"], base)
+    near, far = (fitted_gaps(runs, loss_between(*part), base) for part in ((0, 1 / 16), (1 / 2, 1)))
     some = next(iter(gaps.values()))
     found = [f"{len(runs)} runs; the rest varies by {some.deviation:.3f} % ({some.freedom} degrees of freedom)"]
     found.append("dense's loss varies by {:.3f} % over {} seeds".format(*scatter_of_dense(runs)))
-    found.append(f"{'arm':<18}{'seeds':>6}  {'loss, % above dense':<24}{'first 16th':>11}{'last half':>11}  copied, of "
-                 "dense's")  # fmt: skip
+    found.append(f"{'arm':<18}{'seeds':>6}  {f'loss, % above {base}':<24}{'first 16th':>11}{'last half':>11}  copied, "
+                 f"of what {base} does")  # fmt: skip
     for arm, gap in gaps.items():
-        copied = copied_shares(runs, arm)
+        copied = copied_shares(runs, arm, base)
         shares = " ".join(f"{distance}:{share:.2f}" for distance, share in copied.items())
         interval, parts = f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]", (near[arm].mean, far[arm].mean)
         row = f"{arm:<18}{gap.seeds:>6}  {interval:<24}" + "".join(f"{part:>+11.2f}" for part in parts)
@@ -80,6 +82,7 @@ def lines(runs: Sequence[Run]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.decide", description=__doc__.splitlines()[0])
     parser.add_argument("study")
+    parser.add_argument("--base", default="dense", help="the arm that the others are held against (default: dense)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parsed = parser.parse_args()
     runs = [run for run in select(read_study(parsed.study, parsed.results), role="") if "tests" in run.about]
@@ -88,7 +91,10 @@ def main() -> None:
         parser.error(f"{parsed.study}: no tested runs in {parsed.results}; expected some; run the study")
     for scale in scales:
         print(f"{parsed.study}, {scale}")
-        print("\n".join(lines(select(runs, scale=scale))))
+        try:
+            print("\n".join(lines(select(runs, scale=scale), parsed.base)))
+        except ValueError as error:  # too few runs so far
+            print(error)
 
 
 if __name__ == "__main__":

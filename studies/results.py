@@ -187,7 +187,10 @@ def thinned(job: Job, corpus: Corpus, machine: dict) -> Run:
     settings |= {"data_path": [f"corpus/{corpus.sha256[:12]}"], "s2_config": f"{job.arm}.yaml"}
     if job.start is not None:
         settings |= {"pretrained_checkpoint": job.start.label, START_LOSSES: losses_hash(job.start)}
+    if job.start is not None or job.weights is not None:
         settings.pop("finetune", None)  # Megatron sets it in the process that loads them
+    if job.weights is not None:
+        settings.pop("pretrained_checkpoint", None)  # a path; which model it is follows from the study
     about = {"role": job.role, "arm": job.arm, "seed": job.seed, "settings": settings, "machine": machine}
     about["flops_per_token"] = header["flops_per_token"]
     about["density"] = round(density(job.study, job.arm), 5)
