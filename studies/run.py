@@ -248,7 +248,7 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
         return
     write_logs(place.study.name, folder / "logs", wanted, place.results)
     found = [f"{run.arm}={folder / 'logs' / log_name(run)}" for run in runs if run.arm in shared]
-    arguments = ["compare", *found, "--vary", "lr,min_lr", "--html", str(folder / "compare.html")]
+    arguments = ["compare", *found, "--vary", "lr,min_lr,softmax_type", "--html", str(folder / "compare.html")]
     subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
 
 
