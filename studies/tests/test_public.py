@@ -274,7 +274,7 @@ def test_gates():
         "the loss is 1.9000, transformers' 1.8870; expected within 0.5%"
     ]
     assert gates.problems(1.887, 1.887, copied | {"4096": 0.5}, 8192) == [
-        "of what stood 4096 tokens before 50% is copied; expected 90%"
+        "of what stood 4096 tokens before 50% is copied; expected 80%"
     ]
 
 
