@@ -13,8 +13,6 @@ from studies.launch import ROOT, Job, environment
 from studies.results import read_json
 from studies.workers import CUT, FAILED, FINISHED, Budget
 
-TEXT_TESTS = ("copies", "needles")  # modules that test a language model
-
 
 def run_test(job: Job, device: str | None, budget: Budget, tell, module: str, path: Path, more: Sequence[str]) -> str:
     """Run `python -m studies.<module>`, which writes `path`. Returns the outcome; CUT when the budget ends
@@ -57,7 +55,7 @@ def measure_recall(job: Job, device: str | None, budget: Budget, tell) -> str:
 def measure_text(job: Job, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
     """Test a finished language model, each test unless it has been made. Returns CUT where the next command makes the
     rest. A test that fails is told, and the run stands without it."""
-    for module in TEXT_TESTS:
+    for module in job.study.text_tests:
         path = job.test_file(module)
         if path.exists():
             continue

@@ -27,15 +27,22 @@ PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
 class Arm:
     """name: of files and of `--arms`. dense: which layers are, a key of PLACEMENTS. spec: keys of the sparse layers'
     spec beside the study's window and stride, or in their place. window_alone: no stride, and a window of as many
-    pairs as `s2`. chosen: so many KV heads over all layers are dense beside that, other ones in every seed: chosen.py
-    measures on the seed's dense model which, beside the sparse heads of `s2`, or, with own_choice, of this arm."""
+    pairs as `s2`. whole_spec: `spec` is all of it. chosen: so many KV heads over all layers are dense beside that (with
+    by_layer: so many layers), other ones in every seed: chosen.py measures on the seed's dense model which, beside the
+    sparse heads of the study's `measured_beside`, or, with own_choice, of this arm; ranked_on: a kind of ranked.py's
+    sequences, empty for the text that the dense model did not read. offset: learnable softmax offsets, begun by
+    offsets.py."""
 
     name: str
     dense: str = "none"
     spec: Mapping = field(default_factory=dict)
     window_alone: bool = False
+    whole_spec: bool = False
     chosen: int = 0
     own_choice: bool = False
+    by_layer: bool = False
+    ranked_on: str = ""
+    offset: bool = False
 
 
 _DENSE = Arm(BASELINE, dense="all")

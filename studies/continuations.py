@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from studies.arms import WINDOW, chosen_arms
+from studies.public import PUBLIC
 from studies.studies import BASELINE, STUDIES, Start, Study, pairs, sparsity
 from studies.tasks import VOCABULARY, TaskSettings
 
@@ -97,7 +98,7 @@ CONTINUATIONS = {
     )
 }
 
-ALL = STUDIES | CONTINUATIONS
+ALL = STUDIES | CONTINUATIONS | PUBLIC
 
 
 def token_flops(study: Study, arm: str, vocabulary: int) -> float:

@@ -27,7 +27,8 @@ from studies.data import select
 from studies.estimate import estimate_continued
 from studies.launch import Job
 from studies.parts import split_corpus
-from studies.results import Place, losses_hash, machine, start_of
+from studies.ranked import make_ranked
+from studies.results import Place, imported_weights, losses_hash, machine, start_of
 from studies.run import (
     COMPLETE,
     FAILURE,
@@ -76,13 +77,18 @@ class ContinuedPlace(Place):
         return self.runs / self.study.name / self.scale / f"{SCRATCH}-{arm}_seed{seed}_{rate:g}"
 
 
-def make_corpora(study: Study, tokens: int, runs: Path, tell) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
-    """(the corpus that the study is about, the text of the dense run, {role, or CHOICE: what it reads}).
+def make_corpora(
+    study: Study, tokens: int, runs: Path, tell, arms: Sequence[str] = ()
+) -> tuple[Corpus, Corpus, dict[str, Corpus]]:
+    """(the corpus that the study is about, the text of the dense run, {role, or CHOICE: what it reads}). arms: those
+    whose heads may be ranked on sequences of their own, which are made, too.
 
     Raises ValueError for a text with too little for both parts, and for too few synthetic sequences.
     """
     text = prepare_corpus(runs, study.start.study.corpus, tell=tell)
     parts = split_corpus(text, study.start.text_share)
+    kinds = {study.arm(arm).ranked_on for arm in arms} - {""}
+    make_ranked(text, parts["more"], study.start.study.model.seq_length, kinds, tell)
     read = {START: parts["first"], CHOICE: parts["more"]}
     if study.tasks is None:
         return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
@@ -109,7 +115,8 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
     jobs, later = [], []
     for seed in seeds:
         rate = rates[BASELINE]
-        dense = Job(start.study, BASELINE, seed, rate, place.start_tokens, place.start_folder(seed, rate), role=START)
+        folder, weights = place.start_folder(seed, rate), imported_weights(start.study, place.runs)
+        dense = Job(start.study, BASELINE, seed, rate, place.start_tokens, folder, role=START, weights=weights)
         jobs.append(dense)
         for arm in (arm for arm in start.from_scratch if arm in arms):
             tokens = tokens_from_scratch(study, arm, place.start_tokens, place.tokens, place.corpus.vocabulary)
@@ -119,7 +126,11 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
         for arm in arms:
             going_on = Job(study, arm, seed, own, place.tokens, place.folder(dense, arm, own), start=dense)
             folder = place.folder(dense, f"{SWITCHED}-{arm}", own)
-            jobs += [replace(going_on, folder=folder, evaluated=True, role=SWITCHED), going_on]
+            if start.switched:
+                jobs.append(replace(going_on, folder=folder, evaluated=True, role=SWITCHED))
+            jobs.append(going_on)
+    if not start.switched:  # an arm in all seeds before the next one, for a command that is cut
+        jobs.sort(key=lambda job: -1 if job.role == START else arms.index(job.arm))
     return jobs + later
 
 
@@ -206,7 +217,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
             tell(line)
         return COMPLETE
     found = devices()
-    corpus, corpus_before, corpora = make_corpora(study, tokens, parsed.runs, tell)
+    corpus, corpus_before, corpora = make_corpora(study, tokens, parsed.runs, tell, arms)
     tell(f"corpus {corpus.sha256[:12]}: {corpus.description['tokens']:,} tokens; devices: {len(found)} x {found[0][1]}")
     tell_epochs(study, corpora[""], tokens, tell)
     if parsed.stage == "corpus":

@@ -42,13 +42,15 @@ FEWEST_DOCUMENTS = 10
 class CorpusSettings:
     """vocabulary: of the BPE. training_megabytes: text that the BPE is trained on. megabytes: text at most, None for
     all of it. split: shares of training, validation and test, of the documents in their shuffled order: whole
-    directories that training never sees. only: labels of the roots, empty for all of them."""
+    directories that training never sees. only: labels of the roots, empty for all of them. tokenizer: of a public
+    model, <runs>/imported/<tokenizer>/tokenizer.json, in place of a BPE of its own; `vocabulary` is its."""
 
     vocabulary: int = 16384
     training_megabytes: float = 32
     megabytes: float | None = None
     split: str = "98,2,0"
     only: tuple[str, ...] = ()
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class BytePairs:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """The ids of the texts one after the other, uint16 [tokens]."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts))
+        encoded = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return np.concatenate([np.array(each.ids, np.uint16) for each in encoded])
 
 
@@ -156,13 +158,16 @@ def prepare_corpus(runs: Path, settings: CorpusSettings, roots: Sequence[Root] |
     folder = runs.resolve() / "corpus" / _settings_key(settings, roots, byte_pairs)
     if (folder / "corpus.json").exists():
         return Corpus(folder, json.loads((folder / "corpus.json").read_text()))
+    given = runs.resolve() / "imported" / settings.tokenizer / "tokenizer.json" if settings.tokenizer else None
+    if given is not None and not (byte_pairs and given.is_file()):
+        raise ValueError(f"{given}: is not there, or the package tokenizers is not; expected both; see public_model.md")
     if not byte_pairs:
         tell("corpus: the package tokenizers cannot be imported; one token a byte takes the place of the BPE")
     unfinished = folder.with_name(f"{folder.name}.unfinished-{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)  # an earlier process of the same number
     unfinished.mkdir(parents=True)
     try:
-        description = _build(unfinished, settings, roots, byte_pairs, tell)
+        description = _build(unfinished, settings, roots, byte_pairs, given, tell)
         (unfinished / "corpus.json").write_text(json.dumps(description, indent=1) + "\n")
         unfinished.rename(folder)
     finally:
@@ -170,7 +175,7 @@ def prepare_corpus(runs: Path, settings: CorpusSettings, roots: Sequence[Root] |
     return Corpus(folder, description)
 
 
-def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_pairs: bool, tell) -> dict:
+def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_pairs: bool, given, tell) -> dict:
     began = time.monotonic()
 
     def step(text: str) -> None:
@@ -190,7 +195,9 @@ def _build(folder: Path, settings: CorpusSettings, roots: Sequence[Root], byte_p
                 "on a machine with more packages, or give other roots"
             )
         file = folder / "tokenizer.json" if byte_pairs else None
-        if file is not None:
+        if given is not None:
+            shutil.copy(given, file)
+        elif file is not None:
             texts = sample_texts(documents, settings.training_megabytes)
             train_byte_pairs(texts, settings.vocabulary).save(str(file))
             step(f"BPE of {settings.vocabulary} tokens")

@@ -74,7 +74,8 @@ def estimate_continued(
         step, seconds = run_seconds(study, arm, tokens)
         evaluated = START_SECONDS + step * study.eval_batches * FORWARD_SHARE
         seconds += LOSS_TEST_SECONDS if study.tasks is None else TASKS_TEST_SECONDS
-        runs += [(f"switched-{arm}", 0, step, evaluated), (arm, tokens, step, seconds)]
+        runs += [(f"switched-{arm}", 0, step, evaluated)] if start.switched else []
+        runs.append((arm, tokens, step, seconds))
     for arm in (arm for arm in start.from_scratch if arm in arms):
         own = tokens_from_scratch(study, arm, start_tokens, tokens, study.corpus.vocabulary)
         runs.append((f"scratch-{arm}", own, *run_seconds(study, arm, own)))

@@ -85,6 +85,48 @@ def gap(
     return Gap({seed: 100 * (own / other - 1) if percent else own - other for seed, (own, other) in pairs.items()})
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """An arm's distance from dense in percent, and its 95 % interval. deviation: what arm and seed do not explain, in
+    percent; freedom: its degrees. seeds: of the arm."""
+
+    mean: float
+    low: float
+    high: float
+    deviation: float
+    freedom: int
+    seeds: int
+
+
+def fitted_gaps(runs: Sequence[Run], measure: Callable[[Run], float], base: str = "dense") -> dict[str, Fitted]:
+    """{arm: its distance from `base`} by one fit of all runs: the measure's logarithm is the sum of an arm's part and a
+    seed's, and what is left varies equally in all. Not every arm needs every seed. runs: of one scale. Raises
+    ValueError where nothing is left to tell chance by, or an arm shares no seed with others."""
+    arms = [base, *dict.fromkeys(run.arm for run in runs if run.arm != base)]
+    seeds = sorted({run.seed for run in runs})
+    rows = np.zeros((len(runs), len(arms) - 1 + len(seeds)))  # base has no column
+    for row, run in zip(rows, runs):
+        row[len(arms) - 1 + seeds.index(run.seed)] = 1
+        if run.arm != base:
+            row[arms.index(run.arm) - 1] = 1
+    values = np.log([measure(run) for run in runs])
+    freedom = len(runs) - rows.shape[1]
+    if freedom < 1 or np.linalg.matrix_rank(rows) < rows.shape[1]:
+        raise ValueError(
+            f"{len(runs)} runs of {len(arms)} arms and {len(seeds)} seeds; expected more runs than arms and seeds "
+            f"together, and {base} in every seed; train more seeds"
+        )
+    found, *_ = np.linalg.lstsq(rows, values, rcond=None)
+    deviation = math.sqrt(float(((values - rows @ found) ** 2).sum()) / freedom)
+    errors = deviation * np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)))
+    quantile = t_quantile((1 + CONFIDENCE) / 2, freedom)
+    gaps = {}
+    for at, arm in enumerate(arms[1:]):
+        percent = [100 * math.expm1(found[at] + side * quantile * errors[at]) for side in (0, -1, 1)]
+        gaps[arm] = Fitted(*percent, 100 * deviation, freedom, sum(run.arm == arm for run in runs))
+    return gaps
+
+
 def scatter(
     runs: Sequence[Run], arms: Sequence[str], seeds: Sequence[int], measure: Callable[[Run], float] = loss
 ) -> tuple[float, int]:

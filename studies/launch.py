@@ -13,8 +13,8 @@ from pathlib import Path
 import yaml
 
 from examples.quickstart.launch import ROOT, model_flags
-from studies.arms import SHARDED
 from studies.corpus import Corpus
+from studies.ranked import ranked_options
 from studies.studies import Study, plan_before_choice, sparsity
 from studies.tasks import ANSWERS
 
@@ -29,7 +29,8 @@ class Job:
 
     tokens: training tokens. seed: of weights and data order, the same for all arms. short: evaluated at the end alone,
     without checkpoints. start: the run whose weights it begins with. evaluated: before any step, and not
-    trained. role: what the arm's run is for, where the study has several of an arm.
+    trained. role: what the arm's run is for, where the study has several of an arm. weights: an imported model's
+    folder, which a run without `start` begins with.
     """
 
     study: Study
@@ -42,6 +43,7 @@ class Job:
     start: Job | None = None
     evaluated: bool = False
     role: str = ""
+    weights: Path | None = None
 
     @property
     def label(self) -> str:
@@ -85,13 +87,13 @@ def chosen_yaml(job: Job) -> Path:
     """Of an arm whose heads are chosen: with its dense run, for all runs, of all studies, that choose as many heads
     beside the same sparsity on it."""
     arm = job.study.arm(job.arm)
-    asked = json.dumps([arm.chosen, plan_before_choice(job.study, job.arm), measured_plan(job)])
+    asked = json.dumps([arm.chosen, plan_before_choice(job.study, job.arm), measured_plan(job), arm.ranked_on])
     return job.start.folder / f"chosen-{hashlib.sha256(asked.encode()).hexdigest()[:12]}" / f"{job.arm}.yaml"
 
 
 def measured_plan(job: Job) -> dict:
     """The content of the YAML beside whose sparse heads the arm's dense ones are measured."""
-    return plan_before_choice(job.study, job.arm if job.study.arm(job.arm).own_choice else SHARDED)
+    return plan_before_choice(job.study, job.arm if job.study.arm(job.arm).own_choice else job.study.measured_beside)
 
 
 def write_sparsity(job: Job) -> Path:
@@ -112,7 +114,7 @@ def command(job: Job, corpus: Corpus, on_gpu: bool, choice: Corpus | None = None
         *_choice(job, choice),
         str(ROOT / "pretrain_gpt_s2.py"),
         f"--s2-config={write_sparsity(job)}",
-        *model_flags(job.study.model, INIT_STD),
+        *_model_flags(job.study),
         "--no-create-attention-mask-in-dataloader",
         *_implementation_flags(on_gpu),
         *_training_flags(job),
@@ -124,8 +126,10 @@ def command(job: Job, corpus: Corpus, on_gpu: bool, choice: Corpus | None = None
 
 
 def _choice(job: Job, corpus: Corpus | None) -> list[str]:
-    """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first."""
-    if not job.study.arm(job.arm).chosen:
+    """What stands before the script of a run whose dense heads are chosen: chosen.py, which makes the YAML first, and
+    for softmax offsets offsets.py."""
+    arm = job.study.arm(job.arm)
+    if not arm.chosen:
         return []
     contents = {"s2-config": plan_before_choice(job.study, job.arm), "beside": measured_plan(job)}
     if contents["beside"] == contents["s2-config"]:
@@ -135,13 +139,31 @@ def _choice(job: Job, corpus: Corpus | None) -> list[str]:
         file.write_text(yaml.safe_dump(contents[option], sort_keys=False))
     options = {
         "write": chosen_yaml(job),
-        "heads": job.study.arm(job.arm).chosen,
+        **({"by": "layer", "layers": arm.chosen} if arm.by_layer else {"heads": arm.chosen}),
         "load": job.start.checkpoints,
         **plans,
-        "data-path": corpus.data_prefix,
-        "split": choice_split(corpus.split),
     }
-    return ["-m", "studies.chosen", *(f"--{name}={value}" for name, value in options.items()), "--"]
+    if arm.ranked_on:
+        options |= ranked_options(corpus, arm.ranked_on, job.start.study.model.seq_length)
+        options["known"] = job.start.folder / f"known-{arm.ranked_on}.json"
+    else:
+        options |= {"data-path": corpus.data_prefix, "split": choice_split(corpus.split)}
+    words = ["-m", "studies.chosen", *(f"--{name}={value}" for name, value in options.items()), "--"]
+    if arm.offset:
+        given = {"load": job.start.checkpoints, "s2-config": chosen_yaml(job), "data-path": options["data-path"]}
+        given["write"] = offsets_folder(job)
+        words += ["-m", "studies.offsets", *(f"--{name}={value}" for name, value in given.items()), "--"]
+    return words
+
+
+def offsets_folder(job: Job) -> Path:
+    """Of the checkpoint that a run with softmax offsets begins with."""
+    return job.folder / "with_offsets"
+
+
+def _model_flags(study: Study) -> list[str]:
+    tied = {"--untie-embeddings-and-output-weights"} if study.tied else set()
+    return [flag for flag in model_flags(study.model, INIT_STD) if flag not in tied]
 
 
 def choice_split(split: str) -> str:
@@ -168,7 +190,7 @@ def _training_flags(job: Job) -> list[str]:
         f"--train-iters={steps}",
         f"--lr={job.rate:g}",
         f"--min-lr={job.rate * FINAL_RATE_SHARE:g}",
-        "--lr-decay-style=cosine",
+        f"--lr-decay-style={study.decay}",
         f"--lr-decay-iters={steps}",
         f"--lr-warmup-iters={max(1, round(WARM_UP_SHARE * steps))}",
         "--weight-decay=0.1",
@@ -215,7 +237,12 @@ def _log_flags(job: Job) -> list[str]:
 
 def _start_flags(job: Job) -> list[str]:
     """As with --load and --finetune: the weights alone, at iteration 0; a run that was cut goes on from its own."""
-    start = [] if job.start is None else [f"--pretrained-checkpoint={job.start.checkpoints}"]
+    weights = job.weights if job.start is None else job.start.checkpoints
+    start = []
+    if job.study.arm(job.arm).offset:
+        weights, start = offsets_folder(job), ["--softmax-type=learnable"]
+    if weights is not None:
+        start.append(f"--pretrained-checkpoint={weights}")
     return [*start, *(["--skip-train"] if job.evaluated else [])]
 
 

@@ -46,7 +46,7 @@ MOST_RECORDS = 240
 RATE_SEED = 1000  # of the short runs: data that no run with a seed of its own begins with
 RATE_ROLE = "rate-"  # of the short runs, before the rate
 LONG_STEP = 1.5  # medians; a step that took longer held something else
-TESTS = ("recall", "copies", "needles")  # files in a run's folder, of the modules of these names
+TESTS = ("recall", "copies", "needles", "passages")  # files in a run's folder, of the modules of these names
 POSITION = re.compile(r"lm loss by position/(\d+)-(\d+)")
 KEPT = (
     *(name for names in CHECKED.values() for name in names),
@@ -75,11 +75,17 @@ class Place:
 
     def rate_job(self, arm: str, rate: float, tokens: int) -> Job:
         folder = self.runs / self.study.name / self.short_scale(tokens) / f"{arm}_{rate:g}"
-        return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True, role=f"{RATE_ROLE}{rate:g}")
+        role = f"{RATE_ROLE}{rate:g}"
+        return Job(self.study, arm, RATE_SEED, rate, tokens, folder, short=True, role=role, weights=self.weights)
+
+    @property
+    def weights(self) -> Path | None:
+        """What the runs of an imported model begin with. Raises ValueError where it has not been imported."""
+        return imported_weights(self.study, self.runs)
 
     def job(self, arm: str, seed: int, rate: float) -> Job:
         folder = self.runs / self.study.name / self.scale / f"{arm}_seed{seed}_{rate:g}"
-        return Job(self.study, arm, seed, rate, self.tokens, folder)
+        return Job(self.study, arm, seed, rate, self.tokens, folder, weights=self.weights)
 
     def scale_of(self, job: Job) -> str:
         return self.short_scale(job.tokens) if job.short else self.scale
@@ -100,6 +106,16 @@ class Place:
         run.about |= {"scale": self.scale_of(job), "command": command, "commit": commit()}
         run.about["corpus"] = self.corpus.description
         add_run(self.results, self.study.name, run, self.study.arm_names)
+
+
+def imported_weights(study: Study, runs: Path) -> Path | None:
+    """The checkpoint that a study begins with, None for random weights. Raises ValueError where it is missing."""
+    if not study.imported:
+        return None
+    folder = runs / "imported" / study.imported / "megatron"
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: is not there; expected the model that import-hf made; see studies/public_model.md")
+    return folder
 
 
 def add_run(results: Path, study: str, run: Run, order: Sequence[str] = ()) -> None:
@@ -171,7 +187,10 @@ def thinned(job: Job, corpus: Corpus, machine: dict) -> Run:
     settings |= {"data_path": [f"corpus/{corpus.sha256[:12]}"], "s2_config": f"{job.arm}.yaml"}
     if job.start is not None:
         settings |= {"pretrained_checkpoint": job.start.label, START_LOSSES: losses_hash(job.start)}
+    if job.start is not None or job.weights is not None:
         settings.pop("finetune", None)  # Megatron sets it in the process that loads them
+    if job.weights is not None:
+        settings.pop("pretrained_checkpoint", None)  # a path; which model it is follows from the study
     about = {"role": job.role, "arm": job.arm, "seed": job.seed, "settings": settings, "machine": machine}
     about["flops_per_token"] = header["flops_per_token"]
     about["density"] = round(density(job.study, job.arm), 5)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from s2_megatron.tools.commands import CommandParser
-from studies.after_training import TEXT_TESTS, measure_text
+from studies.after_training import measure_text
 from studies.continuations import ALL
 from studies.corpus import Corpus, prepare_corpus
 from studies.data import RESULTS, select
@@ -229,7 +229,7 @@ def has_result(place: Place, job: Job, losses_only: bool) -> bool:
 
 def is_cut_before_its_test(job: Job) -> bool:
     """Whether the checkpoint of a finished language model is still there, for a test that the budget cut."""
-    if job.study.tasks or job.role or all(job.test_file(module).exists() for module in TEXT_TESTS):
+    if job.study.tasks or job.role or all(job.test_file(module).exists() for module in job.study.text_tests):
         return False
     return final_evaluation(job) is not None and checkpoint_iteration(job.folder) == job.iterations
 
@@ -248,7 +248,7 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
         return
     write_logs(place.study.name, folder / "logs", wanted, place.results)
     found = [f"{run.arm}={folder / 'logs' / log_name(run)}" for run in runs if run.arm in shared]
-    arguments = ["compare", *found, "--vary", "lr,min_lr", "--html", str(folder / "compare.html")]
+    arguments = ["compare", *found, "--vary", "lr,min_lr,softmax_type", "--html", str(folder / "compare.html")]
     subprocess.run([sys.executable, "-m", "s2_megatron", *arguments], cwd=ROOT, check=True)
 
 

@@ -39,7 +39,11 @@ class Study:
     where they begin with random weights.
 
     arms: what is trained; baseline: what the others are compared with. own_rates: each arm takes its own best rate;
-    otherwise all take the baseline's.
+    otherwise all take the baseline's. measured_beside: the arm beside whose sparse heads dense ones are measured.
+    decay: of the learning rate. text_tests: modules that test a trained model of text.
+
+    imported: a public model's name, whose weights the runs begin with: <runs>/imported/<name>/megatron, which import-hf
+    made. tied: its output layer is its embedding.
     """
 
     name: str
@@ -62,6 +66,11 @@ class Study:
     arms: tuple[Arm, ...] = CONTROLLED
     baseline: str = BASELINE
     own_rates: bool = True
+    measured_beside: str = SHARDED
+    decay: str = "cosine"
+    text_tests: tuple[str, ...] = ("copies", "needles")
+    imported: str = ""
+    tied: bool = False
 
     @property
     def arm_names(self) -> tuple[str, ...]:
@@ -92,7 +101,8 @@ class Start:
 
     text_share: the share of the training text that it reads; what goes on reads the rest. rate_share: the learning rate
     of all that go on, as a share of that of the dense run. from_scratch: arms that are trained from random weights,
-    too, for the FLOPs of the dense run and of the arm's continuation together.
+    too, for the FLOPs of the dense run and of the arm's continuation together. switched: every arm is evaluated before
+    any step, too.
     """
 
     study: Study
@@ -100,6 +110,7 @@ class Start:
     text_share: float
     rate_share: float = 1 / 3
     from_scratch: tuple[str, ...] = ()
+    switched: bool = True
 
 
 # The shape of the rules studies: as many KV heads as the stride of `s2`, so that the heads of one layer cover the
@@ -199,10 +210,13 @@ def sparsity(study: Study, name: str) -> dict:
     arm, plan = study.arm(name), plan_before_choice(study, name)
     if not arm.chosen:
         return plan
-    each, more = divmod(arm.chosen, study.model.num_layers)
-    spec = plan["specs"]["S"]
-    specs = {"S": spec | {"dense_heads": {"spread": each}}, "S1": spec | {"dense_heads": {"spread": each + 1}}}
-    return plan | {"layers": ["S1"] * more + ["S"] * (study.model.num_layers - more), "specs": specs}
+    count, spec = study.model.num_layers, plan["specs"]["S"]
+    if arm.by_layer:
+        return plan | {"layers": ["D"] * arm.chosen + ["S"] * (count - arm.chosen)}
+    each, more = divmod(arm.chosen, count)
+    specs = {"S": spec | ({"dense_heads": {"spread": each}} if each else {})}
+    specs["S1"] = spec | {"dense_heads": {"spread": each + 1}}
+    return plan | {"layers": ["S1"] * more + ["S"] * (count - more), "specs": specs}
 
 
 def plan_before_choice(study: Study, name: str) -> dict:
@@ -211,7 +225,8 @@ def plan_before_choice(study: Study, name: str) -> dict:
     dense = set(PLACEMENTS[arm.dense](count))
     if len(dense) == count:
         return {"block_size": study.block_size, "layers": "D"}
-    spec = dict(local_tokens=study.local_tokens, stride=study.stride) | arm.spec
+    spec = {} if arm.whole_spec else dict(local_tokens=study.local_tokens, stride=study.stride)
+    spec |= arm.spec
     if arm.window_alone:
         spec = dict(local_tokens=equal_window(study))
     layers = "".join("D" if layer in dense else "S" for layer in range(count)) if dense else "S"

@@ -14,19 +14,23 @@ from studies.studies import Study
 TOKENS_AT_ONCE = 65536
 
 
-def load_trained(checkpoints: Path):
-    """The model of the newest checkpoint of a run, in bf16 on a GPU and in fp32 on a CPU, read by the project's own
-    reader of Megatron checkpoints. Raises ValueError where there is none."""
+def model_dtype():
+    """bf16 on a GPU, fp32 on a CPU. Before a model is loaded, which makes torch.cuda.is_available() true on a CPU."""
     import torch
 
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def load_trained(checkpoints: Path):
+    """The model of the newest checkpoint of a run, of model_dtype, read by the project's own reader of Megatron
+    checkpoints. Raises ValueError where there is none."""
     from s2_megatron.megatron.checkpoints.folder import checkpoint_to_load
     from s2_megatron.tools.hf.checkpoint_model import load_model
 
     found = checkpoint_to_load(checkpoints)
     if found is None:
         raise ValueError(f"--load {checkpoints}: no checkpoint; expected that of a trained model; train it first")
-    on_gpu = torch.cuda.is_available()  # before load_model, which makes it true on a CPU
-    return load_model(found.path, dtype=torch.bfloat16 if on_gpu else torch.float32).model
+    return load_model(found.path, dtype=model_dtype()).model
 
 
 def text_test(module: str, about: str, score_checkpoint: Callable[[Study, Corpus, Path], dict]) -> None:

@@ -23,7 +23,7 @@ from examples.quickstart.failures import last_lines, own_output
 from s2_megatron.megatron.checkpoints.folder import checkpoint_to_load
 from s2_megatron.megatron.host.processes import signal_when_parent_ends
 from s2_megatron.megatron.records.loss_log import read_loss_log, truncate_loss_log
-from studies.launch import ROOT, Job, environment
+from studies.launch import ROOT, Job, environment, offsets_folder
 
 POLL_SECONDS = 0.5
 TELL_SECONDS = 30.0
@@ -226,4 +226,5 @@ def _tell_outcome(each: _Running, outcome: str, tell) -> None:
 def remove_checkpoints(job: Job) -> None:
     """Of a finished run: they take gigabytes."""
     shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+    shutil.rmtree(offsets_folder(job), ignore_errors=True)
     shutil.rmtree(job.folder / "cache", ignore_errors=True)

@@ -15,7 +15,6 @@ import pytest
 
 from s2_megatron.tools.dataset.write import write_dataset
 from studies import continued
-from studies.after_training import TEXT_TESTS
 from studies.continuations import ALL, CONTINUATIONS, token_flops
 from studies.continued import make_jobs
 from studies.corpus import Corpus
@@ -106,8 +105,8 @@ def study(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("studies.run.command", trainer)
 
     def measure(job: Job, corpus: Corpus, device: str | None, budget: Budget, tell) -> str:
-        assert (job.checkpoints / "weights").exists() or all(job.test_file(test).exists() for test in TEXT_TESTS)
-        for test in TEXT_TESTS:
+        assert (job.checkpoints / "weights").exists() or all(job.test_file(test).exists() for test in TINY.text_tests)
+        for test in TINY.text_tests:
             write_json(job.test_file(test), {"of": test})
         return FINISHED
 

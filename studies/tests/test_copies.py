@@ -7,7 +7,7 @@ import pytest
 
 from s2_megatron.tools.dataset.write import write_dataset
 from studies import run
-from studies.after_training import TEXT_TESTS, measure_text
+from studies.after_training import measure_text
 from studies.copies import GROUPS, ORDERS, groups_of, last_distances, score, validation_sequences
 from studies.corpus import Corpus
 from studies.data import Run
@@ -81,10 +81,10 @@ def test_a_test_that_the_budget_cuts_comes_later(tmp_path):
     assert len(said) == 2 and "its test (needles); repeat the command to test it" in said[1]
     job.test_file("copies").unlink()
     assert measure_text(job, corpus, None, Budget(None), said.append) == FINISHED
-    assert [line.split("its ")[1] for line in said[3::2]] == [f"result has no {test}" for test in TEXT_TESTS]
+    assert [line.split("its ")[1] for line in said[3::2]] == [f"result has no {test}" for test in TINY.text_tests]
     assert "its test (copies) ended with status 2" in said[2] and "its test (needles) ended with status 2" in said[4]
     assert job.log.read_text().count("no corpus.json; expected the folder of a prepared corpus") == 2
-    for test in TEXT_TESTS:
+    for test in TINY.text_tests:
         job.test_file(test).write_text("{}")
     assert measure_text(job, corpus, None, Budget(1e-3), said.append) == FINISHED
 
@@ -100,7 +100,7 @@ def test_a_run_whose_test_was_cut_is_not_done(tmp_path, monkeypatch):
     assert run.has_result(place, job, losses_only=False)  # its checkpoint is gone
     monkeypatch.setattr(run, "checkpoint_iteration", lambda folder: job.iterations)
     monkeypatch.setattr(run, "final_evaluation", lambda job: {})
-    for test in TEXT_TESTS:
+    for test in TINY.text_tests:
         assert not run.has_result(place, job, losses_only=False) and run.has_result(place, job, losses_only=True)
         job.test_file(test).write_text("{}")
     assert run.has_result(place, job, losses_only=False)

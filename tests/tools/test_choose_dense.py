@@ -198,6 +198,10 @@ REFUSED = {
     "within": (["--within", "nan"], {}, "--within nan: expected percent of the dense loss, 0 or more"),
     "both": (["--heads", "2", "--within", "1"], {}, "not allowed with argument"),
     "heads by layer": (["--heads", "2", "--by", "layer"], {}, "--heads 2 with --by layer: expected heads that are"),
+    "layers by head": (["--layers", "2"], {}, "--layers 2: expected --by layer beside it; add it, or give --heads"),
+    "too many layers": (["--layers", "3", "--by", "layer"], {}, "--layers 3: 3 layers are sparse in --s2-config"),
+    "no position": (["--loss-from-position", "-1"], {}, "--loss-from-position -1: expected 0 or more, a place in"),
+    "nothing counts": (["--loss-from-position", "256"], {}, "the sequences have 256 tokens; expected less, so that"),
     "there": (["--write", "plan.yaml"], {}, "--write plan.yaml: is there already; expected a new file"),
     "measured": (["--json", "plan.yaml"], {}, "--json plan.yaml: is there already; expected a new file"),
     "one file": (["--json", "new.yaml"], {}, "--json new.yaml: is the file of another option"),
@@ -382,6 +386,9 @@ def test_a_sink_comes_and_goes(name):
 def test_layers_instead_of_heads(command, made_up, tmp_path):
     assert command("--within", "2.1", "--by", "layer") == 0
     assert yaml.safe_load((tmp_path / "new.yaml").read_text())["layers"][2:] == ["D", "D"]
+    assert command("--layers", "2", "--by", "layer", "--write", "two.yaml") == 0
+    # The third layer has the head that is needed most, the last one of `mixed` is dense.
+    assert yaml.safe_load((tmp_path / "two.yaml").read_text())["layers"] == ["D", "S", "D", "D"]
 
 
 def test_where_no_set_is_near_enough_nothing_is_written(command, made_up, tmp_path, capsys):

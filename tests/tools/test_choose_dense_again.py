@@ -138,6 +138,9 @@ def test_documents_end_and_begin_where_the_dataset_says(command, tmp_path):
     assert np.array_equal(found.counted, found.tokens[:, :-1] != 3) and len(found.starts) == 5
     hashes = {validation_sequences(*given, eod_mask_loss=a, apart=b).sha256() for a in (0, 1) for b in (0, 1)}
     assert len(hashes) == 4
+    late = validation_sequences(*given, eod_mask_loss=True).counted_from(12)
+    assert np.array_equal(late.counted, (found.tokens[:, :-1] != 3) & (np.arange(20) >= 12))
+    assert validation_sequences(*given).counted_from(12).counted.sum() == 5 * 8
     write_dataset(tmp_path / "bare", [np.full(30, at) for at in range(6)])
     with pytest.raises(
         ValueError, match=r"--eod-mask-loss: documents of .*bare end with the tokens \[0, 3, 4\] and other"

@@ -88,6 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="as in training: documents do not attend others",
     )
+    parser.add_argument(
+        "--loss-from-position",
+        type=int,
+        default=0,
+        metavar="N",
+        help="only predictions from position N on count, of data whose sequences end with what is asked for (default: "
+        "0, all)",
+    )
     parser.add_argument("--by", choices=(HEAD, LAYER), default=HEAD, help="what becomes dense (default: head)")
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
@@ -98,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest loss above dense, under --beside where given (default: 0.1)",
     )
     size.add_argument("--heads", type=int, metavar="N", help="exactly so many more dense KV heads, over all layers")
+    size.add_argument("--layers", type=int, metavar="N", help=f"with --by {LAYER}: exactly so many more dense layers")
     parser.add_argument("--write", type=Path, required=True, metavar="YAML", help="a new file")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="all that was measured (default: the name of --write, with .json)"
@@ -117,7 +126,8 @@ def run(args: Namespace) -> int:
 
 
 def _check_options(args: Namespace) -> None:
-    for name, value in (("--sequences", args.sequences), ("--seq-length", args.seq_length), ("--heads", args.heads)):
+    counts = {"--sequences": args.sequences, "--seq-length": args.seq_length}
+    for name, value in (counts | {"--heads": args.heads, "--layers": args.layers}).items():
         if value is not None and value < 1:
             raise ValueError(f"{name} {value}: expected a number of 1 or more")
     if not 0 <= args.within < math.inf:
@@ -125,8 +135,12 @@ def _check_options(args: Namespace) -> None:
     if args.heads is not None and args.by == LAYER:
         raise ValueError(
             f"--heads {args.heads} with --by {LAYER}: expected heads that are chosen one by one; leave --by out, or "
-            "give --within"
+            "give --layers or --within"
         )
+    if args.layers is not None and args.by != LAYER:
+        raise ValueError(f"--layers {args.layers}: expected --by {LAYER} beside it; add it, or give --heads")
+    if args.loss_from_position < 0:
+        raise ValueError(f"--loss-from-position {args.loss_from_position}: expected 0 or more, a place in the sequence")
     args.json = args.json or args.from_json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
         known = args.from_json is not None and realpath(file) == realpath(args.from_json) != realpath(args.write)
@@ -218,18 +232,24 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
             f"is sparse in {plans[0][0]}; expected a sparse one, because dense heads are not "
             "measured; make it sparse, or dense in both"
         )
-    if args.heads is not None and args.heads >= len(units):
+    asked, name, what = _exactly(args)
+    if asked is not None and asked >= len(units):
         raise ValueError(
-            f"--heads {args.heads}: {len(units)} KV heads are sparse in {' and in '.join(name for name, _ in plans)}; "
+            f"{name} {asked}: {len(units)} {what} are sparse in {' and in '.join(name for name, _ in plans)}; "
             f"expected fewer, so that one stays sparse; "
-            + (f"use at most --heads {len(units) - 1}" if len(units) > 1 else "give a YAML with more")
+            + (f"use at most {name} {len(units) - 1}" if len(units) > 1 else "give a YAML with more")
+        )
+    if args.loss_from_position >= sparsity.seq_length:
+        raise ValueError(
+            f"--loss-from-position {args.loss_from_position}: the sequences have {sparsity.seq_length} tokens; "
+            f"expected less, so that something counts; use at most {sparsity.seq_length - 1}"
         )
     apart = args.dataloader_inter_document_masking or getattr(trained, "dataloader_inter_document_masking", False)
     masked = args.eod_mask_loss or getattr(trained, "eod_mask_loss", False)
     with quiet():
         sequences = measure.validation_sequences(
             args.data_path, args.split, trained, sparsity.seq_length, args.sequences, eod_mask_loss=masked, apart=apart
-        )
+        ).counted_from(args.loss_from_position)
     model = []  # built with the first loss that is not known
 
     def measured_loss(plan: ResolvedSparsity) -> float:
@@ -248,6 +268,8 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         f"{args.sequences} {'sequence' if args.sequences == 1 else 'sequences'} of {sparsity.seq_length} tokens of "
         f"{printable(Path(args.data_path).name)}, {measure.precision()}"
     ) + (", documents apart" if apart else "")
+    if args.loss_from_position:
+        about += f", loss from position {args.loss_from_position}"
     try:
         return _measure(args, folder, trained, plans, resolved, units, kept, about, name, output)
     except BaseException:
@@ -255,6 +277,11 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
             write_file(args.json, (json.dumps(kept.facts(), indent=1) + "\n").encode())
             print(f"{kept.measured} losses are kept; go on with --from-json {args.json}", file=sys.stderr)
         raise
+
+
+def _exactly(args: Namespace) -> tuple[int | None, str, str]:
+    """(how many units are asked for, None for as many as it takes; the option; what they are)."""
+    return (args.layers, "--layers", "layers") if args.by == LAYER else (args.heads, "--heads", "KV heads")
 
 
 def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, about: str, name: str, output) -> int:
@@ -278,7 +305,8 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
     if kept.measured:
         print(f"a measurement takes {taken:.1f} s, all of them about {duration(taken * count)}", file=sys.stderr)
     gap = plan_loss / dense_loss - 1
-    enough = args.heads is None and gap <= args.within / 100  # without a dense head
+    asked, _, _ = _exactly(args)
+    enough = asked is None and gap <= args.within / 100  # without a dense head
     sink = None
     if own_sink or (other is not None and not enough):
         with working("measuring the plan " + ("without its sink" if own_sink else f"with a sink of {SINK} tokens")):
@@ -291,7 +319,7 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
             ranked = rank(units, loss_of, lambda done: tell(done, f"{done} of {len(units)} candidates"))
     sets = Sets([each.unit for each in ranked], loss_of, dense_loss)
     with working("measuring the best heads together"):
-        chosen = sets.exactly(args.heads) if args.heads else sets.smallest(args.within / 100) if ranked else sets.of(0)
+        chosen = sets.exactly(asked) if asked else sets.smallest(args.within / 100) if ranked else sets.of(0)
     with redirect_stdout(output):
         if ranked:
             console().print(ranking(ranked, plan_loss, dense_loss))

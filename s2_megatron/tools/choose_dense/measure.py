@@ -24,6 +24,13 @@ class Sequences(NamedTuple):
     counted: np.ndarray | None = None
     starts: list[np.ndarray] | None = None
 
+    def counted_from(self, position: int) -> Sequences:
+        """These, with only the predictions from a position on counted, of those that count now."""
+        if position == 0:
+            return self
+        counted = np.ones((len(self.tokens), self.tokens.shape[1] - 1), bool) if self.counted is None else self.counted
+        return self._replace(counted=counted & (np.arange(counted.shape[1]) >= position))
+
     def sha256(self) -> str:
         parts = (self.tokens, *(() if self.counted is None else (self.counted,)), *(self.starts or ()))
         digest = hashlib.sha256(repr([part.shape for part in parts]).encode())

@@ -98,6 +98,7 @@ def facts(
         "by": args.by,
         "sequences": args.sequences,
         "seq_length": beside.seq_length,
+        "loss_from_position": args.loss_from_position,
         "dense_loss": sets.dense,
         "sink": None
         if sink is None
