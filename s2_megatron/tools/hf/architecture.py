@@ -33,9 +33,9 @@ _WANTED = {
 }  # fmt: skip
 
 
-def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> Shape:
+def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False) -> Shape:
     """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
-    embedding.
+    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused.
 
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
     layer and a dense MLP take turns (`*-`).
@@ -44,7 +44,9 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
     other = {
         name: value
         for name, wanted in _WANTED.items()
-        if (value := getattr(args, name, missing)) is not missing and (value or None) != (wanted or None)
+        if not (drop_mtp and name == "mtp_num_layers")
+        and (value := getattr(args, name, missing)) is not missing
+        and (value or None) != (wanted or None)
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
@@ -82,8 +84,8 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None) -> S
 
 
 def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) -> ResolvedSparsity:
-    """The sparsity that a checkpoint was trained with. config: the YAML, needed for block masks, of which a checkpoint
-    has only the hashes; compared when it is given without need.
+    """The sparsity that a checkpoint's decoder was trained with. config: the YAML, needed for block masks, of which a
+    checkpoint has only the hashes; compared when it is given without need.
 
     Raises ValueError when the YAML is missing or says something else than the checkpoint.
     """
@@ -117,14 +119,15 @@ def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) ->
         sparsity = sparsity_from_stored(content)
     if config is not None:
         _given(config, args, shape, stored or sparsity.canonical_json())
-    return sparsity
+    return replace(sparsity, mtp_layers=())
 
 
 def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> ResolvedSparsity:
-    """The sparsity of a YAML. Raises ValueError unless it is the one that is stored in the checkpoint."""
+    """The decoder's sparsity by a YAML. Raises ValueError unless the YAML is the one that is stored in the
+    checkpoint."""
     sparsity = load_config(config, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-        seq_length=args.seq_length,
+        seq_length=args.seq_length, mtp_num_layers=len(json.loads(stored)["mtp_layers"]),
     )  # fmt: skip
     differences = diff_sparsity(stored, sparsity.canonical_json())
     if differences:
@@ -133,7 +136,7 @@ def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> Resolved
             f"--s2-config {config} is another sparsity than that of the checkpoint ({'; '.join(differences[:3])}"
             f"{more}); expected no difference; give the YAML that it was trained with"
         )
-    return sparsity
+    return replace(sparsity, mtp_layers=())
 
 
 def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsity:
@@ -141,16 +144,12 @@ def _dense(shape: Shape, scale: float | None, seq_length: int) -> ResolvedSparsi
     return ResolvedSparsity(layers, (), scale, 64, shape.num_heads, shape.num_kv_heads, seq_length)
 
 
-def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str, as_dense: bool) -> dict:
-    """The content of config.json. as_dense: of a plain Llama, Qwen2 or Qwen3.
-
-    Raises ValueError for a model that has no plain form (biases and norms together, a softmax scale of its own, softmax
-    offsets).
-    """
+def plain_config(args: Namespace, shape: Shape, dtype: str) -> dict:
+    """What the config.json of every Llama-shaped model says of a trained one: all but its type and its attention."""
     rope = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
     if (factor := computed_factor(args)) is not None:
         rope |= {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
-    content = {
+    return {
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_hidden_size,
         "num_hidden_layers": shape.num_layers,
@@ -170,24 +169,13 @@ def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: 
         "dtype": dtype,
         "use_cache": True,
     }
-    if not as_dense:
-        own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
-        options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
-        return own | content | options | {"s2_sparsity": stored_sparsity(sparsity)}
-    family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
-        (shape.qkv_bias, shape.qk_norm)
-    )
-    of_its_own = {
-        "biases and norms of query and key": family is None,
-        f"softmax_scale={sparsity.softmax_scale}": sparsity.softmax_scale is not None,
-        f"softmax_type={shape.softmax_type}": shape.softmax_type != "vanilla",
-    }
-    for what in (words for words, here in of_its_own.items() if here):
-        raise ValueError(f"--as-dense: a model with {what} has no plain Llama or Qwen form; leave --as-dense out")
-    if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
-        raise ValueError("--as-dense: Qwen2 wants hidden_size / heads as its head dim; leave --as-dense out")
-    name = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
-    return {"architectures": [name], "model_type": family} | content
+
+
+def hf_config(args: Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: str) -> dict:
+    """The content of config.json, of our own model type."""
+    own = {"architectures": ["S2GPTForCausalLM"], "model_type": MODEL_TYPE}
+    options = {"qkv_bias": shape.qkv_bias, "qk_norm": shape.qk_norm, "softmax_type": shape.softmax_type}
+    return own | plain_config(args, shape, dtype) | options | {"s2_sparsity": stored_sparsity(sparsity)}
 
 
 def config_as_read(content: dict, where: str) -> dict:

@@ -72,7 +72,7 @@ def load_model(
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
-    flags = megatron_flags(hf_config(trained, shape, sparsity, "float32", as_dense=False), shape)
+    flags = megatron_flags(hf_config(trained, shape, sparsity, "float32"), shape)
     if pattern_of(trained) is not None:
         flags.append(f"--hybrid-layer-pattern={'*-' * shape.num_layers}")
         sparsity = replace(sparsity, places=tuple(range(0, 2 * shape.num_layers, 2)))

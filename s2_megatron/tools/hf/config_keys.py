@@ -3,16 +3,19 @@ has. A key that is not known is refused, too: what it stands for would be lost."
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.stored import MODEL_TYPE
 
+# In `architectures`: engines run transformers' own model code, whichever model_type names it.
+TRANSFORMERS_CLASS = "TransformersForCausalLM"
 CLASSES = {
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM",),
-    "qwen3": ("Qwen3ForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM", TRANSFORMERS_CLASS),
+    "qwen3": ("Qwen3ForCausalLM", TRANSFORMERS_CLASS),
     "mistral": ("MistralForCausalLM",),
     "ministral": ("MinistralForCausalLM",),
     MODEL_TYPE: ("S2GPTForCausalLM",),
@@ -94,30 +97,38 @@ def refused_rope(rope: Mapping) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def quiet_transformers():
+    """Without what transformers warns of in a config: all that matters here is refused."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def resolved_config(content: dict, where: str) -> dict:
     """The config as transformers understands it: its defaults for what is left out, and its choice where two keys say
     the same. content: checked by check_types. Raises one ValueError for what would be lost, or what transformers
     refuses."""
     from transformers import CONFIG_MAPPING
-    from transformers.utils import logging
 
     import s2_megatron.huggingface  # noqa: F401, which registers the model type s2_gpt
 
     family = content["model_type"]
     lost = {key: (content[key], expected) for key, expected in refused_keys(content, family).items()}
     if not lost:
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
         try:
-            # A copy, for transformers writes into what it is given.
-            resolved = CONFIG_MAPPING[family].from_dict(copy.deepcopy(content)).to_dict()
+            with quiet_transformers():  # a copy, for transformers writes into what it is given
+                resolved = CONFIG_MAPPING[family].from_dict(copy.deepcopy(content)).to_dict()
         except Exception as error:  # whatever its checks raise
             raise ValueError(
                 f"{where}: transformers refuses config.json ({printable(' '.join(str(error).split()), 200)}); expected "
                 "one that it loads; save the model again with save_pretrained"
             ) from error
-        finally:
-            logging.set_verbosity(verbosity)
         rope = resolved["rope_parameters"]
         lost = {f"rope_parameters.{key}": (rope.get(key), expected) for key, expected in refused_rope(rope).items()}
     if lost:

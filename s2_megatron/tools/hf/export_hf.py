@@ -1,11 +1,12 @@
 """s2-megatron export-hf: a Megatron checkpoint becomes a Hugging Face folder.
 
     s2-megatron export-hf --load runs/7b/checkpoints --output 7b-hf
-    s2-megatron export-hf --load runs/7b/checkpoints --output 7b-dense --as-dense
+    s2-megatron export-hf --load runs/windows/checkpoints --output windows-hf --stock
 
 The folder has safetensors, the config with every layer's sparsity (model type s2_gpt: `import s2_megatron.huggingface`
 before AutoModelForCausalLM), the tokenizer and the generation config. Any parallel layout is read; one tensor is in
-memory at a time.
+memory at a time. --stock: where every layer is dense or has one exact window, the folder is that of an architecture
+which transformers, vLLM and others have, and runs there without this package.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShap
 from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
 from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, name_in_gpt, pieces
 
+MTP = ("mtp.",)  # how Megatron names the weights of multi-token prediction
 DENSE_WARNING = (
     "warning: --as-dense: the folder calls itself {family}, and every engine will attend everything with it; {sparse} "
     "of {layers} layers were trained with less, so its outputs differ from the trained model's"
@@ -44,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face tokenizer, a folder or a name (default: the one in the checkpoint's arguments)",
     )
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest safetensors file (default: 5)")
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--stock", action="store_true",
+        help="a folder that runs without this package: Llama, Ministral, Qwen2 or Qwen3 with the model's windows",
+    )  # fmt: skip
+    form.add_argument(
         "--as-dense", action="store_true", help="a plain Llama or Qwen folder, in which the sparsity is lost"
     )
 
@@ -53,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.max_shard_gb > 0:
         raise ValueError(f"--max-shard-gb {args.max_shard_gb:g}: expected more than 0, e.g. 5")
     require_transformers()
-    from s2_megatron.tools.hf.architecture import hf_config, shape_of_arguments, sparsity_of_arguments
+    from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
     from s2_megatron.tools.hf.checkpoint_model import checkpoint_arguments
 
     folder = iteration_folder(args.load)
@@ -65,14 +72,19 @@ def run(args: argparse.Namespace) -> int:
     print(f"{len(read_checksums(folder))} of the {files} files of {folder} are verified by their checksums")
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
-    shape = shape_of_arguments(trained, f"--load {folder}", None if tokenizer is None else len(tokenizer))
+    words = None if tokenizer is None else len(tokenizer)
+    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True)
     sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
     reader = TorchDistReader(folder, str if pattern_of(trained) is None else name_in_gpt)
-    _check_tensors(reader, shape)
-    dtype = reader.dtypes["embedding.word_embeddings.weight"]
-    config = hf_config(trained, shape, sparsity, str(dtype).removeprefix("torch."), args.as_dense)
+    mtp = getattr(trained, "mtp_num_layers", None) or 0
+    _check_tensors(reader, shape, left_out=MTP if mtp else ())
+    config = _config(args, trained, shape, sparsity, reader.dtypes["embedding.word_embeddings.weight"])
     if tokenizer is not None:
         config |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if mtp:
+        print(
+            f"note: what --mtp-num-layers {mtp} trained is left out; exported models have none of it", file=sys.stderr
+        )
     if args.as_dense:
         _warn_dense(config, sparsity)
     with complete_folder(args.output, "--output") as work:
@@ -85,6 +97,21 @@ def run(args: argparse.Namespace) -> int:
         f"wrote {args.output}: {config['model_type']}, {size / 1e9:.2f} GB, {sparsity.density():.1%} of dense attention"
     )
     return 0
+
+
+def _config(
+    args: argparse.Namespace, trained: argparse.Namespace, shape: Shape, sparsity: ResolvedSparsity, dtype: torch.dtype
+) -> dict:
+    """The content of config.json, in the form that the flags ask for."""
+    from s2_megatron.tools.hf.architecture import hf_config, plain_config
+    from s2_megatron.tools.hf.stock import plan_windows, stock_config
+
+    name = str(dtype).removeprefix("torch.")
+    if not args.stock and not args.as_dense:
+        return hf_config(trained, shape, sparsity, name)
+    windows = plan_windows(sparsity) if args.stock else (None,) * shape.num_layers
+    flag = "--stock" if args.stock else "--as-dense"
+    return stock_config(plain_config(trained, shape, name), shape, sparsity.softmax_scale, windows, flag)
 
 
 def _tokenizer(given: str | None, trained: argparse.Namespace):
@@ -110,10 +137,11 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
         ) from error
 
 
-def _check_tensors(reader: TorchDistReader, shape: Shape) -> None:
-    """Raises ValueError for weights that the exported model would not have, or lacks."""
+def _check_tensors(reader: TorchDistReader, shape: Shape, left_out: tuple[str, ...]) -> None:
+    """Raises ValueError for weights that the exported model would not have, or lacks. left_out: how the names of those
+    begin that it shall not have."""
     expected = megatron_shapes(shape)
-    stored = dict(reader.shapes)
+    stored = {name: size for name, size in reader.shapes.items() if not name.startswith(left_out)}
     if any(name.startswith(f"{LAYERS}0.") for name in stored):  # layers of their own, not stacked
         expected = {
             key: size

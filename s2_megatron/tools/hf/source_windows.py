@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 
 from s2_megatron.config.errors import printable
+from s2_megatron.tools.hf.config_keys import quiet_transformers
 from s2_megatron.tools.hf.config_types import LAYER_KINDS, MOST
 
 BLOCK_SIZE = 64
@@ -92,8 +93,8 @@ def _masks(content: dict) -> list[tuple[Callable, int | None]]:
 
     AttentionMaskInterface.register(_NAME, lambda *args, mask_function, **kwargs: mask_function)
     AttentionInterface.register(_NAME, attention)
-    config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content) | _SMALL)
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
+    with torch.no_grad(), quiet_transformers(), torch.random.fork_rng(devices=()):
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content) | _SMALL)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_NAME, dtype=torch.float32)
         model.eval()(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     return [found[layer] for layer in range(content["num_hidden_layers"])]

@@ -1,14 +1,17 @@
 """Runs what the tests ask for in forks of a process that has imported Megatron once, which takes longer than the rest.
 
-Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron], "set": {"module:NAME": value}} or
-{"logits": {...}} or {"compare": {...}} and answers each with {"status", "out", "err"}. set: constants that are changed
-before. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null), words; writes `tokens`
-[1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32. compare: the check of
-import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data).
+Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron], "set": {"module:NAME": value}},
+{"logits": {...}}, {"compare": {...}} or {"mtp": {...}} and answers each with {"status", "out", "err"}. set: constants
+that are changed before. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null), words;
+writes `tokens` [1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32. compare: the
+check of import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data). mtp: writes a
+checkpoint of a random model with multi-token prediction: load (the folder to make), plan (a YAML as data), tokens (how
+many), output (.npz with `tokens` and the model's `logits`).
 """
 
 import importlib
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -57,9 +60,43 @@ def compare(source, load, plan):
     return 0
 
 
+def mtp(load, plan, tokens, output):
+    import numpy as np
+    import torch
+    from megatron.core import dist_checkpointing
+
+    from s2_megatron.config.load import SparsityConfig
+    from s2_megatron.tools.hf.architecture import megatron_flags, plain_config
+    from s2_megatron.tools.hf.checkpoint_model import build_model, quiet
+    from tests.huggingface.stock_checkpoints import arguments_of, shape_of
+
+    shape = shape_of()
+    sizes = dict(num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
+    sparsity = SparsityConfig.from_data(plan).resolve(**sizes, seq_length=1024, mtp_num_layers=1)
+    args = arguments_of(shape, s2_sparsity=sparsity.canonical_json(), mtp_num_layers=1)
+    flags = [*megatron_flags(plain_config(args, shape, "float32"), shape), "--mtp-num-layers=1"]
+    model = build_model(flags, sparsity, seq_length=1024, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(0, shape.vocab_size, (1, tokens), generator=generator)
+    folder = Path(load) / "release"
+    folder.mkdir(parents=True)
+    with torch.no_grad(), quiet():
+        for weight in model.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator) + (weight.ndim == 1))
+        dist_checkpointing.save({"args": args, "model": model.sharded_state_dict()}, str(folder))
+        logits = model(text, torch.arange(tokens).unsqueeze(0), None)[0].numpy()
+    for child in multiprocessing.active_children():  # of Megatron's save; os._exit would leave it behind
+        child.terminate()
+    (Path(load) / "latest_checkpointed_iteration.txt").write_text("release")
+    np.savez(output, tokens=text.numpy(), logits=logits)
+    return 0
+
+
 def run(request) -> int:
     if "compare" in request:
         return compare(**request["compare"])
+    if "mtp" in request:
+        return mtp(**request["mtp"])
     if "logits" in request:
         return logits(**request["logits"])
     from s2_megatron.tools.commands import main
