@@ -27,7 +27,11 @@ def pytest_collection_modifyitems(items):
 
 def python_of(engine: str) -> Path:
     """The Python that has the engine; stock transformers is in the environment of the tests, too."""
-    return Path(sys.executable) if engine == "transformers" else ENVIRONMENTS / engine / "bin" / "python"
+    if engine == "transformers":
+        return Path(sys.executable)
+    if not (ENVIRONMENTS / engine / ".installed").exists():
+        pytest.skip(f"{engine} is not in {ENVIRONMENTS}: `make test-engines` installs it")
+    return ENVIRONMENTS / engine / "bin" / "python"
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +50,13 @@ def answers(models, tmp_path_factory):
     known = {}
 
     def ask(engine: str, way: str) -> dict:
-        if not python_of(engine).exists():
-            pytest.skip(f"{engine} is not in {ENVIRONMENTS}: `make test-engines` installs it")
+        python = python_of(engine)
         if (engine, way) not in known:
             root = tmp_path_factory.mktemp(engine)
             folders = {f"{name} {kind}": str(at) for name, made in models.items() for kind, at in made.folders.items()}
             text = next(iter(models.values())).text
             (root / "jobs.json").write_text(json.dumps(dict(folders=folders, tokens=text.tolist())))
-            command = [python_of(engine), SCRIPTS / f"{engine}_logprobs.py", way, root / "jobs.json", root / "out.npz"]
+            command = [python, SCRIPTS / f"{engine}_logprobs.py", way, root / "jobs.json", root / "out.npz"]
             alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             ran = subprocess.run(command, text=True, capture_output=True, timeout=SECONDS, env=alone, cwd=root)
             assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]

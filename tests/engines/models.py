@@ -34,7 +34,7 @@ WIDE = dict(hidden_size=128, head_dim=32)
 @dataclass(frozen=True)
 class Made:
     layers: str
-    folders: dict[str, Path]  # "stock"; where it has windows "no windows" and "shifted", which must not pass
+    folders: dict[str, Path]  # "stock"; "no windows" and "shifted", which must not pass; "own class" of an engine
     text: np.ndarray  # int [T]
     expected: np.ndarray  # [T, V], log-probabilities, fp32, of Megatron's model
 
@@ -80,4 +80,7 @@ def _made(tools: Tools, root: Path, layers: str, sizes: dict) -> Made:
             folders["stock"], root / "no-windows", layer_types=["full_attention"] * len(kinds)
         )
         folders["shifted"] = changed_copy(folders["stock"], root / "shifted", sliding_window=WINDOW + 1)
+    if windows and "D" in layers and sizes.keys() & {"qkv_bias", "qk_norm"}:
+        own = dict(architectures=["Qwen2ForCausalLM" if "qkv_bias" in sizes else "Qwen3ForCausalLM"])
+        folders["own class"] = changed_copy(folders["stock"], root / "own-class", **own)
     return Made(layers, folders, stored["tokens"][0, :LENGTH], expected)

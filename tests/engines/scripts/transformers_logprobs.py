@@ -6,6 +6,7 @@ Usage: transformers_logprobs.py ATTENTION jobs.json out.npz; jobs: {"folders": {
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(attention, jobs, out):
-    jobs = json.loads(open(jobs).read())
+    jobs = json.loads(Path(jobs).read_text())
     text = torch.tensor([jobs["tokens"]])
     found = {}
     for name, folder in jobs["folders"].items():

@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +21,7 @@ os.environ |= dict(
 def logprobs(folder, model_impl, text):
     from vllm import LLM, SamplingParams
 
-    words = json.loads(open(f"{folder}/config.json").read())["vocab_size"]
+    words = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     engine = LLM(
         folder, model_impl=model_impl, dtype="float32", enforce_eager=True, skip_tokenizer_init=True,
         max_model_len=512, max_logprobs=words, enable_prefix_caching=False, max_num_seqs=2,
@@ -37,7 +38,7 @@ def logprobs(folder, model_impl, text):
 def main(model_impl, jobs, out):
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    jobs = json.loads(open(jobs).read())
+    jobs = json.loads(Path(jobs).read_text())
     found = {}
     for name, folder in jobs["folders"].items():
         try:
