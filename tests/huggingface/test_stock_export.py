@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity
 from s2_megatron.tools.hf import stock
-from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments
 from s2_megatron.tools.hf.stock import plan_windows, stock_config
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.stock_checkpoints import (
@@ -140,16 +140,6 @@ def test_multi_token_prediction_is_left_out(tools, tmp_path):
     assert np.abs(logits - found["logits"]).max() <= NEAR * np.abs(logits).max()
 
 
-def test_windows_of_megatrons_flags_also_in_a_hybrid_model():
-    """--window-size w,0 sees w + 1 keys; a HybridModel counts its MLPs, too."""
-    shape = shape_of()
-    for more in ({}, dict(num_layers=2 * LAYERS, hybrid_layer_pattern="*-*-|*-*-")):
-        args = arguments_of(shape, window_size=(127, 0), window_attn_skip_freq=3, **more)
-        assert shape_of_arguments(args, "given", None) == shape
-        expected = (128, 128, None, 128) if not more else (128, None, 128, 128)  # of the places 0, 2, 4 and 6
-        assert plan_windows(sparsity_of_arguments(args, shape, None)) == expected
-
-
 @pytest.mark.parametrize(
     "layers, spec, message",
     [
@@ -203,6 +193,23 @@ def test_a_model_that_has_no_stock_form(sizes, scale, message):
     shape = shape_of(**sizes)
     with pytest.raises(ValueError, match=f"^--stock: .*{message}.*; leave --stock out$"):
         stock_config(plain_config(arguments_of(shape), shape, "float32"), shape, scale, (5,) * LAYERS, "--stock")
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (dict(num_experts=8), "num_experts=8; only a Llama- or Qwen-shaped model"),
+        (dict(attention_output_gate=True), "attention_output_gate=True; only a Llama- or Qwen-shaped model"),
+        (dict(hybrid_layer_pattern="*E*E"), r"--hybrid-layer-pattern \*E\*E; expected \*- repeated"),
+        (
+            dict(hybrid_layer_pattern="*-*-/*-", mtp_num_layers=1),
+            r"--hybrid-layer-pattern \*-\*-/\*-; expected \*- repeated",
+        ),
+    ],
+)
+def test_a_model_that_is_no_llama(more, message):
+    with pytest.raises(ValueError, match=f"^--load x: {message}"):
+        shape_of_arguments(arguments_of(shape_of(), **more), "--load x", None, drop_mtp=True)
 
 
 def test_the_softmax_scale_of_every_stock_model():

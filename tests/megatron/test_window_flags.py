@@ -11,6 +11,7 @@ from s2_megatron.config.load import SparsityConfig
 from s2_megatron.megatron.sparsity import check_layer_window, check_windows, stock_sparsity
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
+from s2_megatron.tools.hf.stock import plan_windows
 from tests.megatron.arguments import arguments, parse_cases
 from tests.tiers import mostly_slow
 
@@ -115,7 +116,11 @@ def test_an_exported_model_has_megatrons_windows():
     for stored in (None, ours):
         args = namespace(s2_sparsity=stored, **sizes, **form)
         shape = shape_of_arguments(args, "checkpoint", None)
-        assert sparsity_of_arguments(args, shape, None).canonical_json() == ours
+        sparsity = sparsity_of_arguments(args, shape, None)
+        assert sparsity.canonical_json() == ours and plan_windows(sparsity) == (100, 100, None, 100)
+    hybrid = namespace(num_layers=8, hybrid_layer_pattern="*-*-|*-*-", **sizes, **form)  # counts its MLPs, too
+    assert shape_of_arguments(hybrid, "checkpoint", None) == shape
+    assert plan_windows(sparsity_of_arguments(hybrid, shape, None)) == (100, None, 100, 100)
     args = namespace(window_size=(16, 16), **sizes, **form)
     with pytest.raises(ValueError, match="--window-size 16,16: expected two numbers"):
         sparsity_of_arguments(args, shape, None)
