@@ -44,7 +44,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def answers(models, tmp_path_factory):
+def answers(request, tmp_path_factory):
     """answers(engine, way) -> {folder's name: log-probabilities [tokens, words], or the refusal, a text}. One process
     computes all folders of an engine, once."""
     known = {}
@@ -52,6 +52,7 @@ def answers(models, tmp_path_factory):
     def ask(engine: str, way: str) -> dict:
         python = python_of(engine)
         if (engine, way) not in known:
+            models = request.getfixturevalue("models")  # after the skip: they take minutes
             root = tmp_path_factory.mktemp(engine)
             folders = {f"{name} {kind}": str(at) for name, made in models.items() for kind, at in made.folders.items()}
             text = next(iter(models.values())).text
