@@ -4,6 +4,7 @@
 # make test         the quick tests, of most kinds of faults, without a GPU: 12 minutes on two cores
 # make test-all     make test, then the rest of what needs no GPU, 35 minutes more
 # make test-long    kills and resumes by the dozen, many drawn launches, a real SLURM on this machine
+# make test-engines exported models in engines that are not ours, which it installs (6 GB): half an hour
 # make test-studies the harness of the studies of quality, a quarter of an hour; CI runs it where they have changed
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts
@@ -35,7 +36,7 @@ INSTALLED := $(VENV)/.installed
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help pretrain compare generate test test-all test-long test-studies test-gpu lint dist install check-packages
+.PHONY: help pretrain compare generate test test-all test-long test-engines test-studies test-gpu lint dist install check-packages
 .DELETE_ON_ERROR:
 
 help:
@@ -76,7 +77,7 @@ SIDE_BY_SIDE = $$($(RUN) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dis
 ALL := $(filter tests,$(TESTS))
 
 test: $(INSTALLED)
-	@$(PYTEST) -m "not gpu and not long$(if $(ALL), and not slow)" $(SIDE_BY_SIDE) $(TESTS)
+	@$(PYTEST) -m "not gpu and not long and not engines$(if $(ALL), and not slow)" $(SIDE_BY_SIDE) $(TESTS)
 
 test-all: test
 	@$(if $(ALL),$(PYTEST) -m "slow and not gpu and not long" $(SIDE_BY_SIDE) $(TESTS),:)
@@ -84,6 +85,10 @@ test-all: test
 # One after another: they kill processes and wait for answers, which other tests beside them would delay.
 test-long: $(INSTALLED)
 	@$(PYTEST) -m "long and not gpu" $(TESTS)
+
+test-engines: $(INSTALLED)
+	@scripts/make-engines.sh "$(PYTHON)"
+	@$(PYTEST) -m engines $(if $(ALL),tests/engines,$(TESTS))
 
 test-studies: $(INSTALLED)
 	@$(RUN) studies/check.py
