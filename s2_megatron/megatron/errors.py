@@ -22,7 +22,8 @@ OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT,
 )  # fmt: skip
 OF_THE_NETWORK = re.compile(
-    r"NCCL|context-parallel exchange failed|[Gg]loo|CUDA error|Connection (closed|reset|refused)|TCPStore|DataLoader worker"
+    r"NCCL|[Gg]loo|context-parallel exchange failed|CUDA error|Connection (closed|reset|refused)|TCPStore|"
+    r"DataLoader worker"
 )
 # Errors whose text says what Megatron wants; of others the line of source does.
 SPEAKING = (AssertionError, ValueError, RuntimeError, ImportError, OSError)
