@@ -168,6 +168,8 @@ def test_the_yaml_of_a_prediction_layer_that_is_run_again(tmp_path):
         ("DW", dict(local_blocks=2, stride=4), "layer 1, head 0 has stride 4; {}; train with `window: 1024` alone"),
         ("DW", dict(window=40, stride=4), "layer 1, head 0 has stride 4; {}; train with `window: 1024` alone"),
         ("DW", dict(window=40, sink_tokens=4), "layer 1, head 0 has sink_tokens 4; {}; train without them"),
+        ("DW", dict(window=1), "layer 1, head 0 has window 1, with which transformers' cache keeps all keys; {}; train "
+         "with `window: 2` or more"),
         ("DW", dict(window=[40, 50]), "layer 1, head 2 has window 50, head 0 has window 40; {}; train with the same "
          "window for all heads of a layer"),
         ("DW", dict(window=40, dense_heads=[0]), "layer 1, head 2 has window 40, head 0 has all keys; {}; train with "
