@@ -92,7 +92,7 @@ def main() -> None:
     parsed = parser.parse_args()
     runs = [
         run
-        for run in select(read_study(parsed.study, parsed.results), role="")
+        for run in select(read_study(parsed.study, parsed.results), role="", repeat=0)
         if "passages" in run.about.get("tests", {})
     ]
     scales = sorted({run.about["scale"] for run in runs})
