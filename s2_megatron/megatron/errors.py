@@ -15,6 +15,7 @@ from s2_megatron.config.errors import printable
 
 TRACEBACK = "--s2-traceback"
 OWN, MEGATRON = "s2_megatron", "megatron"  # packages; a path may be a link, and any folder may have such a name
+FAULT = "s2_megatron failed in"  # begins the text of an error that is no refusal
 LONGEST = 900  # characters of Megatron's messages
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
@@ -96,7 +97,7 @@ def error_text(error: BaseException, printed: str = "") -> str:
     said, where = " ".join(text.split()), type(error).__name__
     if (own := _own_place(error)) is not None:
         said = printable(": ".join(filter(None, (where, said))), LONGEST)
-        return f"s2_megatron failed in {own}: {said}; expected to train or to refuse; report what {TRACEBACK} shows"
+        return f"{FAULT} {own}: {said}; expected to train or to refuse; report what {TRACEBACK} shows"
     if error.__traceback__ and not ("--" in said and isinstance(error, SPEAKING)):
         statement, settings, file = _source(error)
         if not (said and isinstance(error, SPEAKING)):
