@@ -10,6 +10,7 @@ A table: every arm's distance from dense in percent, with its 95 % interval, the
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -41,10 +42,14 @@ def copied_shares(runs: Sequence[Run], arm: str, base: str = "dense") -> dict[st
     own, dense = ({run.seed: tested(run)["copied"] for run in select(runs, arm=name)} for name in (arm, base))
     seeds = sorted(own.keys() & dense.keys())
     return {
-        distance: float(np.mean([own[seed][distance] for seed in seeds]))
-        / max(1e-9, float(np.mean([dense[seed][distance] for seed in seeds])))
+        distance: _share(*(float(np.mean([each[seed][distance] for seed in seeds])) for each in (own, dense)))
         for distance in (sorted(own[seeds[0]], key=int) if seeds else ())
     }
+
+
+def _share(own: float, dense: float) -> float:
+    """Infinite where dense copies nothing, of which nothing can be lost."""
+    return own / dense if dense else math.inf
 
 
 def verdict(gap: Fitted, copied: dict[str, float]) -> str:
@@ -85,7 +90,11 @@ def main() -> None:
     parser.add_argument("--base", default="dense", help="the arm that the others are held against (default: dense)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parsed = parser.parse_args()
-    runs = [run for run in select(read_study(parsed.study, parsed.results), role="") if "tests" in run.about]
+    runs = [
+        run
+        for run in select(read_study(parsed.study, parsed.results), role="", repeat=0)
+        if "passages" in run.about.get("tests", {})
+    ]
     scales = sorted({run.about["scale"] for run in runs})
     if not scales:
         parser.error(f"{parsed.study}: no tested runs in {parsed.results}; expected some; run the study")

@@ -35,8 +35,8 @@ def with_copies(row: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     length = len(row) - 1
     size, first = min(PASSAGE, length // 64), repeated_from(length) + 1
     found, count = row.copy(), (length + 1 - first) // size
-    # Evenly over all that is an eighth of the sequence or more before the copies.
-    starts = np.linspace(0, first - length // REPEATED_SHARE - size, count).astype(int)
+    # Evenly over all that is an eighth of the sequence or more before the copies, and not in the sink.
+    starts = np.linspace(size, first - length // REPEATED_SHARE - size, count).astype(int)
     for at, start in enumerate(rng.permutation(starts)):
         found[first + at * size : first + (at + 1) * size] = row[start : start + size]
     return found

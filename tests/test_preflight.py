@@ -76,7 +76,12 @@ def megatrons(tmp_path, lines: str):
     file = tmp_path / "megatron" / "arguments.py"
     file.parent.mkdir(exist_ok=True)
     file.write_text("def check(args):\n" + "".join(f"    {line}\n" for line in lines.splitlines()))
-    names: dict = {}
+    return defined(file, "megatron.training.arguments")
+
+
+def defined(file: Path, module: str):
+    """The function `check` of a file, as one of this module."""
+    names = {"__name__": module}
     exec(compile(file.read_text(), str(file), "exec"), names)
     return names["check"]
 
@@ -106,12 +111,26 @@ def test_a_fault_of_this_package_is_not_the_flags(tmp_path, monkeypatch):
     def own(args, call=lambda: torch.ones(2) @ torch.ones(3)):
         call()
 
-    monkeypatch.setattr(errors, "PACKAGE", str(ROOT / "tests"))
+    monkeypatch.setattr(errors, "OWN", "tests")
     text = raised(megatrons(tmp_path, "args(None)"), own)
     assert text.startswith("s2_megatron failed in test_preflight.py:") and ": RuntimeError: " in text, text
     assert text.endswith("; report what --s2-traceback shows") and "flags" not in text
     text = raised(own, SimpleNamespace(), lambda: megatrons(tmp_path, "assert args")(0))
     assert text.startswith("Megatron refuses these flags: assert args")
+
+
+@pytest.mark.parametrize("module", ["s2_megatron.config.load", "s2_megatron.megatron.settings"])
+def test_whose_error_it_is_no_path_says(tmp_path, module):
+    """The package may be imported through a link, and all that is installed may stand in a folder `megatron`."""
+    file = tmp_path / "megatron" / "link.py"
+    file.parent.mkdir()
+    file.write_text("def check(call):\n    call()\n    raise ValueError('refused by this package')\n")
+    refusing = defined(file, module)
+    assert raised(refusing, lambda: None) == "refused by this package"
+    library = tmp_path / "megatron" / "lib.py"
+    library.write_text("def check():\n    raise RuntimeError('shapes')\n")
+    text = raised(refusing, defined(library, "torch.nn"))
+    assert text.startswith("s2_megatron failed in link.py:2: RuntimeError: shapes; expected to train"), text
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import re
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 from s2_megatron.config.errors import printable
 
 TRACEBACK = "--s2-traceback"
-PACKAGE = str(Path(__file__).resolve().parents[1])
+OWN, MEGATRON = "s2_megatron", "megatron"  # packages; a path may be a link, and any folder may have such a name
+FAULT = "s2_megatron failed in"  # begins the text of an error that is no refusal
 LONGEST = 900  # characters of Megatron's messages
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # The machine's errors, not the settings': the same start may succeed later, so they are no refusal.
@@ -49,7 +51,7 @@ def _source(error: BaseException) -> tuple[str, str, str]:
     Megatron's call of it."""
     places = list(traceback.walk_tb(error.__traceback__))
     frames = traceback.extract_tb(error.__traceback__)
-    of_megatron = [at for at, frame in enumerate(frames) if _is_megatrons(frame.filename)]
+    of_megatron = [at for at, (frame, _) in enumerate(places) if _package(frame) == MEGATRON]
     at = (of_megatron or [-1])[-1]
     frame, local = frames[at], places[at][0].f_locals
     lines = range(frame.lineno or 1, (frame.end_lineno or frame.lineno or 1) + 1)
@@ -65,14 +67,16 @@ def _source(error: BaseException) -> tuple[str, str, str]:
 
 def _own_place(error: BaseException) -> str | None:
     """Where this package failed, as file:line: a library that it called counts as this package, Megatron does not."""
-    frames = traceback.extract_tb(error.__traceback__)
-    known = [frame for frame in frames if frame.filename.startswith(PACKAGE) or _is_megatrons(frame.filename)]
-    last = known[-1] if known else None
-    return f"{Path(last.filename).name}:{last.lineno}" if last and last.filename.startswith(PACKAGE) else None
+    known = [place for place in traceback.walk_tb(error.__traceback__) if _package(place[0]) in (OWN, MEGATRON)]
+    if not known or _package(known[-1][0]) != OWN:
+        return None
+    frame, line = known[-1]
+    return f"{Path(frame.f_code.co_filename).name}:{line}"
 
 
-def _is_megatrons(file: str) -> bool:
-    return f"{os.sep}megatron{os.sep}" in file and not file.startswith(PACKAGE)
+def _package(frame: FrameType) -> str:
+    """The name of the package whose code a frame runs."""
+    return frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def error_text(error: BaseException, printed: str = "") -> str:
@@ -84,8 +88,8 @@ def error_text(error: BaseException, printed: str = "") -> str:
             f"Megatron ended the start with sys.exit({error.code!r}): {printable(last.strip(), LONGEST)}; expected "
             f"flags that it takes; correct them ({TRACEBACK} shows where)"
         )
-    raised_by = traceback.extract_tb(error.__traceback__)[-1].filename if error.__traceback__ else ""
-    if isinstance(error, ValueError) and raised_by.startswith(PACKAGE):
+    raised_by = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    if isinstance(error, ValueError) and raised_by == [OWN]:
         return text
     if isinstance(error, OSError) and error.filename is not None:
         name = printable(error.filename, 300)
@@ -93,7 +97,7 @@ def error_text(error: BaseException, printed: str = "") -> str:
     said, where = " ".join(text.split()), type(error).__name__
     if (own := _own_place(error)) is not None:
         said = printable(": ".join(filter(None, (where, said))), LONGEST)
-        return f"s2_megatron failed in {own}: {said}; expected to train or to refuse; report what {TRACEBACK} shows"
+        return f"{FAULT} {own}: {said}; expected to train or to refuse; report what {TRACEBACK} shows"
     if error.__traceback__ and not ("--" in said and isinstance(error, SPEAKING)):
         statement, settings, file = _source(error)
         if not (said and isinstance(error, SPEAKING)):

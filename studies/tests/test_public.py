@@ -127,7 +127,7 @@ def test_copies_stand_farther_back_than_the_windows():
     assert (np.diff(sources, axis=1) == 1).all(), "each passage is whole"
     starts = sources[:, 0]
     assert (np.arange(first, 8193, 64) - starts >= 1024).all() and len(set(starts)) == 16
-    assert starts.min() == 0 and starts.max() > 6000 and not (np.diff(starts) > 0).all()
+    assert starts.min() == 64 and starts.max() > 6000 and not (np.diff(starts) > 0).all()
 
 
 def test_sequences_to_rank_heads_on(tmp_path):
@@ -262,6 +262,8 @@ def test_what_decides():
     gaps = {"dense": {1: 0.0, 2: 0.0}, "a": {1: 0.1, 2: 0.1}, "b": {1: 3.0, 2: 3.0}}
     runs = made_up(gaps, {"dense": 0.9, "a": 0.9, "b": 0.3}, 0.01)
     assert copied_shares(runs, "b") == {"512": pytest.approx(1.0), "7168": pytest.approx(1 / 3)}
+    nothing = made_up(gaps, dict.fromkeys(gaps, 0.0))
+    assert copied_shares(nothing, "a")["7168"] == math.inf and verdict(near, copied_shares(nothing, "a")) == "met"
     table = lines(runs)
     assert table[-2].startswith("a ") and table[-2].endswith("  met") and table[-1].endswith("7168:0.33  missed")
     assert scatter_of_dense(runs)[1] == 2 and scatter_of_dense(runs)[0] == pytest.approx(1.37, abs=0.05)

@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import LayerSparsity
+from s2_megatron.megatron.sparsity import resolve_layers
 from s2_megatron.tools.hf import stock
-from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments
+from s2_megatron.tools.hf.architecture import plain_config, shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.stock import plan_windows, stock_config
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.stock_checkpoints import (
@@ -140,6 +141,23 @@ def test_multi_token_prediction_is_left_out(tools, tmp_path):
     assert np.abs(logits - found["logits"]).max() <= NEAR * np.abs(logits).max()
 
 
+def test_the_yaml_of_a_prediction_layer_that_is_run_again(tmp_path):
+    """Whose offsets are those of its first run."""
+    config = tmp_path / "plan.yaml"
+    specs = dict(S=dict(local_blocks=2, stride=4))
+    config.write_text(yaml.safe_dump(dict(block_size=16, layers="S", mtp_layers="S", specs=specs)))
+    shape = shape_of()
+    args = arguments_of(shape, mtp_num_layers=2, mtp_use_repeated_layer=True)
+    trained = resolve_layers(load_config(config), args)
+    args.s2_sparsity = trained.canonical_json()
+    found = sparsity_of_arguments(args, shape, config)
+    assert found.canonical_json() == dataclasses.replace(trained, mtp_layers=()).canonical_json()
+    assert len(trained.mtp_layers) == 2
+    args.mtp_use_repeated_layer = False
+    with pytest.raises(ValueError, match=r"is another sparsity than that of the checkpoint \(mtp layer 1: offsets of"):
+        sparsity_of_arguments(args, shape, config)
+
+
 @pytest.mark.parametrize(
     "layers, spec, message",
     [
@@ -150,6 +168,8 @@ def test_multi_token_prediction_is_left_out(tools, tmp_path):
         ("DW", dict(local_blocks=2, stride=4), "layer 1, head 0 has stride 4; {}; train with `window: 1024` alone"),
         ("DW", dict(window=40, stride=4), "layer 1, head 0 has stride 4; {}; train with `window: 1024` alone"),
         ("DW", dict(window=40, sink_tokens=4), "layer 1, head 0 has sink_tokens 4; {}; train without them"),
+        ("DW", dict(window=1), "layer 1, head 0 has window 1, with which transformers' cache keeps all keys; {}; train "
+         "with `window: 2` or more"),
         ("DW", dict(window=[40, 50]), "layer 1, head 2 has window 50, head 0 has window 40; {}; train with the same "
          "window for all heads of a layer"),
         ("DW", dict(window=40, dense_heads=[0]), "layer 1, head 2 has window 40, head 0 has all keys; {}; train with "

@@ -28,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from s2_megatron.megatron.errors import FAULT
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.status import read_status
 from tests.megatron.conftest import ROOT, run_processes, write_corpus
@@ -88,7 +89,7 @@ class Trial:
             return Outcome(REFUSED, "it asks for the help")
         settings = [re.split(r"[=:]", text.removeprefix("error: "), maxsplit=1)[0] for text in errors]
         said_once = 0 < len(settings) == len(set(settings))  # a line for each setting that is wrong
-        if status == 2 and said_once and "Traceback" not in output:
+        if status == 2 and said_once and "Traceback" not in output and FAULT not in output:
             return Outcome(REFUSED, errors[0])
         return Outcome(UNTIDY, f"status {status}: {output[-500:]}", "check")
 

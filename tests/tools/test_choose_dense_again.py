@@ -141,6 +141,8 @@ def test_documents_end_and_begin_where_the_dataset_says(command, tmp_path):
     late = validation_sequences(*given, eod_mask_loss=True).counted_from(12)
     assert np.array_equal(late.counted, (found.tokens[:, :-1] != 3) & (np.arange(20) >= 12))
     assert validation_sequences(*given).counted_from(12).counted.sum() == 5 * 8
+    with pytest.raises(ValueError, match="--loss-from-position 20: no prediction from there on counts"):
+        validation_sequences(*given).counted_from(20)
     write_dataset(tmp_path / "bare", [np.full(30, at) for at in range(6)])
     with pytest.raises(
         ValueError, match=r"--eod-mask-loss: documents of .*bare end with the tokens \[0, 3, 4\] and other"

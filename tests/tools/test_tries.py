@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
 from tests.tools import tries
 
@@ -74,6 +75,7 @@ BAD = {
     "no error line": result(2, "", ""),
     "another status": result(1, "", "error: a; use 1\n"),
     "a line beside the error": result(2, "", "error: a; use 1\nb\n"),
+    "a fault": result(2, "", f"error: {FAULT} a.py:1: KeyError: 'x'; expected to train or to refuse; report it\n"),
     "no remedy": result(2, "", "error: [Errno 28]\n"),
     "a page": result(2, "", f"error: {'x' * 5000}; use 1\n"),
     "a half": result(2, "", "error: a; use 1\n", ["a.json"]),

@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from s2_megatron.megatron.errors import FAULT
+
 # Values of an option. {loop}: a link to itself. {full}: a disk without room. {work}: an empty folder.
 VALUES = {
     "empty": "", "blank": " ", "zero": "0", "huge": str(10**12), "beyond 64 bits": "9" * 30, "negative": "-1",
@@ -249,6 +251,8 @@ def mistake(case: Case, result: dict) -> str | None:
     if status == 2:
         if not errors and not silent:
             return "status 2 without an error line"
+        if FAULT in err:
+            return "a fault of this package"
         if len(errors) > 1 and len(set(errors)) < len(errors):
             return "the same error twice"
         others = [line for line in lines if not line.startswith(("error: ", "  ", "note: ", "warning: ", "wrote "))]

@@ -25,11 +25,18 @@ class Sequences(NamedTuple):
     starts: list[np.ndarray] | None = None
 
     def counted_from(self, position: int) -> Sequences:
-        """These, with only the predictions from a position on counted, of those that count now."""
+        """These, with only the predictions from a position on counted, of those that count now. Raises ValueError where
+        none is left."""
         if position == 0:
             return self
         counted = np.ones((len(self.tokens), self.tokens.shape[1] - 1), bool) if self.counted is None else self.counted
-        return self._replace(counted=counted & (np.arange(counted.shape[1]) >= position))
+        late = counted & (np.arange(counted.shape[1]) >= position)
+        if not late.any():
+            raise ValueError(
+                f"--loss-from-position {position}: no prediction from there on counts (of those that --eod-mask-loss "
+                "leaves); expected one or more; use a smaller number"
+            )
+        return self._replace(counted=late)
 
     def sha256(self) -> str:
         parts = (self.tokens, *(() if self.counted is None else (self.counted,)), *(self.starts or ()))

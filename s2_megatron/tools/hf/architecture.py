@@ -125,10 +125,13 @@ def sparsity_of_arguments(args: Namespace, shape: Shape, config: Path | None) ->
 def _given(config: Path, args: Namespace, shape: Shape, stored: str) -> ResolvedSparsity:
     """The decoder's sparsity by a YAML. Raises ValueError unless the YAML is the one that is stored in the
     checkpoint."""
+    depths = len(json.loads(stored)["mtp_layers"])
+    runs = depths if depths and getattr(args, "mtp_use_repeated_layer", False) else 1  # of one layer
     sparsity = load_config(config, allow_python_patterns=getattr(args, "s2_allow_python_patterns", False)).resolve(
         num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-        seq_length=args.seq_length, mtp_num_layers=len(json.loads(stored)["mtp_layers"]),
+        seq_length=args.seq_length, mtp_num_layers=depths // runs,
     )  # fmt: skip
+    sparsity = replace(sparsity, mtp_layers=sparsity.mtp_layers * runs)
     differences = diff_sparsity(stored, sparsity.canonical_json())
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""

@@ -55,6 +55,9 @@ def _head_window(head: HeadPattern, block_size: int, layer: int, place: int) -> 
         raise _refused(layer, place, what, f"with `window: {keys}` in its place")
     if sink_tokens:
         raise _refused(layer, place, f"sink_tokens {sink_tokens}", "without them")
+    if window == 1:
+        what = "window 1, with which transformers' cache keeps all keys"
+        raise _refused(layer, place, what, "with `window: 2` or more")
     return window
 
 

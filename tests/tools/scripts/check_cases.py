@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 from unittest.mock import patch
 
+from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
 
 SECONDS = 10.0
@@ -58,6 +59,8 @@ def violates(result: dict) -> str | None:
         return f"status {result['status']}"
     if bool(errors) != (result["status"] == 2):
         return f"{len(errors)} error lines with status {result['status']}"
+    if FAULT in result["err"]:
+        return "a fault of this package"
     if result["status"] == 2 and lines[0] != errors[0]:
         return "something before the error"
     return None
