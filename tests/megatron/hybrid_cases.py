@@ -47,6 +47,11 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*E*E/*E/*E", "mtp_use_repeated_layer", num_experts="4")),
         "and experts behind the / and --mtp-use-repeated-layer, of which Megatron adds",
     ),
+    "hybrid_mtp_repeated": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-/*-/*-", "mtp_use_repeated_layer", tensor_model_parallel_size="2"), world_size=2),
+        "and --mtp-use-repeated-layer in 2 processes; it has",
+    ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
     "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
     "hybrid_several": (

@@ -76,6 +76,12 @@ MTP_NOT_RUN = {
     "experts behind the / and --mtp-use-repeated-layer, of which Megatron adds the routers' losses once a depth": (
         lambda args: bool(args.mtp_use_repeated_layer) and "E" in args.hybrid_layer_pattern.partition("/")[2]
     ),
+    "--mtp-use-repeated-layer in {args.world_size} processes": lambda args: (
+        bool(args.mtp_use_repeated_layer) and args.world_size > 1
+    ),
+    "multi-token prediction (/) with --sft and context parallelism": lambda args: (
+        bool(args.mtp_num_layers) and bool(args.sft) and args.context_parallel_size > 1
+    ),
 }
 
 
