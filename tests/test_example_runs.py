@@ -164,7 +164,7 @@ def test_a_dense_checkpoint_goes_on_as_s2(run, runs):
     assert (runs / "dense_to_s2" / "checkpoints" / "iter_0000012").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dense_checkpoint_goes_on_with_heads_that_were_chosen(run, runs):
     output = run("dense_to_s2.sh", ITERATIONS="2", CHOOSE="2")
     assert "chosen.yaml: 4 of 8 KV heads are dense" in output

@@ -7,17 +7,17 @@ import pytest
 
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.testing.context_parallel_cases import CASES, NAMES
-from tests.tiers import mostly_slow
 
-RANKS = (2, 4, 8)
-TWO_QUICK = mostly_slow(RANKS, 2)
+# Eight ranks have every cut that four have; those are for `make test-long`.
+RANKS = {2: (), 4: (pytest.mark.long,), 8: (pytest.mark.slow,)}
+TWO_QUICK = [pytest.param(ranks, marks=marks) for ranks, marks in RANKS.items()]
 # Of the largest value of the tensor, in fp64.
 EXACT = 1e-12
 FORMS = [
-    pytest.param(name, comm_type, ranks, marks=[] if ranks == 2 else pytest.mark.slow)
+    pytest.param(name, comm_type, ranks, marks=marks)
     for name, case in CASES.items()
     for comm_type in COMM_TYPES
-    for ranks in RANKS
+    for ranks, marks in RANKS.items()
     if comm_type != "a2a" or case.pattern.num_kv_heads % ranks == 0
 ]
 
@@ -148,7 +148,7 @@ def test_triton_kernels(found, ranks):
             assert result["repeats"]
 
 
-@pytest.mark.parametrize("ranks", mostly_slow([2, 4], 2))
+@pytest.mark.parametrize("ranks", TWO_QUICK[:2])
 def test_a_context_before_and_lazy_negation_change_nothing(found, ranks):
     """And what was saved is fetched once."""
     for results in found(ranks):
