@@ -43,7 +43,7 @@ STARTS = {
     "no such list": ({"--data-args-path": ["{run}/none"], "--data-path": None}, 1, ("/none: No such file",)),
     "sequences": ({"--per-dataset-sequences-path": ["{lab}/splits.json"]}, 1, ("sequences_per_dataset",)),
     "validation sets": ({"--multiple-validation-sets": []}, 1, ("currently requires --full-validation",)),
-    "no interval": ({"--eval-interval": None}, 1, ("--eval-interval=None",)),
+    "no interval": ({"--eval-interval": None}, 1, ("--eval-interval is not given",)),
     "no iteration": ({"--train-iters": None, "--train-samples": ["1"]}, 1, ("at iteration 0 of 0 without a step",)),
     # The first iteration
     "batches": ({"--dataloader-type": ["external"]}, 1, ("object is not an iterator",)),
