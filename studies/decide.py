@@ -53,10 +53,10 @@ def _share(own: float, dense: float) -> float:
 
 
 def verdict(gap: Fitted, copied: dict[str, float]) -> str:
-    """met, missed, or not decided."""
+    """met, missed, or not decided, which an arm without a seed that `base` has is at best."""
     if gap.low > LARGEST_GAP or min(copied.values(), default=1.0) < LEAST_COPIED:
         return "missed"
-    return "met" if gap.high < LARGEST_GAP else "not decided"
+    return "met" if copied and gap.high < LARGEST_GAP else "not decided"
 
 
 def scatter_of_dense(runs: Sequence[Run]) -> tuple[float, int]:

@@ -259,6 +259,7 @@ def test_what_decides():
     whole, less = {"512": 1.0, "7168": 0.95}, {"512": 1.0, "7168": 0.94}
     assert [verdict(gap, whole) for gap in (near, wide, far)] == ["met", "not decided", "missed"]
     assert [verdict(gap, less) for gap in (near, wide, far)] == ["missed"] * 3
+    assert [verdict(gap, {}) for gap in (near, far)] == ["not decided", "missed"]
     gaps = {"dense": {1: 0.0, 2: 0.0}, "a": {1: 0.1, 2: 0.1}, "b": {1: 3.0, 2: 3.0}}
     runs = made_up(gaps, {"dense": 0.9, "a": 0.9, "b": 0.3}, 0.01)
     assert copied_shares(runs, "b") == {"512": pytest.approx(1.0), "7168": pytest.approx(1 / 3)}

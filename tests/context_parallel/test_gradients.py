@@ -8,7 +8,7 @@ import pytest
 from s2_megatron.context_parallel.plan import COMM_TYPES
 from s2_megatron.testing.context_parallel_cases import CASES, NAMES
 
-# Eight ranks have every cut that four have; those are for `make test-long`.
+# Four ranks are for `make test-long`: eight have every cut that they have.
 RANKS = {2: (), 4: (pytest.mark.long,), 8: (pytest.mark.slow,)}
 TWO_QUICK = [pytest.param(ranks, marks=marks) for ranks, marks in RANKS.items()]
 # Of the largest value of the tensor, in fp64.

@@ -52,6 +52,15 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*-*-/*-/*-", "mtp_use_repeated_layer", tensor_model_parallel_size="2"), world_size=2),
         "and --mtp-use-repeated-layer in 2 processes; it has",
     ),
+    "hybrid_mtp_conversations": (
+        NOT_RUN,
+        dict(
+            flags=hybrid("*-*-/*-", "calculate_per_token_loss", mtp_num_layers="1", context_parallel_size="2"),
+            attributes={"sft": True},
+            world_size=2,
+        ),
+        "and multi-token prediction (/) with --sft and context parallelism; it has",
+    ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
     "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
     "hybrid_several": (

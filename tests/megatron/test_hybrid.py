@@ -12,11 +12,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_block import HybridStack
-from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols, get_hybrid_layer_counts
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_logging import MetricEntry
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +33,7 @@ from s2_megatron.megatron.hybrid_specs import (
 from s2_megatron.megatron.layer_specs import apply_s2
 from s2_megatron.megatron.model.check import check_model
 from s2_megatron.megatron.model.core_attention import S2SelfAttention
+from s2_megatron.megatron.model.expert_metrics import StageMetrics
 from s2_megatron.megatron.model.hybrid_stack import FIELDS, LocalHybridStack, local_stack_spec, require_layers
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.model.rope_scaling import refuse_dropped
@@ -229,6 +231,16 @@ def test_multi_token_prediction_has_its_own_layers(tmp_path):
     windows = arguments(window_size=(63, 0), window_attn_skip_freq=2, s2_config="window-size", **given)
     assert [layer.spec for layer in resolve_sparsity(windows).mtp_layers] == list("DWDW")
     assert len(stock_sparsity(arguments(**given)).mtp_layers) == 4
+
+
+def test_the_logged_mean_is_over_the_layers_with_experts(monkeypatch):
+    """As Megatron's training_log asks for it: three, one of them behind the `/`."""
+    tracker = StageMetrics(num_layers=5)
+    monkeypatch.setattr(tracker, "_sync_metrics", lambda *arguments: None)  # over ranks
+    tracker.metrics["load_balancing_loss"] = MetricEntry(torch.tensor([0.0, 2.0, 0.0, 3.0, 4.0]))
+    experts, logged = get_hybrid_layer_counts("*E*E/*E")["E"], {}
+    tracker.report(1.0, 1, num_layers=experts, moe_layer_freq=1, mtp_num_layers=1, total_loss_dict=logged)
+    assert logged == {"load_balancing_loss": 3.0}
 
 
 CASES = {
