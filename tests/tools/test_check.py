@@ -22,6 +22,7 @@ from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
+from tests.python_path import python_path
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
 from tests.tools.bad_values import REFUSED_FLAGS, TAKEN
 from tests.tools.scripts.check_cases import WORKING, violates
@@ -122,7 +123,7 @@ def results(tmp: Path) -> dict[str, dict]:
 
 def run_script(folder: Path, *arguments) -> str:
     """What check_cases.py printed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     return forks.run(SCRIPT, [*map(str, arguments)], environment, folder)
 
 
