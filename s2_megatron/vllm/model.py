@@ -26,12 +26,15 @@ from s2_megatron.huggingface import S2GPTConfig
 from s2_megatron.vllm.head_groups import group_size, head_groups, kv_head_windows, local_kv_heads
 
 PROVEN = "0.32."  # releases of vLLM whose log-probabilities were compared with Megatron's (tests/engines)
+# vLLM's backends that take the number of heads from the layer; others take the model's, which a group has not.
+BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 logger = init_logger("vllm.s2_megatron")
 
 
 class S2GPTAttention(nn.Module):
-    """The arguments are those that LlamaDecoderLayer gives to its attention."""
+    """The arguments are those that LlamaDecoderLayer gives to its attention. Raises ValueError for a backend that would
+    take the model's number of heads for a group's."""
 
     def __init__(
         self, config: S2GPTConfig, hidden_size: int, num_heads: int, num_kv_heads: int, max_position_embeddings: int,
@@ -79,6 +82,12 @@ class S2GPTAttention(nn.Module):
             )
             for place, group in enumerate(groups)
         )  # fmt: skip
+        backend = self.attn[0].attn_backend.get_name()
+        if len(groups) > 1 and backend not in BACKENDS:
+            raise ValueError(
+                f"vLLM: the attention backend {backend} for a layer whose KV heads are split; expected one of "
+                f"{', '.join(BACKENDS)}, which take the number of heads from the layer; use --attention-backend"
+            )
 
     def _softmax_offsets(self, softmax_type: str, query_heads: list[int]) -> torch.Tensor | None:
         """[H], in the order of the groups: views of it are what the attentions get. query_heads: of the model."""

@@ -91,13 +91,12 @@ def answers(request, tmp_path_factory):
     with our plugin of `models_of_heads`. One process computes all folders of an engine, once."""
     known = {}
 
-    def ask(engine: str, way: str, with_plugin: bool = False, **environment) -> dict:
+    def ask(engine: str, way: str, with_plugin: bool = False) -> dict:
         python, key = python_of(engine), (engine, way, with_plugin)
         if key not in known:
             # After the skip: they take minutes.
             models = request.getfixturevalue("models_of_heads" if with_plugin else "models")
-            if with_plugin:
-                environment["PYTHONPATH"] = str(request.getfixturevalue("plugin"))
+            environment = dict(PYTHONPATH=str(request.getfixturevalue("plugin"))) if with_plugin else {}
             root = tmp_path_factory.mktemp(engine)
             folders = {f"{name} {kind}": str(at) for name, made in models.items() for kind, at in made.folders.items()}
             jobs = jobs_file(root, folders, next(iter(models.values())).text[:LENGTH])

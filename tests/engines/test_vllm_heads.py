@@ -2,6 +2,7 @@
 holds what the heads will still read."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -41,9 +42,10 @@ def test_two_ranks_with_other_windows_each(models_of_heads, plugin, tmp_path):
     """Tensor parallelism: the ranks' heads differ, and so do their caches."""
     jobs = {name: str(models_of_heads[name].folders["own"]) for name in ("heads mixed", "heads in pairs")}
     jobs = jobs_file(tmp_path, jobs, models_of_heads["heads mixed"].text[:160])
-    # Threads by rank: vLLM wants a NUMA node for each rank otherwise.
-    two = dict(PYTHONPATH=str(plugin), VLLM_CPU_OMP_THREADS_BIND="0|1", VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    run_script(python_of("vllm"), tmp_path, "vllm_logprobs.py", "auto", jobs, tmp_path / "out.npz", "2", **two)
+    cores = sorted(os.sched_getaffinity(0))  # one for each rank, which vLLM wants a NUMA node for otherwise
+    two = dict(VLLM_CPU_OMP_THREADS_BIND=f"{cores[0]}|{cores[-1]}", VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    arguments = ["vllm_logprobs.py", "auto", jobs, tmp_path / "out.npz", "2"]
+    run_script(python_of("vllm"), tmp_path, *arguments, PYTHONPATH=str(plugin), **two)
     found = np.load(tmp_path / "out.npz")
     near = {name: difference(found[name], models_of_heads[name]) for name in found.files}
     print("vllm, two ranks:", near)

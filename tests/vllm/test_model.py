@@ -114,6 +114,16 @@ def test_ranks_name_their_attentions_by_the_models_heads(standing, monkeypatch):
     assert found == {"kv_head_0": 7, "kv_head_1": None, "kv_head_2": 7, "kv_head_3": 9}
 
 
+def test_a_backend_that_counts_the_models_heads_is_refused(standing, monkeypatch):
+    """Where a layer is split; a layer of one attention has the model's number."""
+    _, module = standing
+    monkeypatch.setattr(stand_in.Attention, "attn_backend", SimpleNamespace(get_name=lambda: "FLEX_ATTENTION"))
+    attention_of_rank(module, model(WINDOWS["alike"]).model.layers[0].self_attn, 0)
+    monkeypatch.setattr(stand_in.Attention, "made", {})
+    with pytest.raises(ValueError, match=r"^vLLM: the attention backend FLEX_ATTENTION for a layer .* one of CPU_ATTN"):
+        attention_of_rank(module, model(WINDOWS["in pairs"]).model.layers[0].self_attn, 0)
+
+
 def made_in_vllm(module, **spec):
     config = SimpleNamespace(
         model_config=SimpleNamespace(hf_config=model(spec).config),
