@@ -32,6 +32,7 @@ from examples.quickstart.progress import OutputFollower, Speed
 from s2_megatron.config.load import load_config
 from s2_megatron.megatron.records.loss_log import HEADER, read_loss_log, read_records
 from tests.megatron.test_loss_log import evaluation, record
+from tests.megatron.without_gpt import require_gpt_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -264,6 +265,7 @@ def finish(runs: Path, *extra: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> tuple[Path, str]:
     """(folder of the runs, what the command printed)"""
+    require_gpt_model()
     runs = tmp_path_factory.mktemp("uninterrupted")
     result = finish(runs)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -280,6 +282,7 @@ run.main()
 
 
 def test_a_short_run(tmp_path):
+    require_gpt_model()
     flags = command(tmp_path, "--iterations=2", "--save-interval=2")[3:]
     done = subprocess.run(
         [sys.executable, "-c", SHORT, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True

@@ -17,6 +17,7 @@ from benchmarks import end_to_end
 from benchmarks.end_to_end import Machine, add_ratios, chosen_rows, error_of, read_log, row_flags, run_logged, table
 from benchmarks.end_to_end_rows import GROUPS, memory_flags, model_flags, parse_row, row_environment
 from tests.megatron.arguments import parse_cases
+from tests.megatron.without_gpt import require_gpt_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = Machine(4, True, True)
@@ -307,6 +308,7 @@ def test_time_limit_ends_the_ranks_too(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_tiny_rows(tmp_path, capsys, monkeypatch):
     """Two real runs, and in front of them one that fails: the others go on."""
+    require_gpt_model()
     # A real refusal costs a start of Megatron; tests/megatron/test_refusals.py has it.
     refused = "tiny-512-none-keep-mixed"
 

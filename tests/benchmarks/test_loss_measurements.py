@@ -15,6 +15,7 @@ import pytest
 from benchmarks import position_loss, run_offset
 from examples.quickstart.dataset import PreparedCorpus
 from s2_megatron.tools.compare.statistics import SMALL_RUNS
+from tests.megatron.without_gpt import require_gpt_model
 from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,7 @@ def test_wrong_measurements(flags, message, capsys):
 
 @pytest.mark.slow
 def test_the_loss_by_position_in_a_small_run(tmp_path):
+    require_gpt_model()
     file = tmp_path / "cost.json"
     done = run("position_loss.py", "--row", "tiny-512-none-mixed", "--rounds", "2", "--steps", "1", "--json", file)
     assert done.returncode == 0, done.stderr[-3000:]

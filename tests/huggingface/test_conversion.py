@@ -17,6 +17,7 @@ from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, model_of, random_mask, tokens
+from tests.megatron.without_gpt import require_gpt_model
 from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +76,7 @@ def write_mask_config(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tools):
     """For every model: its folder, the checkpoint that import-hf made of it, Megatron's logits of that checkpoint."""
+    require_gpt_model()
     root = tmp_path_factory.mktemp("models")
     config = write_mask_config(root)
     for name, build in MODELS.items():

@@ -17,6 +17,7 @@ import pytest
 
 from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
+from tests.megatron.without_gpt import require_gpt_model
 from tests.python_path import python_path
 from tests.tools import tries
 
@@ -28,6 +29,7 @@ QUICK = 100  # more than any option has values: one of each
 
 def run(folder: Path, lines: str, share: int, seconds: float) -> dict:
     """What tried.py found."""
+    require_gpt_model()
     environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SCRIPT), str(folder / "lab"), lines, str(share)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
