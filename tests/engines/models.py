@@ -32,6 +32,7 @@ MODELS = {
     "experts mixed": ("DWWD", dict(qk_norm=True, experts=EXPERTS)),  # Mellum
     "experts windows": ("W", dict(qk_norm=True, experts=EXPERTS)),  # Mellum
     "some experts mixed": ("DWWD", dict(qk_norm=True, experts=EXPERTS | dict(layers=[0, 1, 1, 0], normalized=False))),
+    "shares dense": ("D", dict(qk_norm=True, experts=EXPERTS | dict(normalized=False))),  # of all experts
     "mixtral dense": ("D", dict(experts=EXPERTS)),
     "mixtral windows": ("W", dict(experts=EXPERTS)),
 }

@@ -56,7 +56,9 @@ def test_transformers_computes_what_megatron_computes(tools, tmp_path, name):
         logits = stock_logits(tmp_path / "out", text, **changed)
         return np.abs(logits - expected).max() / np.abs(expected).max()
 
-    assert written_config(tmp_path / "out")["architectures"] == [kind]
+    # Engines' own code by these names would run another model, as llama.cpp's does.
+    other = not own.normalized or (kind == "MixtralForCausalLM" and "W" in layers)
+    assert written_config(tmp_path / "out")["architectures"] == ["TransformersMoEForCausalLM" if other else kind]
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__ == kind
     assert difference() <= NEAR
     assert difference(num_experts_per_tok=3) > FAR
@@ -175,7 +177,7 @@ def test_transformers_without_the_architecture_or_with_another(monkeypatch):
     content = plain_config(arguments_of(shape), shape, "float32")
     reads_less = dict(transformers.CONFIG_MAPPING.items()) | dict(qwen3_moe=transformers.MixtralConfig)
     monkeypatch.setattr(transformers, "CONFIG_MAPPING", reads_less)
-    with pytest.raises(ValueError, match=r"reads norm_topk_prob=None from the qwen3_moe .*leave --stock out"):
+    with pytest.raises(ValueError, match=r"reads moe_intermediate_size=None from the qwen3_moe .*leave --stock out"):
         stock_config(content, shape, None, (None,) * 4, "--stock")
     monkeypatch.setattr(transformers, "CONFIG_MAPPING", {})
     with pytest.raises(ValueError, match=r"has no mellum; expected a release with it, e\.g\. 5\.24; upgrade it"):

@@ -9,7 +9,7 @@ from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.hf.architecture import config_as_read
-from s2_megatron.tools.hf.config_keys import CLASSES, TRANSFORMERS_CLASS, quiet_transformers
+from s2_megatron.tools.hf.config_keys import CLASSES, TRANSFORMERS_CLASS, TRANSFORMERS_MOE_CLASS, quiet_transformers
 from s2_megatron.tools.hf.source_windows import source_windows
 from s2_megatron.tools.hf.weights import Shape
 
@@ -148,17 +148,19 @@ def _with_experts(content: dict, shape: Shape, windows: Windows, flag: str) -> d
             )
         keys |= {"num_local_experts": experts.count, "intermediate_size": experts.hidden, "router_jitter_noise": 0.0}
         keys |= {"sliding_window": windowed[0] if windowed else None}
-        return keys | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        name = TRANSFORMERS_MOE_CLASS if windowed else "MixtralForCausalLM"  # llama.cpp's is dense
+        return keys | {"architectures": [name], "model_type": "mixtral"}
     keys |= {"num_experts": experts.count, "moe_intermediate_size": experts.hidden}
     keys |= {"norm_topk_prob": experts.normalized}
+    name = None if experts.normalized else TRANSFORMERS_MOE_CLASS  # llama.cpp reads no norm_topk_prob
     if not windowed:
         dense = [layer for layer, has in enumerate(experts.layers) if not has]
         keys |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": False}
-        return keys | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+        return keys | {"architectures": [name or "Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     keys |= {"mlp_layer_types": ["sparse" if has else "dense" for has in experts.layers], "num_mtp_layers": 0}
     rope = content["rope_parameters"]
     keys |= {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
-    return keys | _window_keys(windows) | {"architectures": ["MellumForCausalLM"], "model_type": "mellum"}
+    return keys | _window_keys(windows) | {"architectures": [name or "MellumForCausalLM"], "model_type": "mellum"}
 
 
 def _check(config: dict, windows: Windows, flag: str, experts: bool) -> None:
