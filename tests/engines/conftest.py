@@ -59,6 +59,7 @@ def answers(request, tmp_path_factory):
             (root / "jobs.json").write_text(json.dumps(dict(folders=folders, tokens=text.tolist())))
             command = [python, SCRIPTS / f"{engine}_logprobs.py", way, root / "jobs.json", root / "out.npz"]
             alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+            alone["S2_TESTS_PYTHON"] = sys.executable
             ran = subprocess.run(command, text=True, capture_output=True, timeout=SECONDS, env=alone, cwd=root)
             assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]
             found = np.load(root / "out.npz")

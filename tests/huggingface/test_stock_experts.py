@@ -79,7 +79,11 @@ def test_the_shards_of_experts(tools, tmp_path):
     assert reader.shapes[name] == (4, 6, 96, 64)
     assert len(reader._metadata.state_dict_metadata[name].chunks) == 4 * 6 * 2
     line = tools.refused("export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out")
-    assert "num_experts=6; only a Llama- or Qwen-shaped model" in line
+    assert (
+        "num_experts=6; only a Llama- or Qwen-shaped model" in line and "experts leave with export-hf --stock" in line
+    )
+    tools("export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out", "--as-dense")
+    assert written_config(tmp_path / "out")["model_type"] == "qwen3_moe"
 
 
 def trained_with(**more):

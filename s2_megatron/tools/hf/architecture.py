@@ -54,7 +54,8 @@ def shape_of_arguments(
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it")
+        leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
+        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it{leave}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
         symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)

@@ -67,8 +67,8 @@ def load_model(
     it.
 
     s2_config: the YAML, needed for block masks, else compared. dense_core: what computes dense layers, as
-    --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped,
-    with or without experts.
+    --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped, with or
+    without experts of a softmax router.
     """
     trained = checkpoint_arguments(folder)
     shape = shape_of_arguments(trained, f"--load {folder}", None, experts=True)

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--stock", action="store_true",
-        help="a folder that runs without this package: Llama, Ministral, Qwen2 or Qwen3 with the model's windows",
+        help="a folder that runs without this package: Llama, Ministral, Qwen2 or Qwen3 with the model's windows, or, "
+        "with experts, Qwen3-MoE, Mellum or Mixtral",
     )  # fmt: skip
     form.add_argument(
         "--as-dense", action="store_true", help="a plain Llama or Qwen folder, in which the sparsity is lost"

@@ -1,7 +1,8 @@
 """Exports a checkpoint and compares the exported model's logits, and its greedy continuation, with those of Megatron's
 own load of it.
 
-Usage: exported.py LOAD OUTPUT [FLAG of export-hf ...]; prints "largest difference X of Y" and "same continuation of N different tokens".
+Usage: exported.py LOAD OUTPUT [FLAG of export-hf ...]; prints "largest difference X of Y" and "same continuation of N
+different tokens".
 """
 
 import sys
