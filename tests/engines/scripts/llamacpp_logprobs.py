@@ -18,7 +18,7 @@ CONVERT = Path(__file__).with_name("llamacpp_convert.py")
 
 
 def refusal(ran) -> np.ndarray:
-    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if "rror" in line or "GGML_ASSERT" in line]
+    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if "error" in line.lower() or "GGML_ASSERT" in line]
     return np.array(lines[-1] if lines else f"exit code {ran.returncode}")
 
 
