@@ -18,8 +18,12 @@ CONVERT = Path(__file__).with_name("llamacpp_convert.py")
 
 
 def refusal(ran) -> np.ndarray:
-    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if "error" in line.lower() or "GGML_ASSERT" in line]
-    return np.array(lines[-1] if lines else f"exit code {ran.returncode}")
+    """The last line of a process that names an assertion, else an error."""
+    lines = (ran.stdout + ran.stderr).splitlines()
+    for mark in ("ggml_assert", "error"):
+        if found := [line for line in lines if mark in line.lower()]:
+            return np.array(found[-1])
+    return np.array(f"exit code {ran.returncode}")
 
 
 def answer(folder, text, root):
