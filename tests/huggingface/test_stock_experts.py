@@ -174,6 +174,23 @@ def test_a_model_with_experts_that_has_no_stock_form(sizes, windows, message):
         stock_config(plain_config(arguments_of(shape), shape, "float32"), shape, None, windows, "--stock")
 
 
+@pytest.mark.parametrize(
+    "sizes, windows, name",
+    [
+        (dict(), (None,) * 4, "LlamaForCausalLM"),
+        (dict(qkv_bias=True), (None,) * 4, "TransformersForCausalLM"),
+        (dict(qk_norm=True), (None,) * 4, "TransformersForCausalLM"),
+        (dict(experts=experts()), (None,) * 4, "MixtralForCausalLM"),
+        (dict(experts=experts(), qk_norm=True), (None,) * 4, "TransformersMoEForCausalLM"),
+        (dict(experts=experts(), qk_norm=True), (5, None, 5, 5), "TransformersMoEForCausalLM"),
+    ],
+)
+def test_scaled_rope_that_llama_cpp_would_lose_has_the_name_of_no_class_of_its_own(sizes, windows, name):
+    shape = shape_of(**sizes)
+    content = plain_config(arguments_of(shape, use_rope_scaling=True), shape, "float32")
+    assert stock_config(content, shape, None, windows, "--stock")["architectures"] == [name]
+
+
 def test_transformers_without_the_architecture_or_with_another(monkeypatch):
     import transformers
 

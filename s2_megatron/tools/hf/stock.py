@@ -90,7 +90,7 @@ def stock_config(content: dict, shape: Shape, scale: float | None, windows: Wind
     for what in (words for words, here in of_its_own.items() if here):
         raise ValueError(f"{flag}: a model with {what} has no plain Llama or Qwen form; leave {flag} out")
     if shape.experts is None:
-        config = content | _plain(shape, windows, flag)
+        config = content | _plain(content, shape, windows, flag)
     else:
         config = content | _with_experts(content, shape, windows, flag)
     names = {name: config.pop(name) for name in ("architectures", "model_type")}
@@ -108,7 +108,12 @@ def _window_keys(windows: Windows) -> dict:
     return {"sliding_window": window, "layer_types": kinds}
 
 
-def _plain(shape: Shape, windows: Windows, flag: str) -> dict:
+def _rope_is_scaled(content: dict) -> bool:
+    """llama.cpp's converter loses it without a word, but in a Llama or Mixtral."""
+    return content["rope_parameters"]["rope_type"] != "default"
+
+
+def _plain(content: dict, shape: Shape, windows: Windows, flag: str) -> dict:
     family = "qwen2" if shape.qkv_bias else "qwen3" if shape.qk_norm else "llama"
     if family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
         raise ValueError(f"{flag}: Qwen2 wants hidden_size / heads as its head dim; leave {flag} out")
@@ -122,6 +127,8 @@ def _plain(shape: Shape, windows: Windows, flag: str) -> dict:
         name = TRANSFORMERS_CLASS
         first = next(layer for layer, window in enumerate(windows) if window is not None)
         keys |= {"use_sliding_window": True, "max_window_layers": first}
+    elif family != "llama" and _rope_is_scaled(content):
+        name = TRANSFORMERS_CLASS
     return keys | {"architectures": [name], "model_type": family}
 
 
@@ -152,7 +159,8 @@ def _with_experts(content: dict, shape: Shape, windows: Windows, flag: str) -> d
         return keys | {"architectures": [name], "model_type": "mixtral"}
     keys |= {"num_experts": experts.count, "moe_intermediate_size": experts.hidden}
     keys |= {"norm_topk_prob": experts.normalized}
-    name = None if experts.normalized else TRANSFORMERS_MOE_CLASS  # llama.cpp reads no norm_topk_prob
+    # llama.cpp reads no norm_topk_prob.
+    name = None if experts.normalized and not _rope_is_scaled(content) else TRANSFORMERS_MOE_CLASS
     if not windowed:
         dense = [layer for layer, has in enumerate(experts.layers) if not has]
         keys |= {"decoder_sparse_step": 1, "mlp_only_layers": dense, "use_sliding_window": False}
