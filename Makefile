@@ -4,7 +4,7 @@
 # make test         the quick tests, of most kinds of faults, without a GPU: 12 minutes on two cores
 # make test-all     make test, then the rest of what needs no GPU, 35 minutes more
 # make test-long    kills and resumes by the dozen, many drawn launches, a real SLURM on this machine
-# make test-engines exported models in engines that are not ours, which it installs (6 GB): half an hour
+# make test-engines exported models in engines that are not ours, which it installs (6 GB): 40 minutes
 # make test-studies the harness of the studies of quality, a quarter of an hour; CI runs it where they have changed
 # make test-gpu     the suite for a GPU machine
 # make lint         ruff and the import contracts

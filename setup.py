@@ -47,10 +47,14 @@ setup(
         "s2_megatron.tools.hf",
         "s2_megatron.tools.inspect",
         "s2_megatron.testing",
+        "s2_megatron.vllm",
     ],
     package_data={"s2_megatron.tools.forecast": ["*.json"]},
     py_modules=["pretrain_gpt_s2"],
-    entry_points={"console_scripts": ["s2-megatron = s2_megatron.tools.commands:main"]},
+    entry_points={
+        "console_scripts": ["s2-megatron = s2_megatron.tools.commands:main"],
+        "vllm.general_plugins": ["s2_gpt = s2_megatron.vllm:register"],
+    },
     install_requires=[
         "torch>=2.8",
         "megatron-core[training]>=0.19.2,<0.21",
@@ -86,6 +90,8 @@ setup(
         # Megatron imports it when --wandb-project is given, `s2-megatron compare` when it reads such a run
         "wandb": ["wandb"],
         "hf": ["transformers>=5.4", "safetensors"],
+        # serves exported models; into vLLM's own environment it is better installed with --no-deps (docs/inference.md)
+        "vllm": ["vllm>=0.32", "transformers>=5.4"],
         # `s2-megatron make-dataset` reads .zst files with it; Python has it from 3.14 on, as compression.zstd
         "zstd": ['backports.zstd; python_version < "3.14"'],
     },

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,7 +34,7 @@ def run(runs):
 
     def run_example(name: str, **settings) -> str:
         environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(runs), "OMP_NUM_THREADS": "1", **settings}
-        environment["PYTHONPATH"] = str(ROOT)
+        environment["PYTHONPATH"] = python_path()
         command = ["bash"] if name.endswith(".sh") else [sys.executable]
         done = subprocess.run(
             [*command, str(EXAMPLES / name)], env=environment, cwd=runs, capture_output=True, text=True, timeout=1500

@@ -17,6 +17,7 @@ from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import arguments
+from tests.python_path import python_path
 from tests.slurm_stand_ins import cluster, submit
 
 __all__ = ["cluster"]  # a fixture
@@ -281,7 +282,7 @@ def test_the_script_shows_its_help_and_not_its_usage(tmp_path, flags, status):
     """Megatron's own parser fails at its help and prints 700 lines of usage with an error; ours has to come first."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "pretrain_gpt_s2.py"), *flags],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import linecache
 import os
 import re
@@ -66,8 +67,12 @@ def _source(error: BaseException) -> tuple[str, str, str]:
 
 
 def _own_place(error: BaseException) -> str | None:
-    """Where this package failed, as file:line: a library that it called counts as this package, Megatron does not."""
-    known = [place for place in traceback.walk_tb(error.__traceback__) if _package(place[0]) in (OWN, MEGATRON)]
+    """Where this package failed, as file:line: a library that it called counts as this package, Megatron does not, nor
+    does a script whose code is in a `with` of this package."""
+    places = list(traceback.walk_tb(error.__traceback__))
+    if len(places) > 1 and places[0][0].f_code.co_flags & inspect.CO_GENERATOR:
+        places = places[1:]  # the context manager at its yield
+    known = [place for place in places if _package(place[0]) in (OWN, MEGATRON)]
     if not known or _package(known[-1][0]) != OWN:
         return None
     frame, line = known[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from argparse import Namespace
 
+from megatron.core import package_info
 from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.transformer.multi_token_prediction import (
@@ -18,7 +19,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training import argument_utils
 
 from s2_megatron.megatron.layer_cores import core_specs, require_repeatable, uses_transformer_engine, with_core
 from s2_megatron.megatron.model.expert_metrics import log_experts_of_all_stages
@@ -131,12 +132,19 @@ def model_config_from_args(args: Namespace):
     """Megatron's GPTModelConfig, or its HybridModelConfig where args has a hybrid_layer_pattern: of local modules with
     --transformer-impl local, where Megatron takes Transformer Engine's all the same.
 
-    args: Megatron's. Raises ValueError as refuse_dropped does, and for layers that a local stack does not have.
+    args: Megatron's. Raises ValueError as refuse_dropped does, for layers that a local stack does not have, and for a
+    GPT where Megatron has no GPTModel.
     """
     if args.hybrid_layer_pattern is None:
-        return gpt_config_from_args(args)
+        if not hasattr(argument_utils, "gpt_config_from_args"):
+            pattern = "*-" * args.num_layers if args.num_layers and args.num_layers <= 8 else "*-*-"
+            raise ValueError(
+                f"--hybrid-layer-pattern is not given, and Megatron {package_info.__version__} has no GPTModel; "
+                f"expected a pattern, in which *- stands for a layer of a GPT; add --hybrid-layer-pattern '{pattern}'"
+            )
+        return argument_utils.gpt_config_from_args(args)
     refuse_dropped(args)
-    model_config = hybrid_config_from_args(args)
+    model_config = argument_utils.hybrid_config_from_args(args)
     log_experts_of_all_stages(model_config.transformer)
     if args.transformer_impl == "local" and model_config.hybrid_stack_spec is None:
         model_config.hybrid_stack_spec = spec = local_stack_spec(model_config.transformer)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-import megatron.training.models.gpt as megatron_gpt
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_token_prediction import (
@@ -43,6 +42,11 @@ from s2_megatron.megatron.model.norms import final_norm, stage_norm
 from s2_megatron.megatron.patches import use_own_mtp_specs
 from s2_megatron.megatron.records.report import report_layers
 from s2_megatron.megatron.settings import S2Run
+
+try:
+    import megatron.training.models.gpt as megatron_gpt
+except ModuleNotFoundError:  # a Megatron that has HybridModel alone
+    megatron_gpt = None
 
 
 def global_layer_indices(
@@ -186,7 +190,8 @@ def apply_s2(model_config, run: S2Run | None) -> None:
     spec = model_config.hybrid_stack_spec if hybrid else model_config.transformer_layer_spec
     if spec is not None and not is_local_stack(spec):
         raise ValueError(f"the model has the layer spec {spec} and --s2-config; expected one of them; drop --spec")
-    builder, known = model_config.builder, (HybridModelConfig if hybrid else megatron_gpt.GPTModelConfig).builder
+    builder = model_config.builder
+    known = HybridModelConfig.builder if hybrid else megatron_gpt and megatron_gpt.GPTModelConfig.builder
     if builder != known:
         raise ValueError(f"the model is built by {builder}; expected {known}; train a plain GPT or HybridModel")
     _require_transformer_impl(transformer)

@@ -15,9 +15,10 @@ import pytest
 from benchmarks import position_loss, run_offset
 from examples.quickstart.dataset import PreparedCorpus
 from s2_megatron.tools.compare.statistics import SMALL_RUNS
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess:

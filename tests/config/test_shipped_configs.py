@@ -14,6 +14,7 @@ from examples.quickstart.launch import MODEL
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import tensor_parallel_balance
 from s2_megatron.patterns.ranges import period_coverage
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -286,7 +287,12 @@ def test_megatron_accepts_the_launchers(tmp_path):
             cases.append((64 if "70b" in script.stem else 8, command[entry:]))
             names.append((script.stem, implementation))
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", PARSE, str(tmp_path / "cases.json")],
         env=environment,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,7 +26,7 @@ def found(tmp_path_factory):
             asked = parts or ("gradients", "wrong", "packed", "contexts" if ranks < 8 else "volume")
             environment = {
                 **os.environ,
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": python_path(),
                 "OMP_NUM_THREADS": "1",
                 "TRITON_INTERPRET": "1",
                 "CUDA_VISIBLE_DEVICES": "",

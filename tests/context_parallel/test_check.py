@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from s2_megatron.testing.context_parallel_check import line_of
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": True, "waited": ""}
@@ -19,7 +20,7 @@ RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": 
 @pytest.fixture
 def checked():
     """checked(flags) -> (exit code, what two processes printed)"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
 
     def run(flags):

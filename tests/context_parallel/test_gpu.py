@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.python_path import python_path
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,7 +21,7 @@ def test_errors_are_those_of_one_gpu(ranks, dtype, monkeypatch):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", python_path())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*launch, "-m", "s2_megatron.testing.context_parallel_check", "--dtypes", dtype]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

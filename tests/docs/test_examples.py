@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from s2_megatron.config.load import SparsityConfig, load_config
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +22,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def run(code: str, folder: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "forked_tools.py"
 
@@ -14,7 +16,7 @@ class Tools:
     """s2-megatron in forks of a process that has imported Megatron (whose CPU stand-in stays there)."""
 
     def __init__(self):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+        environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT], env=environment, cwd=ROOT, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,

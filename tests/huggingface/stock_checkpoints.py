@@ -25,11 +25,11 @@ def shape_of(**more) -> Shape:
     return Shape(**sizes | more)
 
 
-def plan_of(layers: str, **spec) -> ResolvedSparsity:
-    """The sparsity of LAYERS layers. spec: of each layer W."""
+def plan_of(layers: str, heads: tuple[int, int] = (HEADS, KV_HEADS), **spec) -> ResolvedSparsity:
+    """The sparsity of LAYERS layers. heads: query and KV heads. spec: of each layer W."""
     specs = dict(specs=dict(W=spec)) if spec else {}
     config = SparsityConfig.from_data(dict(block_size=16, layers=layers) | specs)
-    return config.resolve(num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_length=1024)
+    return config.resolve(num_layers=LAYERS, num_heads=heads[0], num_kv_heads=heads[1], seq_length=1024)
 
 
 def arguments_of(shape: Shape, **more) -> Namespace:

@@ -17,6 +17,7 @@ from s2_megatron.patterns.ranges import make_range_pattern
 from s2_megatron.tools import commands
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, model_of, random_mask, tokens
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 63, 64, 65, 1000)
@@ -197,7 +198,7 @@ def test_a_tokenizer_cuts_the_rows_that_are_no_words(tools, made, tmp_path):
     tools("export-hf", "--load", made / "dense-mcore", "--output", folder, "--tokenizer", tmp_path / "tokenizer")
     # A process of its own imports Megatron, whose reports of missing packages would hide the flags.
     command = [sys.executable, "-m", "s2_megatron", "import-hf", "--input", folder, "--output", tmp_path / "again"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "Warning" not in done.stderr and done.stdout.startswith("wrote ")
     assert f"--tokenizer-model={folder} " in done.stdout and "--tokenizer-type=HuggingFaceTokenizer " in done.stdout
@@ -321,7 +322,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
     for step in ("make", "import", "export"):
         done = subprocess.run(
             [sys.executable, "-c", MEMORY, tmp_path, step], capture_output=True, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         if step != "make":

@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.megatron import forks
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,7 +62,7 @@ def parse_cases(cases: list[dict], **environment: str) -> list[dict]:
         (Path(folder) / "cases.json").write_text(json.dumps(cases))
         variables = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(),
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "TRITON_INTERPRET": "0",

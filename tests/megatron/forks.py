@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
+from tests.python_path import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = "tests.megatron.preloaded"
 
@@ -28,9 +30,8 @@ def start(script: Path, arguments: list[str], environment: dict[str, str], folde
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
     process = context.Process(target=_run, args=(script, arguments, environment, folder, output))
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Of the process that imports, when this is the first start.
-    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths)):
+    with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=python_path()):
         process.start()
     return Forked(process)
 

@@ -34,6 +34,7 @@ from s2_megatron.megatron.checkpoints.checksums import damaged_files, files_of_r
 from s2_megatron.megatron.checkpoints.folder import TRACKER, CheckpointError, checkpoint_to_load, newest_complete
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from tests.megatron.conftest import ENTRY, ROOT, SPARSITY, Lab, write_corpus
+from tests.python_path import python_path
 
 MARK = "S2_KILL_TRIAL"
 SAVE_INTERVAL = 4
@@ -137,7 +138,7 @@ class Trial:
             MARK: mark,
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": python_path(),
         }
         output = self.folder / f"attempt_{len(self.outputs)}.log"
         self.outputs.append(output)

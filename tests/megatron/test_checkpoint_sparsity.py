@@ -10,7 +10,9 @@ import pytest
 
 from tests.megatron import forks
 from tests.megatron.arguments import CONFIG, ROOT, arguments, parse_cases
+from tests.megatron.without_gpt import require_gpt_model
 from tests.ports import free_port
+from tests.python_path import python_path
 
 OTHER = CONFIG.replace("stride: 4", "stride: 8")
 DENSE = "layers: D\n"
@@ -46,12 +48,19 @@ for name, (changes, iteration) in json.loads(sys.argv[2]).items():
 
 
 def run(script, *arguments, **environment):
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **environment}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "0",
+        **environment,
+    }
     forks.run(script, [*map(str, arguments)], variables, ROOT)
 
 
 @cache
 def results(folder) -> dict[str, dict]:
+    require_gpt_model()
     files = {
         "config": CONFIG,
         "renamed": f"# the same\n{CONFIG}",

@@ -10,6 +10,7 @@ import pytest
 from s2_megatron.megatron.checkpoints.compare import StoredCheckpoint, compare_rope_scaling, dropout_note
 from s2_megatron.megatron.model.rope_scaling import computed_factor, set_rope_scaling
 from tests.megatron import forks
+from tests.megatron.without_gpt import require_gpt_model
 
 SCRIPT = Path(__file__).parent / "scripts" / "dropped_flags.py"
 # What the model's config does not get, and need not.
@@ -27,6 +28,7 @@ DROPPED = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
+    require_gpt_model()
     folder = tmp_path_factory.mktemp("flags")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     forks.run(SCRIPT, [str(folder / "result.json")], environment, folder)

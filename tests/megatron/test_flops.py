@@ -17,6 +17,7 @@ from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import token_mask
 from tests.megatron.arguments import ROOT, arguments
 from tests.ports import free_port
+from tests.python_path import python_path
 
 BLOCK = 16
 CONFIG = "block_size: 16\nlayers: DSSS\nmtp_layers: S\nspecs:\n  S: {local_blocks: 2, stride: 4}\n"
@@ -83,7 +84,7 @@ def megatron(requests: list[dict], ranks: int = 1) -> list:
             WORLD_SIZE=str(ranks),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
-            PYTHONPATH=str(ROOT),
+            PYTHONPATH=python_path(),
             OMP_NUM_THREADS="1",
             CUDA_DEVICE_MAX_CONNECTIONS="1",
         )

@@ -22,6 +22,7 @@ from s2_megatron.megatron import data as gpt_data
 from s2_megatron.megatron import loss as gpt_loss
 from s2_megatron.megatron.host.dataset_helpers import check_build
 from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
+from tests.python_path import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
@@ -233,7 +234,7 @@ def test_gpu_packages_are_left_out_without_a_gpu(tmp_path):
         "from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu\ninstall_if_no_gpu()\n"
         "from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE\nassert not HAVE_APEX_OR_TE\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": python_path(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "No GPU found: transformer_engine left out" in done.stderr

@@ -22,7 +22,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
-from megatron.training.models.gpt import GPTModelConfig
 from megatron.training.models.hybrid import HybridModelConfig
 
 from s2_megatron.megatron.hybrid_specs import (
@@ -40,6 +39,7 @@ from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
 from tests.megatron.conftest import MODEL, ROOT
+from tests.megatron.without_gpt import require_gpt_model
 from tests.tiers import mostly_slow
 
 # Of attention in 0, 2 and 5, counted from 0.
@@ -143,9 +143,6 @@ def test_each_attention_layer_has_its_own_core(tmp_path):
 def test_a_stack_of_another_source_is_refused(tmp_path):
     run = S2Run(resolved(tmp_path, "SSD"), S2Settings(seq_length=256))
     config = HybridModelConfig(transformer=make_config(num_layers=6, num_moe_experts=2), hybrid_layer_pattern=PATTERN)
-    gpt = GPTModelConfig(transformer=make_config(num_layers=3))
-    with pytest.raises(ValueError, match="expected the HybridModelConfig of hybrid_config_from_args"):
-        apply_s2(gpt, run)
     apply_s2(config, run)
     first = config.hybrid_stack_spec
     apply_s2(config, run)
@@ -156,6 +153,15 @@ def test_a_stack_of_another_source_is_refused(tmp_path):
     config.hybrid_stack_spec, config.builder = None, "another.Builder"
     with pytest.raises(ValueError, match=r"built by another\.Builder; expected megatron\.training\.models\.hybrid"):
         apply_s2(config, run)
+
+
+def test_a_gpt_is_refused_under_the_pattern(tmp_path):
+    require_gpt_model()
+    from megatron.training.models.gpt import GPTModelConfig
+
+    gpt = GPTModelConfig(transformer=make_config(num_layers=3))
+    with pytest.raises(ValueError, match="expected the HybridModelConfig of hybrid_config_from_args"):
+        apply_s2(gpt, S2Run(resolved(tmp_path, "SSD"), S2Settings(seq_length=256)))
 
 
 def test_a_model_that_a_script_built_without_s2_is_found(tmp_path):

@@ -15,10 +15,12 @@ import pytest
 from tests.megatron.arguments import ROOT
 from tests.megatron.launch_draws import GROUPS, read_changes
 from tests.megatron.launch_trial import FAILED, HUNG, IDLE, REFUSED, TRAINED, Trial, judged, raised, run
+from tests.megatron.without_gpt import require_gpt_model
 
 
 @pytest.fixture
 def trial(tmp_path, count_gpus):
+    require_gpt_model()
     if count_gpus:
         pytest.skip("the runs of the trial are forked from a process that has no GPU")
     return Trial(tmp_path)

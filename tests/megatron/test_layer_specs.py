@@ -13,8 +13,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.training.models import gpt
-from megatron.training.models.gpt import GPTModelConfig
 
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.megatron import patches
@@ -25,6 +23,7 @@ from s2_megatron.megatron.model.dense_core import resolve_dense_core
 from s2_megatron.megatron.model.norms import sequence_parallel_norm
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import make_range_pattern
+from tests.megatron.without_gpt import require_gpt_model
 
 LAYERS = 8
 
@@ -299,6 +298,9 @@ def make_run(**sparsity):
 
 
 def make_model_config(**settings):
+    require_gpt_model()
+    from megatron.training.models.gpt import GPTModelConfig
+
     return GPTModelConfig(transformer=make_config(**settings), vocab_size=128)
 
 
@@ -320,6 +322,9 @@ def test_apply_sets_spec_and_scale(capsys):
 
 def test_megatron_asks_the_spec_for_multi_token_prediction_layers(last_stage, monkeypatch):
     """Its builder makes them dense otherwise. Applied twice it is patched once, and a model without S2 stays stock."""
+    require_gpt_model()
+    from megatron.training.models import gpt
+
     monkeypatch.setattr(gpt, "mtp_block_spec", inspect.unwrap(gpt.mtp_block_spec))
     monkeypatch.setattr(patches, "_asks_layer_spec", False)
     model_config = make_model_config(mtp_num_layers=1)

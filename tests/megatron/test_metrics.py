@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from s2_megatron.config.load import load_config
-from tests.megatron.arguments import CONFIG, ROOT, arguments
+from tests.megatron.arguments import CONFIG, arguments
+from tests.python_path import python_path
 from tests.tiers import mostly_slow
 
 pytest.importorskip("tensorboard")
@@ -51,7 +52,7 @@ def run(request, tmp_path_factory):
     }
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",

@@ -21,19 +21,23 @@ install_if_no_gpu()
 from megatron.core.datasets import utils
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.training import checkpointing, training
-from megatron.training.models import gpt
+from megatron.training import models
 from s2_megatron.megatron import patches
+
+gpt = getattr(models, "gpt", None)
 
 def functions():
     names = ("training_log", "evaluate", "evaluate_and_print_results")
     names += ("save_checkpoint", "maybe_finalize_async_save", "setup_model_and_optimizer")
     checkpoints = [checkpointing.schedule_async_save, checkpointing._load_base_checkpoint]
     checkpoints += [filesystem_async.get_write_results_queue, async_utils.PersistentAsyncCaller.async_loop]
-    return [utils.compile_helpers, gpt.mtp_block_spec, *checkpoints, *(getattr(training, name) for name in names)]
+    checkpoints += [gpt.mtp_block_spec] if gpt else []
+    return [utils.compile_helpers, *checkpoints, *(getattr(training, name) for name in names)]
 
 def install():
     patches.use_prebuilt_dataset_helpers()
-    patches.use_own_mtp_specs()
+    if gpt:
+        patches.use_own_mtp_specs()
     patches.install_loss_log(sys.argv[1])
     patches.guard_processes()
     patches.install_checkpoint_hooks(SimpleNamespace(s2_checksums=False, load=None), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.megatron.host import processes
-from tests.megatron.arguments import ROOT
+from tests.python_path import python_path
 from tests.tiers import mostly_slow
 
 # A trainer with every kind of process that Megatron's checkpoints start; it prints their ids and is killed.
@@ -42,7 +42,7 @@ def command(folder: Path, trainer: str) -> dict:
     """The arguments of subprocess for a trainer of this source."""
     script = folder / "trainer.py"
     script.write_text(trainer)
-    return dict(args=[sys.executable, str(script)], text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return dict(args=[sys.executable, str(script)], text=True, env={**os.environ, "PYTHONPATH": python_path()})
 
 
 def running(pid: int) -> bool:

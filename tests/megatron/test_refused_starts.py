@@ -9,6 +9,7 @@ import pytest
 
 from tests.megatron.conftest import run_processes
 from tests.megatron.launch_trial import ENTRY, Trial
+from tests.megatron.without_gpt import require_gpt_model
 
 CACHE = {"--data-cache-path": ["{run}/empty"]}
 PART = {"--train-data-path": ["{lab}/corpus"], "--valid-data-path": ["{lab}/corpus"], "--data-path": None}
@@ -59,6 +60,7 @@ STARTS = {
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory, count_gpus):
+    require_gpt_model()
     if count_gpus:
         pytest.skip("the starts are forked from a process that has no GPU")
     return Trial(tmp_path_factory.mktemp("starts"))

@@ -21,6 +21,7 @@ from s2_megatron.megatron.records import status as run_status
 from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
 from tests.megatron.conftest import ENTRY, ROOT
 from tests.ports import free_port
+from tests.python_path import python_path
 
 
 def words(save) -> tuple[str, str, int, int]:
@@ -66,7 +67,7 @@ def test_a_full_disk_still_takes_the_end(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
     flags = lab.flags(f"--train-iters 100000 --save {tmp_path} --save-interval 100000 --exit-signal-handler")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     for number, state in ((signal.SIGTERM, "stopped"), (signal.SIGKILL, "running")):
         log = tmp_path / f"{state}.jsonl"
         environment["MASTER_PORT"] = str(free_port())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 from tests.megatron import forks
-from tests.megatron.arguments import ROOT
+from tests.python_path import python_path
 
 
 def test_megatron_goes_through_a_schedule_before_the_training(tmp_path, scripts):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     forks.run(scripts / "schedules.py", [], environment, tmp_path)

@@ -22,6 +22,8 @@ from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
+from tests.megatron.without_gpt import require_gpt_model
+from tests.python_path import python_path
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
 from tests.tools.bad_values import REFUSED_FLAGS, TAKEN
 from tests.tools.scripts.check_cases import WORKING, violates
@@ -122,7 +124,7 @@ def results(tmp: Path) -> dict[str, dict]:
 
 def run_script(folder: Path, *arguments) -> str:
     """What check_cases.py printed."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     return forks.run(SCRIPT, [*map(str, arguments)], environment, folder)
 
 
@@ -133,6 +135,7 @@ def outcomes(printed: str) -> dict[str, int]:
 
 @pytest.fixture(scope="session")
 def checked(tmp_path_factory):
+    require_gpt_model()
     tmp = tmp_path_factory.mktemp("check")
     return tmp, results(tmp)
 
@@ -266,6 +269,7 @@ def test_weights_that_are_not_initialized_come_from_a_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_nothing_else_than_success_or_one_error_line(tmp_path):
     """Flags of Megatron's own parser with any values, and any sparsity YAML."""
+    require_gpt_model()
     seen = outcomes(run_script(tmp_path, "fuzz", 60))
     assert sum(seen.values()) >= 60
 
@@ -321,6 +325,7 @@ def test_without_a_line():
 @pytest.mark.slow
 def test_a_downloaded_tokenizer_of_the_hub_is_built_without_the_network(tmp_path):
     """What the data's tokens are compared with is its vocabulary."""
+    require_gpt_model()
     from examples.quickstart.dataset import Document, train_tokenizer
 
     make_files(tmp_path)

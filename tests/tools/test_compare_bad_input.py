@@ -13,7 +13,8 @@ import pytest
 from s2_megatron.tools import commands, outputs
 from s2_megatron.tools.compare import readers
 from s2_megatron.tools.compare.readers import split_run
-from tests.tools.logged_runs import ROOT, losses, s2_arguments, write_loss_log
+from tests.python_path import python_path
+from tests.tools.logged_runs import losses, s2_arguments, write_loss_log
 
 HEADER = {"run": {"arguments": {}, "flops_per_token": None}, "iteration": 1, "time": 1.0}
 RECORD = {"iteration": 1, "lm loss": 3.0, "time": 1.0}
@@ -227,7 +228,7 @@ def test_options_are_finite_numbers(capsys, option, value):
 def test_a_closed_standard_output(folder):
     """The page is written, and nothing is printed."""
     command = f'"{sys.executable}" -m s2_megatron compare dense.jsonl s2.jsonl --html compare.html >&-'
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=600, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (folder / "compare.html").read_text().endswith("</html>\n")

@@ -18,6 +18,7 @@ from s2_megatron.tools import commands
 from s2_megatron.tools.forecast.flags import CHECKED, FLAGS, read_flags
 from s2_megatron.tools.forecast.tables import NAMED, memory_gib
 from s2_megatron.tools.inspect import layer_kinds
+from tests.megatron.without_gpt import require_gpt_model
 
 ROOT = Path(__file__).resolve().parents[2]
 S2_YAML = str(ROOT / "configs/s2_1p3b_s2.yaml")
@@ -151,6 +152,7 @@ def test_flags_alone_are_a_line(capsys):
 @pytest.mark.slow
 def test_what_a_launcher_prints_is_read_from_the_standard_input(capsys, monkeypatch):
     """DRY_RUN=1 examples/pretrain_1p3b.sh | s2-megatron inspect -- -"""
+    require_gpt_model()
     variables = {**os.environ, "DRY_RUN": "1", "MOCK_DATA": "1", "SEQ_LENGTH": "32768", "PYTHON": sys.executable}
     done = subprocess.run(
         [ROOT / "examples/pretrain_1p3b.sh"], capture_output=True, text=True, cwd=ROOT, env=variables, check=True

@@ -17,6 +17,7 @@ import pytest
 
 from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
+from tests.python_path import python_path
 from tests.tools import tries
 
 pytest.importorskip("transformers", reason="transformers is an optional extra: pip install 's2-megatron[hf]'")
@@ -27,7 +28,7 @@ QUICK = 100  # more than any option has values: one of each
 
 def run(folder: Path, lines: str, share: int, seconds: float) -> dict:
     """What tried.py found."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SCRIPT), str(folder / "lab"), lines, str(share)]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stderr[-6000:]

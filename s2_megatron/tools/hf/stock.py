@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import copy
 
+from s2_megatron.config.head_windows import head_windows
 from s2_megatron.config.sparsity import ResolvedSparsity
-from s2_megatron.patterns.head import HeadPattern
-from s2_megatron.patterns.ranges import Pattern, RangePattern
 from s2_megatron.tools.hf.architecture import config_as_read
 from s2_megatron.tools.hf.config_keys import CLASSES, TRANSFORMERS_CLASS, TRANSFORMERS_MOE_CLASS, quiet_transformers
 from s2_megatron.tools.hf.source_windows import source_windows
@@ -25,8 +24,8 @@ def plan_windows(sparsity: ResolvedSparsity) -> Windows:
     """The windows of a plan. Raises ValueError where a layer is neither dense nor has one exact window for all heads,
     the same in all window layers; it names the layer (as the layer table does), the head and what it has."""
     windows: list[int | None] = []
-    for layer, one in enumerate(sparsity.layers):
-        window = _layer_window(one.pattern, layer)
+    for layer, of_heads in enumerate(head_windows(sparsity, _refused)):
+        window = _layer_window(of_heads, layer)
         other = next((place for place, seen in enumerate(windows) if seen not in (None, window)), None)
         if window is not None and other is not None:
             raise _refused(
@@ -36,36 +35,15 @@ def plan_windows(sparsity: ResolvedSparsity) -> Windows:
     return tuple(windows)
 
 
-def _layer_window(pattern: Pattern | None, layer: int) -> int | None:
-    if pattern is None:
-        return None
-    if not isinstance(pattern, RangePattern):
-        raise _refused(layer, 0, "a block mask", "with `window: 1024` in its place")
-    windows = [_head_window(head, pattern.block_size, layer, place) for place, head in enumerate(pattern.heads)]
+def _layer_window(windows: tuple[int | None, ...], layer: int) -> int | None:
     for place, window in enumerate(windows):
+        if window == 1:
+            what = "window 1, with which transformers' cache keeps all keys"
+            raise _refused(layer, place, what, "with `window: 2` or more")
         if window != windows[0]:
             mine, first = ("all keys" if one is None else f"window {one}" for one in (window, windows[0]))
             raise _refused(layer, place, f"{mine}, head 0 has {first}", "with the same window for all heads of a layer")
     return windows[0]
-
-
-def _head_window(head: HeadPattern, block_size: int, layer: int, place: int) -> int | None:
-    if head.is_dense:
-        return None
-    ranges, _, window, sink_tokens, _ = head.canonical
-    if strides := [stride for _, stride in ranges if stride > 1]:
-        raise _refused(layer, place, f"stride {strides[0]}", "with `window: 1024` alone")
-    if ranges:  # one, of the nearest blocks
-        keys = ranges[0][0] * block_size
-        shown = f"which shows {keys - block_size + 1} to {keys} keys"
-        what = f"a window of blocks (local_blocks, local_tokens), {shown}"
-        raise _refused(layer, place, what, f"with `window: {keys}` in its place")
-    if sink_tokens:
-        raise _refused(layer, place, f"sink_tokens {sink_tokens}", "without them")
-    if window == 1:
-        what = "window 1, with which transformers' cache keeps all keys"
-        raise _refused(layer, place, what, "with `window: 2` or more")
-    return window
 
 
 def _refused(layer: int, head: int, what: str, fix: str) -> ValueError:

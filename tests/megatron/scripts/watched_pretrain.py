@@ -13,10 +13,10 @@ def main():
     install_if_no_gpu()
     import megatron.training.training as training
     import torch
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
     from s2_megatron.megatron.model.core_attention import S2CoreAttention
     from tests.megatron.lifted import LIFT_UNPROVEN, lift_unproven_refusals
+    from tests.megatron.without_gpt import HAS_GPT_MODEL
 
     if os.environ.get(LIFT_UNPROVEN) == "1":
         lift_unproven_refusals()
@@ -33,7 +33,10 @@ def main():
 
     count(torch.cuda.CUDAGraph, "replay", "graph_replays")
     count(S2CoreAttention, "forward", "s2_calls")
-    count(GPTModel, "build_schedule_plan", "schedule_plans")
+    if HAS_GPT_MODEL:
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        count(GPTModel, "build_schedule_plan", "schedule_plans")
     setup = training.setup_model_and_optimizer
 
     def noting_setup(*args, **kwargs):
