@@ -75,6 +75,7 @@ def plugin(tmp_path_factory) -> Path:
 def run_script(python: Path, root: Path, name: str, *arguments, **environment) -> None:
     """A script of this folder in an engine's environment, without the packages of this checkout."""
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
+    alone["S2_TESTS_PYTHON"] = sys.executable
     command = list(map(str, [python, SCRIPTS / name, *arguments]))
     ran = subprocess.run(command, text=True, capture_output=True, timeout=SECONDS, env=alone, cwd=root)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-6000:]

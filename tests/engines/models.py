@@ -19,6 +19,7 @@ from tests.huggingface.stock_checkpoints import LAYERS, plan_of, shape_of, write
 
 WINDOW, LENGTH = 37, 160  # four windows and more
 
+EXPERTS = dict(layers=[1, 1, 1, 1], count=4, hidden=64, top=2, normalized=True)
 # name -> (layers, D dense or W with the window; what the shape has). Heads of 32: vLLM's CPU kernels know no narrower.
 MODELS = {
     "llama dense": ("D", {}),
@@ -30,6 +31,13 @@ MODELS = {
     "norm dense": ("D", dict(qk_norm=True)),
     "norm windows": ("W", dict(qk_norm=True)),
     "norm mixed": ("WWWD", dict(qk_norm=True)),
+    "experts dense": ("D", dict(qk_norm=True, experts=EXPERTS)),  # Qwen3-MoE
+    "experts mixed": ("DWWD", dict(qk_norm=True, experts=EXPERTS)),  # Mellum
+    "experts windows": ("W", dict(qk_norm=True, experts=EXPERTS)),  # Mellum
+    "some experts mixed": ("DWWD", dict(qk_norm=True, experts=EXPERTS | dict(layers=[0, 1, 1, 0], normalized=False))),
+    "shares dense": ("D", dict(qk_norm=True, experts=EXPERTS | dict(normalized=False))),  # of all experts
+    "mixtral dense": ("D", dict(experts=EXPERTS)),
+    "mixtral windows": ("W", dict(experts=EXPERTS)),
 }
 WIDE = dict(hidden_size=128, head_dim=32)
 
@@ -117,25 +125,42 @@ def _checkpoint(tools: Tools, root: Path, shape, plan: ResolvedSparsity) -> tupl
     )  # fmt: skip
     assert answer["status"] == 0, answer["out"] + answer["err"]
     stored = np.load(root / "logits.npz")
-    logits = stored["logits_1000"][:, : shape.vocab_size].astype(np.float64)
+    return load, stored["tokens"][0], _log_softmax(stored["logits_1000"][:, : shape.vocab_size])
+
+
+def _checkpoint_with_experts(tools: Tools, root: Path, layers: str, sizes: dict) -> tuple[Path, np.ndarray, np.ndarray]:
+    """The same of a checkpoint that Megatron writes, and a text of LENGTH."""
+    specs = dict(specs=dict(W=dict(window=WINDOW))) if "W" in layers else {}
+    answer = tools.ask(
+        save=dict(load=str(root / "mcore"), plan=dict(block_size=16, layers=layers) | specs, tokens=LENGTH,
+                  output=str(root / "logits.npz"), sizes=sizes)
+    )  # fmt: skip
+    assert answer["status"] == 0, answer["out"] + answer["err"]
+    stored = np.load(root / "logits.npz")
+    return root / "mcore", stored["tokens"][0], _log_softmax(stored["logits"])
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
     expected = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
-    return load, stored["tokens"][0], expected - logits.max(1, keepdims=True)
+    return expected - logits.max(1, keepdims=True)
 
 
 def _made(tools: Tools, root: Path, layers: str, sizes: dict) -> Made:
     root.mkdir()
-    shape = shape_of(**WIDE | sizes)
     windows = "W" in layers
-    plan = plan_of(layers, **dict(window=WINDOW) if windows else {})
-    load, text, expected = _checkpoint(tools, root, shape, plan)
+    if "experts" in sizes:
+        load, text, expected = _checkpoint_with_experts(tools, root, layers, WIDE | sizes)
+    else:
+        plan = plan_of(layers, **dict(window=WINDOW) if windows else {})
+        load, text, expected = _checkpoint(tools, root, shape_of(**WIDE | sizes), plan)
     folders = {"stock": stock_folder(tools, load, root / "stock")}
     if windows:
-        kinds = json.loads((folders["stock"] / "config.json").read_text())["layer_types"]
-        folders["no windows"] = changed_copy(
-            folders["stock"], root / "no-windows", layer_types=["full_attention"] * len(kinds)
-        )
+        kinds = json.loads((folders["stock"] / "config.json").read_text()).get("layer_types")
+        all_keys = dict(layer_types=["full_attention"] * len(kinds)) if kinds else dict(sliding_window=None)
+        folders["no windows"] = changed_copy(folders["stock"], root / "no-windows", **all_keys)
         folders["shifted"] = changed_copy(folders["stock"], root / "shifted", sliding_window=WINDOW + 1)
-    if windows and "D" in layers and sizes.keys() & {"qkv_bias", "qk_norm"}:
+    if windows and "D" in layers and sizes.keys() & {"qkv_bias", "qk_norm"} and "experts" not in sizes:
         own = dict(architectures=["Qwen2ForCausalLM" if "qkv_bias" in sizes else "Qwen3ForCausalLM"])
         folders["own class"] = changed_copy(folders["stock"], root / "own-class", **own)
     return Made(layers, folders, text[:LENGTH], expected[:LENGTH])

@@ -28,6 +28,23 @@ def test_an_engine_computes_what_megatron_computes(models, answers, engine, way,
     assert len(far) == 2 * ("W" in made.layers) and all(value >= FAR for value in far.values()), far
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_llama_cpp_computes_the_same_or_refuses(models, answers, name):
+    """It has windows per layer in Mellum alone, whose experts are in every layer, and no shares of all experts."""
+    made, found = models[name], answers("llamacpp", "f32")
+    rows = {kind: found[f"{name} {kind}"] for kind in made.folders if kind != "own class"}
+    if ("W" in made.layers and name not in ("experts mixed", "experts windows")) or name == "shares dense":
+        reasons = ("is not supported", "Can not map tensor")
+        assert all(isinstance(one, str) and any(reason in one for reason in reasons) for one in rows.values()), rows
+        return
+    near = difference(rows.pop("stock"), made)
+    dense = rows.pop("no windows", None)
+    assert dense is None or "is_swa_any" in dense  # a Mellum without windows
+    far = {kind: difference(one, made) for kind, one in rows.items()}
+    print(f"llama.cpp, {name}: {near:.1e}", *(f"{kind} {value:.2g}" for kind, value in far.items()), sep=", ")
+    assert near <= NEAR and len(far) == ("W" in made.layers) and all(value >= FAR for value in far.values()), far
+
+
 @pytest.mark.parametrize("name", ["bias mixed", "norm mixed"])
 def test_vllm_refuses_mixed_layers_under_the_name_of_its_own_class(answers, name):
     """Which reads no layer_types: the reason for the name that is exported. Refused, not dense."""

@@ -131,7 +131,7 @@ def test_multi_token_prediction_is_left_out(tools, tmp_path):
     data = dict(block_size=16, layers="DW", mtp_layers="W", specs=dict(W=dict(window=WINDOW)))
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(data))
     job = dict(load=str(tmp_path / "mcore"), plan=data, tokens=300, output=str(tmp_path / "x.npz"))
-    answer = tools.ask(mtp=job)
+    answer = tools.ask(save=job | dict(flags=["--mtp-num-layers=1"], mtp_layers=1))
     assert answer["status"] == 0, answer
     export = ["export-hf", "--load", tmp_path / "mcore", "--output", tmp_path / "out", "--stock"]
     _, errors = tools(*export, "--s2-config", tmp_path / "plan.yaml")

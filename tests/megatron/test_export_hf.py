@@ -15,6 +15,15 @@ LAYOUTS = {
     ),
     "distributed_optimizer": (2, False, "--use-distributed-optimizer"),
 }  # fmt: skip
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
+    "--moe-aux-loss-coeff 1e-2 --qk-layernorm --s2-config window-size --window-size 31,0 --window-attn-skip-freq 2"
+)
+EXPERTS = {
+    "ep2_tp2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+    "--expert-tensor-parallel-size 1",
+    "etp2": "--tensor-model-parallel-size 2 --sequence-parallel --moe-layer-freq [0,1,1,1] --moe-router-pre-softmax",
+}
 
 
 @pytest.mark.slow
@@ -32,6 +41,18 @@ def test_exported_model_equals_the_checkpoint(lab, name):
     difference, size = map(float, re.search(r"largest difference (\S+) of ([^\s,]+)", printed).groups())
     assert difference < 1e-4 and size > 1
     assert int(re.search(r"same continuation of (\d+) different tokens", printed)[1]) > (5 if sparsity else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERTS)
+def test_exported_experts_equal_the_checkpoint(lab, name):
+    """As a stock model; Megatron's own text is that of `s2-megatron generate`."""
+    save = lab.folder / f"experts_{name}"
+    lab.run(f"experts_{name}", f"--train-iters 2 --save {save} --save-interval 2 {MOE} {EXPERTS[name]}", processes=2)
+    printed = lab.python("exported.py", save, lab.folder / f"hf_experts_{name}", "--stock")
+    difference, size = map(float, re.search(r"largest difference (\S+) of ([^\s,]+)", printed).groups())
+    assert difference < 1e-4 and size > 1
+    assert int(re.search(r"same continuation of (\d+) different tokens", printed)[1]) > 1
 
 
 def test_an_imported_model_trains_on(lab, start, baseline):

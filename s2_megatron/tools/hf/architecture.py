@@ -16,6 +16,7 @@ from s2_megatron.megatron.model.rope_scaling import computed_factor
 from s2_megatron.megatron.sparsity import resolve_windows
 from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
 from s2_megatron.tools.hf.config_types import check_types, is_count
+from s2_megatron.tools.hf.experts import expert_flags, experts_of_arguments
 from s2_megatron.tools.hf.weights import Shape
 
 FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query attention)"
@@ -24,7 +25,7 @@ FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query atte
 _WANTED = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
     "rotary_percent": 1.0, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": None,
-    "multi_latent_attention": False, "num_experts": None, "mtp_num_layers": None, "is_hybrid_model": False,
+    "multi_latent_attention": False, "mtp_num_layers": None, "is_hybrid_model": False,
     "layernorm_zero_centered_gamma": False, "attention_output_gate": False,
     "apply_residual_connection_post_layernorm": False,
     "qk_l2_norm": False, "no_rope_freq": None, "use_mup": False,
@@ -33,32 +34,36 @@ _WANTED = {
 }  # fmt: skip
 
 
-def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False) -> Shape:
+def shape_of_arguments(
+    args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False, experts: bool = False
+) -> Shape:
     """The model that was trained with these arguments. vocab_size: words of the tokenizer; None: all rows of the
-    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused.
+    embedding. drop_mtp: whether a GPT's multi-token prediction is left out, and not refused. experts: whether layers
+    may have some.
 
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
-    layer and a dense MLP take turns (`*-`).
+    layer and a dense MLP, or experts, take turns (`*-`, `*E`).
     """
     missing = object()
     other = {
         name: value
-        for name, wanted in _WANTED.items()
+        for name, wanted in (_WANTED | ({} if experts else {"num_experts": None})).items()
         if not (drop_mtp and name == "mtp_num_layers")
         and (value := getattr(args, name, missing)) is not missing
         and (value or None) != (wanted or None)
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it")
-    pattern, num_layers = pattern_of(args), args.num_layers
+        leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
+        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it{leave}")
+    pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
-        symbols = pattern.replace("|", "")
-        num_layers = len(symbols) // 2
-        if symbols != "*-" * num_layers:
+        symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)
+        num_layers, kinds = len(symbols) // 2, symbols[1::2]
+        if len(symbols) % 2 or any(symbols[start : start + 2] not in halves for start in range(0, len(symbols), 2)):
             raise ValueError(
-                f"{where}: --hybrid-layer-pattern {pattern}; expected *- repeated; only {FORM} can be exported, which "
-                "has no other layers"
+                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM} can "
+                "be exported, which has no other layers"
             )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size
@@ -80,6 +85,7 @@ def shape_of_arguments(args: Namespace, where: str, vocab_size: int | None, *, d
         qk_norm=bool(args.qk_layernorm),
         tied=not args.untie_embeddings_and_output_weights,
         softmax_type=getattr(args, "softmax_type", "vanilla"),
+        experts=experts_of_arguments(args, where, num_layers, kinds) if experts else None,
     )
 
 
@@ -259,6 +265,7 @@ def megatron_flags(content: dict, shape: Shape) -> list[str]:
     flags += ["--add-qkv-bias"] * shape.qkv_bias + ["--qk-layernorm"] * shape.qk_norm
     flags += [] if shape.tied else ["--untie-embeddings-and-output-weights"]
     flags += [] if shape.softmax_type == "vanilla" else [f"--softmax-type={shape.softmax_type}"]
+    flags += [] if shape.experts is None else expert_flags(shape.experts)
     if rope["rope_type"] == "llama3":
         flags += ["--use-rope-scaling", f"--rope-scaling-factor={rope['factor']}"]
     return flags

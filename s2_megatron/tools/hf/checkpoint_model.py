@@ -67,14 +67,17 @@ def load_model(
     it.
 
     s2_config: the YAML, needed for block masks, else compared. dense_core: what computes dense layers, as
-    --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped.
+    --s2-dense-core. Once a process. Raises ValueError for a model that is not Llama- or Qwen-shaped, with or
+    without experts of a softmax router.
     """
     trained = checkpoint_arguments(folder)
-    shape = shape_of_arguments(trained, f"--load {folder}", None)
+    shape = shape_of_arguments(trained, f"--load {folder}", None, experts=True)
     sparsity = sparsity_of_arguments(trained, shape, s2_config)
     flags = megatron_flags(hf_config(trained, shape, sparsity, "float32"), shape)
     if pattern_of(trained) is not None:
-        flags.append(f"--hybrid-layer-pattern={'*-' * shape.num_layers}")
+        pairs = ("*E" if shape.has_experts(layer) else "*-" for layer in range(shape.num_layers))
+        flags = [flag for flag in flags if not flag.startswith("--moe-layer-freq=")]
+        flags.append(f"--hybrid-layer-pattern={''.join(pairs)}")
         sparsity = replace(sparsity, places=tuple(range(0, 2 * shape.num_layers, 2)))
     model = build_model(flags, sparsity, seq_length=trained.seq_length, dtype=dtype, dense_core=dense_core)
     load_weights(model, folder)

@@ -12,6 +12,7 @@ from s2_megatron.config.stored import MODEL_TYPE
 
 # In `architectures`: engines run transformers' own model code, whichever model_type names it.
 TRANSFORMERS_CLASS = "TransformersForCausalLM"
+TRANSFORMERS_MOE_CLASS = "TransformersMoEForCausalLM"
 CLASSES = {
     "llama": ("LlamaForCausalLM", "LLaMAForCausalLM"),
     "qwen2": ("Qwen2ForCausalLM", TRANSFORMERS_CLASS),

@@ -26,7 +26,7 @@ from s2_megatron.tools.hf import require_transformers
 from s2_megatron.tools.hf.folders import complete_folder
 from s2_megatron.tools.hf.safetensors_files import SafetensorsWriter, TensorShape
 from s2_megatron.tools.hf.torch_dist import TorchDistReader, iteration_folder
-from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, name_in_gpt, pieces
+from s2_megatron.tools.hf.weights import LAYERS, Piece, Shape, megatron_shapes, name_in_gpt, pieces, stored_name
 
 MTP = ("mtp.",)  # how Megatron names the weights of multi-token prediction
 DENSE_WARNING = (
@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--stock", action="store_true",
-        help="a folder that runs without this package: Llama, Ministral, Qwen2 or Qwen3 with the model's windows",
+        help="a folder that runs without this package: Llama, Ministral, Qwen2 or Qwen3 with the model's windows, or, "
+        "with experts, Qwen3-MoE, Mellum or Mixtral",
     )  # fmt: skip
     form.add_argument(
         "--as-dense", action="store_true", help="a plain Llama or Qwen folder, in which the sparsity is lost"
@@ -73,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
     trained = checkpoint_arguments(folder)
     tokenizer = _tokenizer(args.tokenizer, trained)
     words = None if tokenizer is None else len(tokenizer)
-    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True)
+    shape = shape_of_arguments(trained, f"--load {folder}", words, drop_mtp=True, experts=args.stock or args.as_dense)
     sparsity = sparsity_of_arguments(trained, shape, args.s2_config)
-    reader = TorchDistReader(folder, str if pattern_of(trained) is None else name_in_gpt)
+    reader = TorchDistReader(folder, stored_name if pattern_of(trained) is None else name_in_gpt)
     mtp = getattr(trained, "mtp_num_layers", None) or 0
     _check_tensors(reader, shape, left_out=MTP if mtp else ())
     config = _config(args, trained, shape, sparsity, reader.dtypes["embedding.word_embeddings.weight"])
@@ -140,18 +141,8 @@ def _tokenizer(given: str | None, trained: argparse.Namespace):
 def _check_tensors(reader: TorchDistReader, shape: Shape, left_out: tuple[str, ...]) -> None:
     """Raises ValueError for weights that the exported model would not have, or lacks. left_out: how the names of those
     begin that it shall not have."""
-    expected = megatron_shapes(shape)
     stored = {name: size for name, size in reader.shapes.items() if not name.startswith(left_out)}
-    if any(name.startswith(f"{LAYERS}0.") for name in stored):  # layers of their own, not stacked
-        expected = {
-            key: size
-            for name, stacked in expected.items()
-            for key, size in (
-                ((name, stacked),)
-                if not name.startswith(LAYERS)
-                else [(f"{LAYERS}{i}.{name[len(LAYERS) :]}", stacked[1:]) for i in range(shape.num_layers)]
-            )
-        }
+    expected = megatron_shapes(shape, stacked=not any(name.startswith(f"{LAYERS}0.") for name in stored))
     problems = [f"{name} {list(stored[name])} is unknown" for name in stored if name not in expected]
     problems += [f"{name} is missing" for name in expected if name not in stored]
     problems += [
@@ -170,12 +161,13 @@ def _check_tensors(reader: TorchDistReader, shape: Shape, left_out: tuple[str, .
 
 def read_piece(reader: TorchDistReader, piece: Piece) -> torch.Tensor:
     """The rows of a piece, from stacked layers or from layers of their own."""
-    size, first = piece.shape, (piece.first, *(0 for _ in piece.shape[1:]))
-    if piece.layer is None:
-        return reader.read(piece.name, first, size)
-    if LAYERS + piece.name in reader.shapes:
-        return reader.read(LAYERS + piece.name, (piece.layer, *first), (1, *size))[0]
-    return reader.read(f"{LAYERS}{piece.layer}.{piece.name}", first, size)
+    name, places = piece.name, () if piece.expert is None else (piece.expert,)
+    if LAYERS + name in reader.shapes:
+        name, places = LAYERS + name, (piece.layer, *places)
+    elif piece.layer is not None:
+        name = f"{LAYERS}{piece.layer}.{name}"
+    first, size = (piece.first, *(0 for _ in piece.shape[1:])), (*(1 for _ in places), *piece.shape)
+    return reader.read(name, (*places, *first), size)[(0,) * len(places)]
 
 
 def _dtype(reader: TorchDistReader, piece: Piece) -> torch.dtype:

@@ -23,14 +23,16 @@ _SMALL = dict(
     hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=8,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
+_SMALL_EXPERTS = dict(num_experts=2, num_local_experts=2, num_experts_per_tok=1, moe_intermediate_size=8)
 _QUERIES = (4 * MOST, 4 * MOST + 1)  # places in the text behind any window; neighbours see chunks of unlike lengths
 
 
 def source_windows(content: dict, where: str) -> tuple[int | None, ...]:
     """For each layer how many keys a query sees, its own included; None: all of them.
 
-    content: of config_as_read, of a family of transformers. Raises ValueError where transformers refuses the config,
-    its masks are no windows, or its layer_types say something else than it computes.
+    content: of config_as_read, of a family of transformers, or a config with experts that stock.py makes. Raises
+    ValueError where transformers refuses the config, its masks are no windows, or its layer_types say something else
+    than it computes.
     """
     family = content["model_type"]
     said = ", ".join(f"{key}={printable(repr(content[key]))}" for key in _KEYS if key in content)
@@ -94,7 +96,8 @@ def _masks(content: dict) -> list[tuple[Callable, int | None]]:
     AttentionMaskInterface.register(_NAME, lambda *args, mask_function, **kwargs: mask_function)
     AttentionInterface.register(_NAME, attention)
     with torch.no_grad(), quiet_transformers(), torch.random.fork_rng(devices=()):
-        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content) | _SMALL)
+        small = _SMALL | {key: size for key, size in _SMALL_EXPERTS.items() if key in content}
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(copy.deepcopy(content) | small)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=_NAME, dtype=torch.float32)
         model.eval()(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     return [found[layer] for layer in range(content["num_hidden_layers"])]

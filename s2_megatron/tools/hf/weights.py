@@ -14,12 +14,25 @@ from typing import NamedTuple
 import torch
 
 LAYERS = "decoder.layers."
+EXPERTS = "mlp.experts.experts."
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a model whose router is a softmax. layers: which layers have them. hidden: of each expert.
+    normalized: whether the weights of the `top` chosen experts of a token sum to 1, or are their shares among all."""
+
+    layers: tuple[bool, ...]
+    count: int
+    hidden: int
+    top: int
+    normalized: bool
 
 
 @dataclass(frozen=True)
 class Shape:
     """The sizes of a Llama- or Qwen-shaped model. padded_vocab_size: the rows of Megatron's embedding, of which
-    vocab_size are words."""
+    vocab_size are words. experts: None where every layer has a dense MLP."""
 
     num_layers: int
     hidden_size: int
@@ -33,6 +46,10 @@ class Shape:
     qk_norm: bool
     tied: bool
     softmax_type: str = "vanilla"  # Megatron's: learnable has one number a head in each layer
+    experts: Experts | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def group_rows(self) -> int:
@@ -44,7 +61,8 @@ class Piece(NamedTuple):
     """Rows of one of Megatron's tensors in one layer, and the Hugging Face tensors that they are.
 
     layer: None for tensors outside of layers. first, rows: in the tensor's first dimension. hf: (name, shape) of each
-    tensor. split takes the rows apart into them, join puts them together.
+    tensor. split takes the rows apart into them, join puts them together. expert: whose rows they are, in a tensor with
+    those of all experts of a layer, which its first dimension counts.
     """
 
     name: str
@@ -54,10 +72,13 @@ class Piece(NamedTuple):
     hf: tuple[tuple[str, tuple[int, ...]], ...]
     split: Callable[[torch.Tensor], list[torch.Tensor]]
     join: Callable[[list[torch.Tensor]], torch.Tensor]
+    expert: int | None = None
 
 
-def _same(name: str, layer: int | None, shape: tuple[int, ...], hf: str, first: int = 0) -> Piece:
-    return Piece(name, layer, first, shape, ((hf, shape),), lambda rows: [rows], lambda parts: parts[0])
+def _same(
+    name: str, layer: int | None, shape: tuple[int, ...], hf: str, first: int = 0, expert: int | None = None
+) -> Piece:
+    return Piece(name, layer, first, shape, ((hf, shape),), lambda rows: [rows], lambda parts: parts[0], expert)
 
 
 def _qkv(shape: Shape, layer: int, what: str) -> Piece:
@@ -81,9 +102,30 @@ def _qkv(shape: Shape, layer: int, what: str) -> Piece:
     )  # fmt: skip
 
 
+def _mlp(shape: Shape, layer: int) -> Iterator[Piece]:
+    """The MLP of a layer, or its experts, which Mixtral (no q/k norm) and Qwen3-MoE name unlike."""
+    hf, hidden, ffn = f"model.layers.{layer}", shape.hidden_size, shape.ffn_hidden_size
+    if not shape.has_experts(layer):
+        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.gate_proj.weight")
+        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.up_proj.weight", first=ffn)
+        yield _same("mlp.linear_fc2.weight", layer, (hidden, ffn), f"{hf}.mlp.down_proj.weight")
+        return
+    experts, ffn = shape.experts, shape.experts.hidden
+    block, gate, up, down = (
+        ("mlp", "gate_proj", "up_proj", "down_proj") if shape.qk_norm else ("block_sparse_moe", "w1", "w3", "w2")
+    )
+    yield _same("mlp.router.weight", layer, (experts.count, hidden), f"{hf}.{block}.gate.weight")
+    for expert in range(experts.count):
+        own = f"{hf}.{block}.experts.{expert}"
+        first, second = f"{EXPERTS}linear_fc1.weight", f"{EXPERTS}linear_fc2.weight"
+        yield _same(first, layer, (ffn, hidden), f"{own}.{gate}.weight", expert=expert)
+        yield _same(first, layer, (ffn, hidden), f"{own}.{up}.weight", first=ffn, expert=expert)
+        yield _same(second, layer, (hidden, ffn), f"{own}.{down}.weight", expert=expert)
+
+
 def pieces(shape: Shape) -> Iterator[Piece]:
     """All of a model's weights, in the order of the layers."""
-    hidden, ffn, words = shape.hidden_size, shape.ffn_hidden_size, shape.vocab_size
+    hidden, words = shape.hidden_size, shape.vocab_size
     yield _same("embedding.word_embeddings.weight", None, (words, hidden), "model.embed_tokens.weight")
     for layer in range(shape.num_layers):
         hf = f"model.layers.{layer}"
@@ -105,17 +147,24 @@ def pieces(shape: Shape) -> Iterator[Piece]:
         width = shape.num_heads * shape.head_dim
         yield _same("self_attention.linear_proj.weight", layer, (hidden, width), f"{hf}.self_attn.o_proj.weight")
         yield _same("mlp.linear_fc1.layer_norm_weight", layer, (hidden,), f"{hf}.post_attention_layernorm.weight")
-        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.gate_proj.weight")
-        yield _same("mlp.linear_fc1.weight", layer, (ffn, hidden), f"{hf}.mlp.up_proj.weight", first=ffn)
-        yield _same("mlp.linear_fc2.weight", layer, (hidden, ffn), f"{hf}.mlp.down_proj.weight")
+        yield from _mlp(shape, layer)
     yield _same("decoder.final_layernorm.weight", None, (hidden,), "model.norm.weight")
     if not shape.tied:
         yield _same("output_layer.weight", None, (words, hidden), "lm_head.weight")
 
 
+def stored_name(name: str) -> str:
+    """The norm before experts by the name that Megatron's local layers give it in a checkpoint; Transformer Engine's
+    give it another. Other names stay as they are."""
+    return re.sub(
+        r"(^decoder\.layers\.(\d+\.)?)pre_mlp_layernorm\.weight$", r"\1mlp.linear_fc1.layer_norm_weight", name
+    )
+
+
 def name_in_gpt(name: str) -> str:
-    """What a tensor of a HybridModel of `*-` is called in a checkpoint of the GPT that computes the same, whose layers
-    are not stacked; names that no such model has stay as they are."""
+    """What a tensor of a HybridModel of `*-` and `*E` is called in a checkpoint of the GPT that computes the same,
+    whose layers are not stacked; names that no such model has stay as they are."""
+    name = stored_name(name)
     found = re.match(r"decoder\.layers\.(\d+)\.", name)
     if found is None:
         return name.replace("decoder.final_norm.", "decoder.final_layernorm.")
@@ -124,17 +173,22 @@ def name_in_gpt(name: str) -> str:
     return f"{LAYERS}{layer}.{rest}" if rest.startswith(("self_attention.", "mlp.")[half]) else name
 
 
-def megatron_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor in a checkpoint, by Megatron's name (layers stacked)."""
+def megatron_shapes(shape: Shape, *, stacked: bool = True) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a checkpoint, by Megatron's name. stacked: whether the layers, which are equal then,
+    are one tensor, or each has names of its own."""
     result: dict[str, tuple[int, ...]] = {}
     for piece in pieces(shape):
         size = piece.shape
-        if piece.name == "mlp.linear_fc1.weight":
+        if piece.name in ("mlp.linear_fc1.weight", f"{EXPERTS}linear_fc1.weight"):
             size = (2 * size[0], *size[1:])
         if piece.name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             size = (shape.padded_vocab_size, *size[1:])
+        if piece.expert is not None:
+            size = (shape.experts.count, *size)
         if piece.layer is None:
             result[piece.name] = size
-        else:
+        elif stacked:
             result[LAYERS + piece.name] = (shape.num_layers, *size)
+        else:
+            result[f"{LAYERS}{piece.layer}.{piece.name}"] = size
     return result

@@ -1,14 +1,16 @@
 """Runs what the tests ask for in forks of a process that has imported Megatron once, which takes longer than the rest.
 
 Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron], "set": {"module:NAME": value}},
-{"logits": {...}}, {"compare": {...}} or {"mtp": {...}} and answers each with {"status", "out", "err"}. set: constants
+{"logits": {...}}, {"compare": {...}} or {"save": {...}} and answers each with {"status", "out", "err"}. set: constants
 that are changed before. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null), words;
 writes `tokens` [1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32. compare: the
-check of import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data). mtp: writes a
-checkpoint of a random model with multi-token prediction: load (the folder to make), plan (a YAML as data), tokens (how
-many), output (.npz with `tokens` and the model's `logits`).
+check of import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data). save: has Megatron
+write the checkpoint of a random model: load (the folder to make), plan (a YAML as data), tokens (how many), output
+(.npz with `tokens` and the model's `logits`), and, beside the defaults, sizes (of shape_of), flags, mtp_layers, pattern
+(of a HybridModel) and what else arguments_of takes.
 """
 
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -21,6 +23,13 @@ from pathlib import Path
 LENGTHS = (1, 63, 64, 65, 1000)
 
 
+def text_of(words):
+    """Tokens [1, longest]."""
+    import torch
+
+    return torch.randint(0, words, (1, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+
+
 def logits(load, output, dense_core, s2_config, words):
     import numpy as np
     import torch
@@ -30,7 +39,7 @@ def logits(load, output, dense_core, s2_config, words):
 
     config = None if s2_config is None else Path(s2_config)
     loaded = load_model(iteration_folder(Path(load)), s2_config=config, dense_core=dense_core)
-    tokens = torch.randint(0, words, (1, max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+    tokens = text_of(words)
     positions = torch.arange(max(LENGTHS)).unsqueeze(0)
     result = {"tokens": tokens.numpy()}
     with torch.no_grad():
@@ -60,7 +69,7 @@ def compare(source, load, plan):
     return 0
 
 
-def mtp(load, plan, tokens, output):
+def save(load, plan, tokens, output, sizes=None, flags=(), mtp_layers=0, pattern=None, **arguments):
     import numpy as np
     import torch
     from megatron.core import dist_checkpointing
@@ -68,16 +77,22 @@ def mtp(load, plan, tokens, output):
     from s2_megatron.config.load import SparsityConfig
     from s2_megatron.tools.hf.architecture import megatron_flags, plain_config
     from s2_megatron.tools.hf.checkpoint_model import build_model, quiet
+    from s2_megatron.tools.hf.import_hf import _stored_arguments
+    from s2_megatron.tools.hf.weights import Experts
     from tests.huggingface.stock_checkpoints import arguments_of, shape_of
 
-    shape = shape_of()
+    experts = (sizes or {}).pop("experts", None)
+    shape = shape_of(**sizes or {}, experts=experts and Experts(**experts))
+    content = plain_config(arguments_of(shape, **arguments), shape, "float32")
     sizes = dict(num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
-    sparsity = SparsityConfig.from_data(plan).resolve(**sizes, seq_length=1024, mtp_num_layers=1)
-    args = arguments_of(shape, s2_sparsity=sparsity.canonical_json(), mtp_num_layers=1)
-    flags = [*megatron_flags(plain_config(args, shape, "float32"), shape), "--mtp-num-layers=1"]
+    sparsity = SparsityConfig.from_data(plan).resolve(**sizes, seq_length=1024, mtp_num_layers=mtp_layers)
+    flags = [*megatron_flags(content, shape), *flags]
+    if pattern is not None:
+        sparsity = dataclasses.replace(sparsity, places=tuple(range(0, len(pattern), 2)))
+        flags = [flag for flag in flags if "--moe-layer-freq" not in flag] + [f"--hybrid-layer-pattern={pattern}"]
+    args = _stored_arguments(Path(load), content, shape, sparsity, flags)
     model = build_model(flags, sparsity, seq_length=1024, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, shape.vocab_size, (1, tokens), generator=generator)
+    generator, text = torch.Generator().manual_seed(0), text_of(shape.vocab_size)[:, :tokens]
     folder = Path(load) / "release"
     folder.mkdir(parents=True)
     with torch.no_grad(), quiet():
@@ -95,8 +110,8 @@ def mtp(load, plan, tokens, output):
 def run(request) -> int:
     if "compare" in request:
         return compare(**request["compare"])
-    if "mtp" in request:
-        return mtp(**request["mtp"])
+    if "save" in request:
+        return save(**request["save"])
     if "logits" in request:
         return logits(**request["logits"])
     from s2_megatron.tools.commands import main

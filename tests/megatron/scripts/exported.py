@@ -1,7 +1,8 @@
 """Exports a checkpoint and compares the exported model's logits, and its greedy continuation, with those of Megatron's
 own load of it.
 
-Usage: exported.py LOAD OUTPUT; prints "largest difference X of Y" and "same continuation of N different tokens".
+Usage: exported.py LOAD OUTPUT [FLAG of export-hf ...]; prints "largest difference X of Y" and "same continuation of N
+different tokens".
 """
 
 import sys
@@ -13,8 +14,8 @@ def main():
     from s2_megatron.tools.hf.checkpoint_model import load_model
     from s2_megatron.tools.hf.torch_dist import iteration_folder
 
-    load, output = sys.argv[1:3]
-    assert commands.main(["export-hf", "--load", load, "--output", output]) == 0
+    load, output, *flags = sys.argv[1:]
+    assert commands.main(["export-hf", "--load", load, "--output", output, *flags]) == 0
     loaded = load_model(iteration_folder(Path(load)))
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,104 @@
+"""Which experts of Megatron's have a form in stock architectures: each token's are chosen by a softmax router, and
+nothing else is added, dropped or scaled."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+
+from s2_megatron.config.errors import printable
+from s2_megatron.tools.hf.weights import Experts
+
+# Read here.
+_READ = {
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
+}  # fmt: skip
+
+# What changes the outputs, and the values with which it does not.
+_NEUTRAL: dict[str, Collection] = {
+    "moe_router_score_function": ("softmax",),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+}
+
+# What the outputs do not depend on: losses, which of several equal computations runs and in what precision the router
+# adds, how training began, what is logged, and settings of those above that are off.
+_WITHOUT_EFFECT = {
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype", "moe_router_fusion", "moe_router_bias_update_rate",
+    "moe_router_quantile_balancing_ema", "moe_token_drop_policy", "moe_use_upcycling", "moe_upcycling_granularity",
+    "moe_grouped_gemm", "moe_token_dispatcher_type",
+    "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_deepep_num_sms",
+    "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute",
+    "moe_hybridep_num_sms_preprocessing", "moe_hybridep_pad_uneven_dispatch_inputs", "moe_permute_fusion",
+    "moe_permute_fusion_into_hybridep", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_layer_recompute",
+    "moe_per_layer_logging", "moe_paged_stash", "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
+    "moe_paged_stash_buffer_size_factor_cpu", "moe_shared_expert_overlap", "moe_shared_expert_gate",
+    "moe_shared_expert_glu_interleave_size", "moe_pad_experts_for_cuda_graph_inference",
+    "moe_routing_trace_path", "moe_routing_trace_max_training_iters", "moe_routing_trace_capture_logits",
+    "moe_routing_trace_capture_hidden_states", "moe_routing_trace_dump_weights",
+}  # fmt: skip
+
+
+def experts_of_arguments(args: Namespace, where: str, layers: int, kinds: str | None) -> Experts | None:
+    """The experts of a model that was trained with these arguments; None where no layer has some.
+
+    layers: how many the model has. kinds: of a HybridModel, what follows the attention in each (`-` or `E`); None of a
+    GPT. Raises one ValueError that names every setting of experts which no stock architecture has; a setting that is
+    not known is one, unless it is off.
+    """
+    count = getattr(args, "num_experts", None)
+    has = _layers_with_experts(args, where, layers) if kinds is None else tuple(kind == "E" for kind in kinds)
+    if not count or not any(has):
+        return None
+    other = {
+        name: value for name, value in vars(args).items() if name.startswith("moe_") and not _is_neutral(name, value)
+    }
+    if other:
+        found = ", ".join(f"{name}={printable(repr(value))} ({_expected(name)})" for name, value in other.items())
+        raise ValueError(
+            f"{where}: {found}; only experts that a softmax router chooses for each token can be exported, and stock "
+            "architectures compute nothing beside them; train with the expected values"
+        )
+    return Experts(
+        layers=has,
+        count=count,
+        hidden=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
+        top=args.moe_router_topk,
+        normalized=not getattr(args, "moe_router_pre_softmax", False),
+    )
+
+
+def _expected(name: str) -> str:
+    return f"expected {' or '.join(map(str, _NEUTRAL[name]))}" if name in _NEUTRAL else "expected off, its default"
+
+
+def _is_neutral(name: str, value) -> bool:
+    if name in _READ or name in _WITHOUT_EFFECT:
+        return True
+    given = value if isinstance(value, list) else [value]
+    return all(one in _NEUTRAL.get(name, (None, False)) for one in given)
+
+
+def _layers_with_experts(args: Namespace, where: str, layers: int) -> tuple[bool, ...]:
+    """By --moe-layer-freq, as Megatron reads it: a list, or N for every Nth layer, the first one included."""
+    every = getattr(args, "moe_layer_freq", 1)
+    if isinstance(every, int):
+        return tuple(layer % every == 0 for layer in range(layers))
+    if len(every) != layers:
+        raise ValueError(
+            f"{where}: moe_layer_freq={every} has {len(every)} entries; expected one for each of the {layers} layers; "
+            "the checkpoint's arguments are damaged, load another one"
+        )
+    return tuple(bool(one) for one in every)
+
+
+def expert_flags(experts: Experts) -> list[str]:
+    """The flags of Megatron that make these experts in a GPT; in a HybridModel its pattern says which layers have
+    some."""
+    flags = [
+        f"--num-experts={experts.count}", f"--moe-ffn-hidden-size={experts.hidden}",
+        f"--moe-router-topk={experts.top}", "--moe-router-load-balancing-type=none",
+    ]  # fmt: skip
+    flags += [] if experts.normalized else ["--moe-router-pre-softmax"]
+    layers = ",".join(str(int(has)) for has in experts.layers)
+    return flags if all(experts.layers) else [*flags, f"--moe-layer-freq=[{layers}]"]
