@@ -140,7 +140,7 @@ class S2GPTForCausalLM(LlamaForCausalLM):
         layers = kv_head_windows(config.sparsity)
         seen = Counter(window for windows in layers for window in windows)
         logger.info(
-            "s2_gpt: %d KV heads are dense%s; a cache for every %d of a layer",
+            "s2_gpt: of the KV heads of all layers %d are dense%s; each attention has %d",
             seen.pop(None, 0),
             "".join(f", {heads} have a window of {window} tokens" for window, heads in sorted(seen.items())),
             group_size(layers, vllm_config.parallel_config.tensor_parallel_size),

@@ -307,6 +307,7 @@ def test_a_refusal_is_recorded_when_asked_for(tmp_path):
 @pytest.mark.slow
 def test_what_cannot_start_on_this_machine_is_refused_where_it_is_to_start_here(tmp_path, monkeypatch):
     """A launcher asks that before torchrun; on a login node the line is for other machines."""
+    require_gpt_model()
     make_files(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     launch = line(Bad({}, (), ("--distributed-backend",)), tmp_path)
