@@ -137,10 +137,12 @@ def model_config_from_args(args: Namespace):
     """
     if args.hybrid_layer_pattern is None:
         if not hasattr(argument_utils, "gpt_config_from_args"):
-            pattern = "*-" * args.num_layers if args.num_layers and args.num_layers <= 8 else "*-*-"
+            layer = "*E" if args.num_experts else "*-"
+            pattern = layer * (args.num_layers if args.num_layers and args.num_layers <= 8 else 2)
             raise ValueError(
                 f"--hybrid-layer-pattern is not given, and Megatron {package_info.__version__} has no GPTModel; "
-                f"expected a pattern, in which *- stands for a layer of a GPT; add --hybrid-layer-pattern '{pattern}'"
+                f"expected a pattern, in which *- stands for a layer of a GPT, *E for one with experts; add "
+                f"--hybrid-layer-pattern '{pattern}'"
             )
         return argument_utils.gpt_config_from_args(args)
     refuse_dropped(args)

@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.utils import set_weight_attrs
 
 from s2_megatron.huggingface import S2GPTConfig
-from s2_megatron.vllm.head_groups import group_size, head_groups, kv_head_windows, local_kv_heads
+from s2_megatron.vllm.head_groups import Windows, group_size, head_groups, kv_head_windows, local_kv_heads
 
 PROVEN = "0.32."  # releases of vLLM whose log-probabilities were compared with Megatron's (tests/engines)
 # vLLM's backends that take the number of heads from the layer; others take the model's, which a group has not.
@@ -128,8 +128,21 @@ class S2GPTDecoderLayer(LlamaDecoderLayer):
         super().__init__(vllm_config, prefix, config, attn_layer_type=S2GPTAttention)
 
 
+def _require_own_caches(layers: tuple[Windows, ...], softmax_type: str, vllm_config: VllmConfig) -> None:
+    """Raises ValueError for softmax offsets in attentions of unlike windows that are to share a cache: vLLM's CPU
+    backend then plans them as dense, and what a window does not reach comes out as noise."""
+    alike = len({window for windows in layers for window in windows}) == 1
+    if softmax_type != "vanilla" and not alike and vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ValueError(
+            f"vLLM: disable_hybrid_kv_cache_manager=True for softmax_type={softmax_type} and unlike windows, which "
+            "vLLM then computes wrongly (CPU_ATTN); expected False; leave --disable-hybrid-kv-cache-manager out, and "
+            "transfers of caches (--kv-transfer-config) that need it"
+        )
+
+
 class S2GPTForCausalLM(LlamaForCausalLM):
-    """Raises ValueError for a plan that vLLM's attention does not compute, before any weight is made."""
+    """Raises ValueError for a plan that vLLM's attention does not compute, or not with these settings, before any
+    weight is made."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         config = vllm_config.model_config.hf_config
@@ -138,6 +151,7 @@ class S2GPTForCausalLM(LlamaForCausalLM):
                 "vLLM %s: models of type s2_gpt were compared with Megatron's in %sx alone", vllm.__version__, PROVEN
             )
         layers = kv_head_windows(config.sparsity)
+        _require_own_caches(layers, config.softmax_type, vllm_config)
         seen = Counter(window for windows in layers for window in windows)
         logger.info(
             "s2_gpt: of the KV heads of all layers %d are dense%s; each attention has %d",

@@ -132,6 +132,8 @@ def test_the_experts_of_megatron(more, expected):
         (dict(moe_apply_probs_on_input=True), "moe_apply_probs_on_input=True (expected off"),
         (dict(moe_mlp_glu_interleave_size=8), "moe_mlp_glu_interleave_size=8 (expected off"),
         (dict(moe_router_force_biased=0.5), "moe_router_force_biased=0.5 (expected off"),
+        (dict(moe_router_force_biased=0.0), "moe_router_force_biased=0.0 (expected off"),
+        (dict(moe_expert_capacity_factor=0.0), "moe_expert_capacity_factor=0.0 (expected off"),
         (dict(moe_of_a_later_release="new"), "moe_of_a_later_release='new' (expected off"),
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer
 from megatron.training.models.hybrid import HybridModelConfig
 
+from s2_megatron.megatron import hybrid_specs
 from s2_megatron.megatron.hybrid_specs import (
     HybridAttentionLayer,
     model_config_from_args,
@@ -205,6 +206,14 @@ def test_rope_scaling_is_not_left_out_in_silence():
         with pytest.raises(ValueError, match="leave --use-rope-scaling out"):
             refuse(arguments(use_rope_scaling=True))
     refuse_dropped(arguments(use_rope_scaling=True, hybrid_layer_pattern=None))
+
+
+@pytest.mark.parametrize("experts, pattern", [(None, "*-*-"), (8, "*E*E")])
+def test_the_pattern_in_place_of_a_gpt_keeps_its_experts(monkeypatch, experts, pattern):
+    """Where Megatron has no GPTModel; without E it would train a dense model."""
+    monkeypatch.setattr(hybrid_specs, "argument_utils", object())
+    with pytest.raises(ValueError, match="has no GPTModel; .*add --hybrid-layer-pattern " + re.escape(f"'{pattern}'")):
+        model_config_from_args(Namespace(hybrid_layer_pattern=None, num_layers=2, num_experts=experts))
 
 
 def test_multi_token_prediction_has_its_own_layers(tmp_path):

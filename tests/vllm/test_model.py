@@ -124,10 +124,11 @@ def test_a_backend_that_counts_the_models_heads_is_refused(standing, monkeypatch
         attention_of_rank(module, model(WINDOWS["in pairs"]).model.layers[0].self_attn, 0)
 
 
-def made_in_vllm(module, **spec):
+def made_in_vllm(module, softmax_type="vanilla", one_cache=False, **spec):
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=model(spec).config),
+        model_config=SimpleNamespace(hf_config=model(spec, softmax_type=softmax_type).config),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=one_cache),
     )
     return module.S2GPTForCausalLM(vllm_config=config)
 
@@ -138,6 +139,16 @@ def test_a_plan_is_refused_before_weights_are_made(standing):
     with pytest.raises(ValueError, match=r"^vLLM: layer 0, head 0 has stride 4; expected heads that are dense"):
         made_in_vllm(module, local_blocks=2, stride=4)
     assert not records.warnings
+
+
+@pytest.mark.parametrize("softmax_type", ["learnable", "off-by-one"])
+def test_softmax_offsets_want_a_cache_for_each_window(standing, softmax_type):
+    """vLLM's CPU backend computes noise with one cache for all; without offsets it does not."""
+    _, module = standing
+    made_in_vllm(module, one_cache=True, window=7)
+    made_in_vllm(module, softmax_type, window=7)
+    with pytest.raises(ValueError, match=r"^vLLM: disable_hybrid_kv_cache_manager=True .*; leave --disable-hybrid"):
+        made_in_vllm(module, softmax_type, one_cache=True, window=7)
 
 
 def test_another_release_is_told_of(standing, monkeypatch):

@@ -75,8 +75,9 @@ def _expected(name: str) -> str:
 def _is_neutral(name: str, value) -> bool:
     if name in _READ or name in _WITHOUT_EFFECT:
         return True
-    given = value if isinstance(value, list) else [value]
-    return all(one in _NEUTRAL.get(name, (None, False)) for one in given)
+    if name not in _NEUTRAL:
+        return value is None or value is False  # 0 is not off: --moe-router-force-biased 0 still draws the experts
+    return all(one in _NEUTRAL[name] for one in (value if isinstance(value, list) else [value]))
 
 
 def _layers_with_experts(args: Namespace, where: str, layers: int) -> tuple[bool, ...]:
