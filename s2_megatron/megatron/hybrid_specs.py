@@ -137,8 +137,7 @@ def model_config_from_args(args: Namespace):
     """
     if args.hybrid_layer_pattern is None:
         if not hasattr(argument_utils, "gpt_config_from_args"):
-            layer = "*E" if args.num_experts else "*-"
-            pattern = layer * (args.num_layers if args.num_layers and args.num_layers <= 8 else 2)
+            pattern = ("*E" if args.num_experts else "*-") * args.num_layers
             raise ValueError(
                 f"--hybrid-layer-pattern is not given, and Megatron {package_info.__version__} has no GPTModel; "
                 f"expected a pattern, in which *- stands for a layer of a GPT, *E for one with experts; add "

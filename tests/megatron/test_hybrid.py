@@ -208,12 +208,12 @@ def test_rope_scaling_is_not_left_out_in_silence():
     refuse_dropped(arguments(use_rope_scaling=True, hybrid_layer_pattern=None))
 
 
-@pytest.mark.parametrize("experts, pattern", [(None, "*-*-"), (8, "*E*E")])
+@pytest.mark.parametrize("experts, pattern", [(None, "*-" * 12), (8, "*E" * 12)])
 def test_the_pattern_in_place_of_a_gpt_keeps_its_experts(monkeypatch, experts, pattern):
-    """Where Megatron has no GPTModel; without E it would train a dense model."""
+    """Where Megatron has no GPTModel: without E, or with fewer layers, it would train another model."""
     monkeypatch.setattr(hybrid_specs, "argument_utils", object())
     with pytest.raises(ValueError, match="has no GPTModel; .*add --hybrid-layer-pattern " + re.escape(f"'{pattern}'")):
-        model_config_from_args(Namespace(hybrid_layer_pattern=None, num_layers=2, num_experts=experts))
+        model_config_from_args(Namespace(hybrid_layer_pattern=None, num_layers=12, num_experts=experts))
 
 
 def test_multi_token_prediction_has_its_own_layers(tmp_path):

@@ -10,9 +10,7 @@ from s2_megatron.config.errors import printable
 from s2_megatron.tools.hf.weights import Experts
 
 # Read here.
-_READ = {
-    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax",
-}  # fmt: skip
+_READ = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"}
 
 # What changes the outputs, and the values with which it does not.
 _NEUTRAL: dict[str, Collection] = {
