@@ -1,5 +1,5 @@
 """HybridModels of Transformer Engine's layers on a GPU (`make test-gpu`): `*-` N times is the GPT of N layers, in fp32;
-gated delta nets train beside S2 attention.
+in bf16 the kernels train what the reference trains, beside experts and gated delta nets, too.
 
 Refusals of refusals/hybrid.py are lifted here: what passes leaves its tables."""
 
@@ -52,22 +52,20 @@ def test_equals_the_gpt_of_equal_weights(gpu_lab, plan, monkeypatch):
     assert gpt["losses"][0] != gpt["losses"][1]
 
 
-def test_gated_delta_nets_beside_s2_attention(gpu_lab):
-    """bf16: the kernels, against the reference; with recompute as without, bit for bit."""
-    if is_missing("fla"):
-        pytest.skip("flash-linear-attention is not installed")
-    config = gpu_lab.folder / "hybrid_gpu_delta.yaml"
+def train_in_bf16(gpu_lab, name: str, pattern: str, more: str) -> None:
+    """The kernels, against the reference; with recompute and kept outputs as without."""
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    config = gpu_lab.folder / f"hybrid_gpu_{name}.yaml"
     config.write_text(PLAN.format("SD"))
-    heads = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64"
-    flags = f"--hybrid-layer-pattern G-*-G-*- --s2-config {config} --bf16 --train-iters 6 {heads}"
+    flags = f"--hybrid-layer-pattern {pattern} --s2-config {config} --bf16 --train-iters 6 {more}"
     model = MODEL.replace("--num-layers 4", "")
     options = dict(model=model, spec=ENGINE, script=SCRIPTS / "watched_pretrain.py")
     runs = [
-        gpu_lab.run(f"delta_{name}", f"{flags} {more}", **options)
-        for name, more in (
+        gpu_lab.run(f"{name}_{kind}", f"{flags} {added}", **options)
+        for kind, added in (
             ("reference", "--s2-backend reference"),
             ("kernels", "--s2-backend auto"),
-            ("recomputed", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+            ("recomputed", f"{recompute} --s2-keep-attention-output"),
         )
     ]
     reference, kernels, recomputed = (run.losses for run in runs)
@@ -75,3 +73,22 @@ def test_gated_delta_nets_beside_s2_attention(gpu_lab):
     assert kernels == pytest.approx(reference, rel=0, abs=1e-3)
     assert recomputed == pytest.approx(kernels, rel=0, abs=1e-5)
     assert abs(kernels[6] - kernels[1]) > 0.01
+
+
+@pytest.mark.parametrize(
+    "pattern, more",
+    [
+        ("*-*-", "--use-distributed-optimizer"),
+        ("*E*-", "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"),
+    ],
+    ids=["mlp", "experts"],
+)
+def test_bf16(gpu_lab, request, pattern, more):
+    train_in_bf16(gpu_lab, request.node.callspec.id, pattern, more)
+
+
+def test_gated_delta_nets_beside_s2_attention(gpu_lab):
+    if is_missing("fla"):
+        pytest.skip("flash-linear-attention is not installed")
+    heads = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64"
+    train_in_bf16(gpu_lab, "delta", "G-*-G-*-", heads)
