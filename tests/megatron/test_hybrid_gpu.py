@@ -52,55 +52,41 @@ def test_equals_the_gpt_of_equal_weights(gpu_lab, plan, monkeypatch):
     assert gpt["losses"][0] != gpt["losses"][1]
 
 
-def train_in_bf16(gpu_lab, name: str, pattern: str, more: str) -> tuple[dict, dict, dict]:
-    """The losses of the reference, of the kernels, and of these with recompute and kept outputs."""
+def train_in_bf16(gpu_lab, name: str, pattern: str, more: str) -> None:
+    """The kernels, against the reference; with recompute and kept outputs as without."""
+    config = gpu_lab.folder / f"hybrid_gpu_{name}.yaml"
+    config.write_text(PLAN.format("SD"))
+    flags = f"--hybrid-layer-pattern {pattern} --s2-config {config} --bf16 --train-iters 6 {more}"
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    model = MODEL.replace("--num-layers 4", "")
+    options = dict(model=model, spec=ENGINE, script=SCRIPTS / "watched_pretrain.py")
     runs = [
-        train(gpu_lab, f"{name}_{kind}", pattern, f"--bf16 {more} {added}")
+        gpu_lab.run(f"{name}_{kind}", f"{flags} {added}", **options)
         for kind, added in (
             ("reference", "--s2-backend reference"),
             ("kernels", "--s2-backend auto"),
             ("recomputed", f"{recompute} --s2-keep-attention-output"),
         )
     ]
-    reference, kernels, recomputed = runs
+    reference, kernels, recomputed = (run.losses for run in runs)
     assert list(kernels) == [1, 2, 3, 4, 5, 6]
-    assert recomputed == pytest.approx(kernels, rel=0, abs=1e-5)
     assert abs(kernels[6] - kernels[1]) > 0.01
-    return reference, kernels, recomputed
+    assert recomputed == pytest.approx(kernels, rel=0, abs=1e-5)
+    assert kernels == pytest.approx(reference, rel=0, abs=1e-3)
 
 
-def train(gpu_lab, name: str, pattern: str, more: str) -> dict[int, float]:
-    config = gpu_lab.folder / f"hybrid_gpu_{name}.yaml"
-    config.write_text(PLAN.format("SD"))
-    flags = f"--hybrid-layer-pattern {pattern} --s2-config {config} --train-iters 6 {more}"
-    model = MODEL.replace("--num-layers 4", "")
-    return gpu_lab.run(name, flags, model=model, spec=ENGINE, script=SCRIPTS / "watched_pretrain.py").losses
+def test_bf16(gpu_lab):
+    train_in_bf16(gpu_lab, "mlp", "*-*-", "--use-distributed-optimizer")
 
 
-@pytest.mark.parametrize(
-    "pattern, more",
-    [
-        ("*-*-", "--use-distributed-optimizer"),
-        ("*E*-", "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"),
-    ],
-    ids=["mlp", "experts"],
-)
-def test_bf16(gpu_lab, request, pattern, more):
-    """As near to the reference in fp32 as the reference in bf16 is, to twice its distance."""
-    name = request.node.callspec.id
-    exact = train(gpu_lab, f"{name}_exact", pattern, f"{more} --s2-backend reference")
-    reference, kernels, _ = train_in_bf16(gpu_lab, name, pattern, more)
-    assert farthest(kernels, exact) <= 2 * farthest(reference, exact)
-
-
-def farthest(losses: dict[int, float], exact: dict[int, float]) -> float:
-    return max(abs(losses[step] - exact[step]) for step in exact)
+@pytest.mark.xfail(strict=True, reason="1.6e-3 from the reference on an H200 (tests/NOTES.md); refused until it passes")
+def test_bf16_experts(gpu_lab):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    train_in_bf16(gpu_lab, "experts", "*E*-", experts)
 
 
 def test_gated_delta_nets_beside_s2_attention(gpu_lab):
     if is_missing("fla"):
         pytest.skip("flash-linear-attention is not installed")
     heads = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 64 --linear-value-head-dim 64"
-    reference, kernels, _ = train_in_bf16(gpu_lab, "delta", "G-*-G-*-", heads)
-    assert kernels == pytest.approx(reference, rel=0, abs=1e-3)
+    train_in_bf16(gpu_lab, "delta", "G-*-G-*-", heads)
