@@ -10,14 +10,13 @@ import pytest
 
 from tests.megatron.conftest import SCRIPTS
 from tests.megatron.lifted import LIFT_UNPROVEN
-from tests.megatron.test_gpu import MODEL, SPECS
+from tests.megatron.test_gpu import IS_LATENT, LATENT, MODEL, SPECS
 
 pytestmark = pytest.mark.gpu
 
 # In fp32 Transformer Engine has its unfused attention.
 FLAGS = "--train-iters 10 --distributed-backend nccl --attention-backend unfused"
 DENSE = "block_size: 64\nlayers: DDDD\nspecs: {}\n"
-LATENT = MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention --rope-type rope")
 
 
 @pytest.fixture
@@ -37,6 +36,7 @@ def equal_training(lab, count_gpus, same_training, monkeypatch, request):
         own = gpu_lab.run(f"{name}_engine", f"{FLAGS} {flags}", sparsity=False, **options)
         run = gpu_lab.run(name, f"{FLAGS} {flags} {ours}", script=script, **options)
         assert said in run.output and "No GPU found" not in run.output
+        assert all(bool(IS_LATENT.search(each.output)) == (model == LATENT) for each in (run, own))
         same_training(run, own)
 
     return compare

@@ -335,14 +335,6 @@ def test_optimizer_on_the_host(compare):
 LATENT = MODEL.replace("--group-query-attention --num-query-groups 2", "--multi-latent-attention --rope-type rope")
 
 
-def test_multi_latent_attention(gpu_lab):
-    """The kernels, against the reference; against Transformer Engine's own: test_engine_gpu.py."""
-    options = dict(model=LATENT, spec=LOCAL)
-    found = with_and_without(gpu_lab, "latent", f"{TRAIN} --s2-backend reference", "--s2-backend auto", **options)
-    assert_same_training(*found, **CLOSE, s2_calls=calls())
-    assert "head dim 128 of value, 192 of query and key" in found[0].run.output
-
-
 def test_tensor_parallel_ranks_of_multi_latent_attention(gpu_lab, has_engine, count_gpus, same_training):
     """Megatron's local layers train otherwise then (refusals/model.py); are Transformer Engine's right?"""
     if not has_engine or count_gpus < 2:

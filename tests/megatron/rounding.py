@@ -1,0 +1,36 @@
+"""Training on a GPU in bf16, judged by what bf16 costs the reference: all runs go on from one fp32 checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tests.megatron.conftest import Lab, Run
+
+ITERATIONS = 10
+
+
+def train_from_checkpoint(lab: Lab, name: str, more: str = "", **options) -> tuple[Callable[..., Run], Run]:
+    """(function that trains from one fp32 checkpoint, that of the reference in fp32). more: flags of every run;
+    options: of Lab.run, too."""
+    folder = lab.folder / name
+    start = f"--train-iters 2 --s2-backend reference --save {folder} --save-interval 2"
+    lab.run(f"{name}_start", more, start, **options)
+
+    def run(label: str, flags: str, processes: int = 1, **others) -> Run:
+        load = f"--train-iters {ITERATIONS} --load {folder} --finetune --no-load-rng"
+        return lab.run(f"{name}_{label}", more, load, flags, processes=processes, **options | others)
+
+    return run, run("fp32", "--s2-backend reference")
+
+
+def distance(run: Run, exact: Run) -> float:
+    """Root mean square of the differences of the losses."""
+    assert len(run.losses) == len(exact.losses) == ITERATIONS
+    return math.sqrt(sum((run.losses[step] - loss) ** 2 for step, loss in exact.losses.items()) / len(exact.losses))
+
+
+def assert_as_good_as_the_reference(run: Run, reference: Run, exact: Run) -> None:
+    """run, reference: in bf16; exact: the reference in fp32."""
+    assert distance(reference, exact) > 0, "bf16 must differ from fp32, or nothing is tested"
+    assert distance(run, exact) <= 2 * distance(reference, exact)
