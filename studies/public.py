@@ -44,6 +44,7 @@ def public_arms(
         arm("s2-sink", s2 | sinks),
         arm(f"{heads}h-s2-sink", s2 | sinks, chosen=heads),
         arm(f"{heads}h-narrow-sink", dict(window=narrow) | sinks, chosen=heads),
+        *(arm(f"{count}h-w-sink-few", alone | sinks, chosen=count, ranked_on="few") for count in (heads, counts[1])),
     )
 
 

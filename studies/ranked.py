@@ -1,10 +1,11 @@
 """Sequences that dense heads are ranked on: code, prose, and passages copied from far back.
 
-    <corpus>/ranked/code.bin, prose.bin, copies.bin (and .idx)
+    <corpus>/ranked/code.bin, prose.bin, copies.bin, few.bin (and .idx)
 
-They are of documents that the dense model does not read. Each dataset has a sequence a document, the first one spare,
-because a split begins with a training part. `copies` are the sequences of `code`, but that they end with passages that
-stood in the same sequence, farther back than any window here; only these count.
+They are of documents that the dense model does not read, each sequence of another one: the beginning of what a
+directory has of that kind. Each dataset has a sequence a document, the first one spare, because a split begins with a
+training part. `copies` are the sequences of `code`, but that they end with passages that stood in the same sequence,
+farther back than any window here; only these count. `few` is code of as few directories as have enough of it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def make_ranked(
         if (folder / f"{kind}.idx").exists():
             continue
         folder.mkdir(exist_ok=True)
-        rows = _sequences(corpus, more, length, "prose" if kind == "prose" else "code", roots or machine_roots())
+        of = "prose" if kind == "prose" else "code"
+        rows = _sequences(corpus, more, length, of, kind == "few", roots or machine_roots())
         if kind == "copies":
             rng = np.random.default_rng(SEED)
             rows = [with_copies(row, rng) for row in rows]
@@ -60,12 +62,16 @@ def make_ranked(
         tell(f"sequences to rank heads on: {kind}")
 
 
-def _sequences(corpus: Corpus, more: Corpus, length: int, kind: str, roots: list[Root]) -> np.ndarray:
-    """uint16 [SEQUENCES + 1, length + 1], of the last documents first."""
+def _sequences(corpus: Corpus, more: Corpus, length: int, kind: str, of_few: bool, roots: list[Root]) -> np.ndarray:
+    """uint16 [SEQUENCES + 1, length + 1], of the last documents first. of_few: of each document all that it has."""
     tokenizer = BytePairs(corpus.folder / "tokenizer.json") if (corpus.folder / "tokenizer.json").exists() else Bytes()
     wanted, count, found = (SEQUENCES + 1) * (length + 1), 0, []
     for name in reversed(_unread(corpus, more)):
-        found += [np.append(tokenizer.encode([text]), np.uint16(0)) for text in _texts(name, roots, SUFFIXES[kind])]
+        texts = _texts(name, roots, SUFFIXES[kind])
+        own = [np.append(tokenizer.encode([text]), np.uint16(0)) for text in texts]
+        if not of_few:
+            own = [np.concatenate(own)[: length + 1]] if sum(map(len, own)) > length else []
+        found += own
         if (count := sum(map(len, found))) >= wanted:
             return np.concatenate(found)[:wanted].reshape(-1, length + 1)
     raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_what_stands_before_the_training_of_measured_heads(jobs, tmp_path):
 def test_the_arms_of_the_plan():
     """A sixth of the heads beside windows is as few pairs as a quarter of the layers is not."""
     names = [arm.name for arm in SMOLLM2.arms]
-    assert len(names) == len(set(names)) == 17 and names[0] == "dense"
+    assert len(names) == len(set(names)) == 19 and names[0] == "dense"
     fourth = plan_before_choice(SMOLLM2, "fourth-w-sink")
     assert fourth["layers"].count("D") == 7 and SMOLLM2.arm("layers-w-sink").chosen == 7
     assert density(SMOLLM2, "16h-w-sink") < density(SMOLLM2, "fourth-w-sink") == density(SMOLLM2, "layers-w-sink")
@@ -131,35 +132,42 @@ def test_copies_stand_farther_back_than_the_windows():
 
 
 def test_sequences_to_rank_heads_on(tmp_path):
-    """Of the directories that the dense model does not read, code and prose apart."""
+    """Of the directories that the dense model does not read, code and prose apart, each sequence of another one."""
     folder, length, rng = tmp_path / "corpus", 64, np.random.default_rng(0)
     (folder / "parts-2").mkdir(parents=True)
-    names = [f"stdlib/{name}" for name in "abcdef"]
+    names = [f"stdlib/{at:02}" for at in range(30)]
     for at, name in enumerate(names):
         own = tmp_path / "text" / name.removeprefix("stdlib/")
         own.mkdir(parents=True)
-        for suffix, letter in ((".py", "xyzuvw"[at]), (".md", "XYZUVW"[at]), (".csv", "?")):
-            words = ("".join(rng.choice([*"abcdefgh", letter], 12)) for _ in range(90))
+        for suffix, letter in ((".py", "x"), (".md", "X"), (".csv", "?")):
+            words = (f"{letter}{at:02}" + "".join(rng.choice([*"abcdefgh"], 9)) for _ in range(2 if at == 20 else 95))
             (own / f"file{suffix}").write_text("\n".join(words))
     (folder / "documents.json").write_text(json.dumps(dict.fromkeys(names, "hash")))
-    corpus = Corpus(folder, {"split": "5,1,0"})
-    more = Corpus(folder / "parts-2", {"split": "3,1,0"})  # of a to e the last three
-    said = []
-    make_ranked(corpus, more, length, {"code", "prose", "copies"}, said.append, [Root("stdlib", tmp_path / "text")])
-    assert len(said) == 3
+    corpus = Corpus(folder, {"split": "25,5,0"})
+    more = Corpus(folder / "parts-2", {"split": "20,5,0"})  # of 00 to 24 the last 20
+    said, kinds, roots = [], ("code", "prose", "copies", "few"), [Root("stdlib", tmp_path / "text")]
+    make_ranked(corpus, more, length, kinds, said.append, roots)
+    assert len(said) == 4
     rows = {}
-    for kind in ("code", "prose", "copies"):
+    for kind in kinds:
         options = ranked_options(more, kind, length)
         assert options["split"] == "1,16,0" and options.get("loss-from-position") == (56 if kind == "copies" else None)
         rows[kind] = evenly_chosen(options["data-path"], range(1, 17), length + 1, 100)
         assert rows[kind].shape == (16, length + 1)
-    letters = {kind: {chr(id - 1) for id in np.unique(rows[kind]) if id} for kind in rows}
-    assert letters["code"] & {*"xyzuvwXYZUVW?"} == {"v"} and letters["prose"] & {*"xyzuvwXYZUVW?"} == {"V"}
+
+    def directories(kind: str) -> list[set[str]]:
+        texts = ("".join(chr(id - 1) for id in row) for row in rows[kind])
+        return [set(re.findall(r"[xX?]\d\d", text)) for text in texts]
+
+    last = [number for number in range(23, 6, -1) if number != 20]  # which has too little
+    for kind, letter in (("code", "x"), ("prose", "X")):
+        assert directories(kind) == [{f"{letter}{number:02}"} for number in last]
+    assert directories("few") == [{"x24"}] * 16
     assert np.array_equal(rows["code"][:, :57], rows["copies"][:, :57]) and (rows["code"] != rows["copies"]).any()
     make_ranked(corpus, more, length, {"code"}, said.append, [])
-    assert len(said) == 3, "once"
+    assert len(said) == 4, "once"
     with pytest.raises(ValueError, match=r"tokens of code that the dense model does not read; expected 139281;"):
-        make_ranked(corpus, more, 8192, {"other"}, said.append, [Root("stdlib", tmp_path / "text")])
+        make_ranked(corpus, more, 8192, {"other"}, said.append, roots)
 
 
 def looks_back(tokens: int):

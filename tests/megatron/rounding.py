@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.megatron.conftest import Lab, Run
 
@@ -22,6 +23,12 @@ def train_from_checkpoint(lab: Lab, name: str, more: str = "", **options) -> tup
         return lab.run(f"{name}_{label}", more, load, flags, processes=processes, **options | others)
 
     return run, run("fp32", "--s2-backend reference")
+
+
+def at_once(*runs: Callable[[], Run]) -> list[Run]:
+    """What they return; most of a run's time is its start."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return [started.result() for started in [pool.submit(run) for run in runs]]
 
 
 def distance(run: Run, exact: Run) -> float:

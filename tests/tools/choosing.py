@@ -71,10 +71,12 @@ FUNCTION = "layers: S\nspecs:\n  S: {function: 'a:b'}\n"
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """Losses as if every head needed the context equally, but KV head 1 of layer 2 ten times as much."""
+    """Losses as if every head needed the context equally, but KV head 1 of layer 2 ten times as much. first: the first
+    sequence's share of what is lost; the others have equal ones."""
 
     class Measured:
         scale = 1.0
+        first = 0.25
 
         built = measured = 0
         most = 10**9
@@ -82,6 +84,13 @@ def made_up(monkeypatch):
         def __init__(self, folder, sequences):
             assert sequences.tokens.shape[1] == 257
             type(self).built += 1
+            self.count = len(sequences.tokens)
+
+        def shares(self, sparsity) -> list[float]:
+            """As of Measured; the dense loss is of all sequences alike."""
+            lost, rest = self.loss(sparsity) - DENSE_LOSS, self.count - 1
+            parts = [self.first, *[(1 - self.first) / rest] * rest] if rest else [1.0]
+            return [DENSE_LOSS / self.count + lost * part for part in parts]
 
         @classmethod
         def loss(cls, sparsity) -> float:

@@ -36,6 +36,20 @@ def test_it_says_first_what_it_will_do(command, made_up, capsys):
     assert re.fullmatch(r"a measurement takes 0\.0 s, all of them about \d+ s", rest[0])
 
 
+@pytest.mark.parametrize("first, said", [(0.25, False), (0.5, False), (0.51, True)])
+def test_a_choice_for_one_text_is_told(command, made_up, tmp_path, capsys, first, said):
+    made_up.first = first
+    assert command("--heads", "1") == 0
+    expected = (
+        "51% of what --s2-config plan.yaml loses is in one of the 4 sequences (number 1), so the heads are chosen"
+    )
+    assert (expected in capsys.readouterr().err) == said
+    gaps = json.loads((tmp_path / "new.json").read_text())["gap_by_sequence"]
+    assert gaps[0] == pytest.approx(first * sum(gaps)) and len(gaps) == 4
+    assert command("--heads", "1", "--sequences", "1", "--write", "b.yaml") == 0
+    assert "in one of" not in capsys.readouterr().err
+
+
 def test_an_imported_model_is_not_measured_at_all_its_positions(command, made_up, monkeypatch, capsys):
     """Its checkpoint says nothing of a training; 131,072 positions would be as many tokens a sequence."""
     monkeypatch.setattr("s2_megatron.tools.choose_dense.command.IMPORTED", 256)
@@ -86,8 +100,9 @@ FROM = {
         "--from-json none.json: No such file or directory; expected a file",
     ),
     "a list": ([], "[]", "--from-json kept.json: has no measured losses; expected a file that --json wrote"),
-    "no number": ([], '{"measured_of": {}, "losses": {"a": NaN}}', "has no measured losses"),
-    "nothing of it": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "another checkpoint and another choice of"),
+    "no number": ([], '{"measured_of": {}, "losses": {"a": [NaN]}}', "has no measured losses"),
+    "no sequences": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "has no measured losses"),
+    "nothing of it": ([], '{"measured_of": {}, "losses": {"a": [1.0]}}', "another checkpoint and another choice of"),
 }
 
 

@@ -61,6 +61,7 @@ IMPORTED = 8192  # tokens of a sequence: what an imported model has positions fo
 # A share of the dense loss. Under a plan that lost 0.0015 % two of the four best heads were others than under one that
 # lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
+LARGEST_SHARE = 0.5  # of the plan's gap, that one sequence may have
 SINK = 64  # tokens of the sink that is tried where the plan has none and hides the first token
 
 
@@ -252,15 +253,15 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
         ).counted_from(args.loss_from_position)
     model = []  # built with the first loss that is not known
 
-    def measured_loss(plan: ResolvedSparsity) -> float:
+    def measured_shares(plan: ResolvedSparsity) -> list[float]:
         if not model:
             with working("loading the checkpoint"):
                 model.append(measure.Measured(folder, sequences))
-        return model[0].loss(plan)
+        return model[0].shares(plan)
 
     with working("reading the checkpoint"):
         of = {"checkpoint": weights_sha256(folder), "choice of sequences": sequences.sha256()}
-        kept = Kept(measured_loss, of | {"precision": measure.precision()})
+        kept = Kept(measured_shares, of | {"precision": measure.precision()})
     if args.from_json is not None:
         kept.take(args.from_json)
     name = (args.beside or args.s2_config).name
@@ -326,6 +327,14 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         console().print(sets_table(beside, sets, chosen, sink, about, name))
         if sink is not None:
             print(sink_sentence(sink, dense_loss, chosen, name))
+    gaps = [own - its for own, its in zip(kept.shares(beside), kept.shares(all_dense(beside)), strict=True)]
+    if ranked and len(gaps) > 1 and max(gaps) > LARGEST_SHARE * math.fsum(gaps) > 0:
+        print(
+            f"warning: {max(gaps) / math.fsum(gaps):.0%} of what {source} loses is in one of the {len(gaps)} sequences "
+            f"(number {1 + gaps.index(max(gaps))}), so the heads are chosen for that text; give more --sequences, or "
+            "other text",
+            file=sys.stderr,
+        )
     if not enough and gap < LEAST_GAP:
         longer = ", or a longer --seq-length" if beside.seq_length < trained.seq_length else ""
         print(
@@ -341,7 +350,8 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         result = {"dense_kv_heads": count_dense(plan), "density": plan.density()}
         result |= {"loss_before": before, "loss": after, "gap": gap}
     # Before the YAML: who finds that has the measurements, too.
-    content = facts(args, folder.absolute(), beside, sets, ranked, chosen, sink) | {"result": result} | kept.facts()
+    content = facts(args, folder.absolute(), beside, sets, ranked, chosen, sink)
+    content |= {"gap_by_sequence": gaps, "result": result} | kept.facts()
     write_file(args.json, (json.dumps(content, indent=1) + "\n").encode())
     if enough:
         print(

@@ -22,12 +22,12 @@ def weights_sha256(folder: Path) -> str:
 
 
 class Kept:
-    """The mean losses of plans. measure: computes one. of: what they depend on beside the plan, as words for a message
-    and hashes. losses: by the plan's hash."""
+    """The mean losses of plans, as what each sequence adds to them. measure: computes one. of: what they depend on
+    beside the plan, as words for a message and hashes. losses: by the plan's hash."""
 
-    def __init__(self, measure: Callable[[ResolvedSparsity], float], of: dict[str, str]):
+    def __init__(self, measure: Callable[[ResolvedSparsity], list[float]], of: dict[str, str]):
         self.measure, self.of = measure, of
-        self.losses: dict[str, float] = {}
+        self.losses: dict[str, list[float]] = {}
         self.measured = 0  # new ones
 
     def take(self, file: Path) -> None:
@@ -36,7 +36,9 @@ class Kept:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             of, losses = content["measured_of"], content["losses"]
-            numbers = all(isinstance(loss, float) and math.isfinite(loss) for loss in losses.values())
+            numbers = all(
+                isinstance(share, float) and math.isfinite(share) for each in losses.values() for share in each
+            )
             if not numbers or not isinstance(of, dict):
                 raise ValueError("other values")
         except OSError as error:
@@ -54,6 +56,9 @@ class Kept:
         self.losses.update(losses)
 
     def loss(self, sparsity: ResolvedSparsity) -> float:
+        return math.fsum(self.shares(sparsity))
+
+    def shares(self, sparsity: ResolvedSparsity) -> list[float]:
         plan = hashlib.sha256(sparsity.canonical_json().encode()).hexdigest()
         if plan not in self.losses:
             self.losses[plan] = self.measure(sparsity)

@@ -139,8 +139,8 @@ class Measured:
         self.cores = sorted(cores, key=lambda core: core.layer_number)
         assert len(self.cores) == attention_layers(self.model), "a layer without S2's core attention"
 
-    def loss(self, sparsity: ResolvedSparsity) -> float:
-        """The mean loss of a token that counts, in nats, under a plan."""
+    def shares(self, sparsity: ResolvedSparsity) -> list[float]:
+        """What each sequence adds to the mean loss of a token that counts, in nats, under a plan."""
         import torch
 
         shape = (sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
@@ -148,5 +148,7 @@ class Measured:
         for core, layer in zip(self.cores, sparsity.layers, strict=True):
             core.use_pattern(dense if layer.pattern is None else layer.pattern)
         losses = token_losses(self.model, self.sequences.tokens, starts=self.sequences.starts).double()
-        counted = self.sequences.counted
-        return float((losses if counted is None else losses[torch.from_numpy(counted)]).mean())
+        counted = torch.ones_like(losses)
+        if self.sequences.counted is not None:
+            counted = torch.from_numpy(self.sequences.counted).double()
+        return ((losses * counted).sum(1) / counted.sum()).tolist()
