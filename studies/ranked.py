@@ -90,9 +90,9 @@ def _unread(corpus: Corpus, more: Corpus) -> list[str]:
 
 def _texts(name: str, roots: list[Root], suffixes: tuple[str, ...]) -> list[str]:
     """Of a document's directory the files of these kinds that are no tables. name: as in files.py."""
-    root = next(root for root in roots if name == root.label or name.startswith(f"{root.label}/"))
-    if "#" in name:  # the directory came before
+    if "#" in name:  # a further part of a directory
         return []
+    root = next(root for root in roots if name == root.label or name.startswith(f"{root.label}/"))
     files = sorted((root.folder / name[len(root.label) + 1 :]).iterdir())
     texts = (read_text(file) for file in files if file.suffix.lower() in suffixes and file.is_file())
     return [text for text in texts if text is not None and refusal_of_text(text) is None]

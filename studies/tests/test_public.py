@@ -142,9 +142,10 @@ def test_sequences_to_rank_heads_on(tmp_path):
         for suffix, letter in ((".py", "x"), (".md", "X"), (".csv", "?")):
             words = (f"{letter}{at:02}" + "".join(rng.choice([*"abcdefgh"], 9)) for _ in range(2 if at == 20 else 95))
             (own / f"file{suffix}").write_text("\n".join(words))
+    names[25:25] = ["stdlib#2"]  # the root's own files are several documents
     (folder / "documents.json").write_text(json.dumps(dict.fromkeys(names, "hash")))
-    corpus = Corpus(folder, {"split": "25,5,0"})
-    more = Corpus(folder / "parts-2", {"split": "20,5,0"})  # of 00 to 24 the last 20
+    corpus = Corpus(folder, {"split": "26,5,0"})
+    more = Corpus(folder / "parts-2", {"split": "21,5,0"})  # of 00 to 24 the last 20, and that one
     said, kinds, roots = [], ("code", "prose", "copies", "few"), [Root("stdlib", tmp_path / "text")]
     make_ranked(corpus, more, length, kinds, said.append, roots)
     assert len(said) == 4
