@@ -102,9 +102,9 @@ def s2_decode_kernel(
         stride_ksb, stride_ksh, stride_kss, stride_vsb, stride_vsh, stride_vss,
         stride_sb, stride_sk, stride_sr, stride_pb, stride_pk, stride_cb,
         GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-        VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PLACES: tl.constexpr, BLOCK_P: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,
-        STAGES: tl.constexpr, BY_QUERY_HEAD: tl.constexpr, ROTARY: tl.constexpr, OFFSET: tl.constexpr,
-        WHOLE: tl.constexpr, IEEE: tl.constexpr):
+        VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, PLACES: tl.constexpr, BLOCK_P: tl.constexpr,
+        TILE: tl.constexpr, SCAN: tl.constexpr, STAGES: tl.constexpr, BY_QUERY_HEAD: tl.constexpr,
+        ROTARY: tl.constexpr, OFFSET: tl.constexpr, WHOLE: tl.constexpr, IEEE: tl.constexpr):
     """out and LSE of one split of one KV head of the group: rows [(B * K * R), splits]. WHOLE: there is one split, and
     rows are those of the model's heads, [B * H]."""
     split = tl.program_id(0) % n_splits
@@ -257,8 +257,9 @@ def decode(query, key, value, groups: list[Kept], scale: float, rotary=None, off
                 *kept.values.stride()[:3], *broadcast(kept.shown, 3), *broadcast(kept.place, 2), broadcast(cos, 1)[0],
                 ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_V=block_v,
                 PLACES=kept.place.shape[2], BLOCK_P=triton.next_power_of_2(kept.place.shape[2]), TILE=plan.tile,
-                SCAN=SCANNED, STAGES=plan.stages, BY_QUERY_HEAD=kept.shown.shape[2] > 1, ROTARY=rotary is not None, WHOLE=n_splits == 1,
-                IEEE=value.dtype == torch.float32, num_warps=plan.warps, num_stages=plan.stages, **common)
+                SCAN=SCANNED, STAGES=plan.stages, BY_QUERY_HEAD=kept.shown.shape[2] > 1, ROTARY=rotary is not None,
+                WHOLE=n_splits == 1, IEEE=value.dtype == torch.float32, num_warps=plan.warps, num_stages=plan.stages,
+                **common)
             if n_splits > 1:
                 s2_decode_join_kernel[(rows, triton.cdiv(value_dim, JOINED_COLUMNS))](
                     *parts, kept.heads, sums, out, lse, n_splits, n_kv_heads, heads, COLUMNS=JOINED_COLUMNS,
