@@ -37,6 +37,7 @@ from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTConfig, S2GPTForCausalLM
 from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.cache import S2CacheLayer, kept_tokens
+from s2_megatron.huggingface.decoding import DECODE_BACKENDS
 from s2_megatron.huggingface.rotary import rotated
 from s2_megatron.tools.commands import CommandParser
 
@@ -222,9 +223,9 @@ def measure(call: Callable[[], object], calls: int, device) -> float:
 class Run:
     """All measurements of one number of KV heads. rows: the list that takes what is measured."""
 
-    def __init__(self, shape: Shape, kv_heads: int, device, deadline: float, console: Console, rows: list[dict]):
+    def __init__(self, shape: Shape, kv_heads: int, device, deadline, console: Console, rows: list[dict], backend: str):
         self.shape, self.kv_heads, self.device, self.console = shape, kv_heads, device, console
-        self.deadline, self.rows = deadline, rows
+        self.deadline, self.rows, self.backend = deadline, rows, backend
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.models = build_models(shape, kv_heads, device, self.dtype)
         self.head_dim = shape.hidden // shape.heads
@@ -310,7 +311,7 @@ class Run:
     def _decode_step(self, side: str, model, context: int, batch: int) -> float | None:
         self.free()
         try:
-            step = DecodeStep(side, model, self.shape, context, batch)
+            step = DecodeStep(side, model, self.shape, context, batch, self.backend)
             step.capture()
             check_replay(step)
             return measure(step.replay, self.shape.replays, self.device)
@@ -352,6 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: whether everything runs")
     parser.add_argument("--kv-heads", type=int, nargs="+", help="(default: 32 and 8)")
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192, 32768 and 131072)")
+    parser.add_argument("--decode-backend", choices=DECODE_BACKENDS, default="auto", help="of S2Cache (default: auto)")
     parser.add_argument("--seconds", type=float, default=420, help="no new measurement after this (default: 420)")
     args = parser.parse_args(arguments)
     shape = TINY if args.tiny else Shape()
@@ -369,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_json(args.output, {"provenance": source, "checks": checks, "rows": rows})
 
     for kv_heads in args.kv_heads or shape.kv_heads:
-        run = Run(shape, kv_heads, device, deadline, console, rows)
+        run = Run(shape, kv_heads, device, deadline, console, rows, args.decode_backend)
         for number, context in enumerate(sorted(args.contexts or shape.contexts, reverse=True)):
             if number == 0:
                 checked = check_attention(run.models["S2 mixed"], min(context, 16384))

@@ -118,36 +118,47 @@ def test_splits_cover_what_is_kept(kept, heads):
         assert 1 <= count <= decode_kernel.MOST_SPLITS and (count == 1 or (count - 1) * heads < plan.programs * 132)
 
 
-@pytest.mark.parametrize("offset", [False, True])
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "s2", "dense_heads", "tokens_by_head", "mask_heads"))
-def test_every_step_equals_the_full_attention(name, offset, device, monkeypatch):
-    """Steps over two borders of blocks behind a prefill, rows of unequal length, both layers; and SDPA's steps."""
+@pytest.mark.parametrize(
+    "name, layer, offset",
+    mostly_slow(
+        [
+            (name, layer, offset)
+            for name in NAMES
+            for layer in (0, 1)
+            for offset in (False, True)
+            if layer or name == "s2"
+        ],
+        ("s2", 0, False),
+        ("s2", 1, False),
+        ("dense_heads", 1, True),
+        ("tokens_by_head", 1, False),
+        ("mask_heads", 1, False),
+    ),
+)
+def test_every_step_equals_the_full_attention(name, layer, offset, device, monkeypatch):
+    """Steps over a border of blocks behind a prefill, rows of unequal length; layer 0 is dense. And SDPA's steps."""
     monkeypatch.setattr(decode_kernel, "multiprocessors", lambda device: 8)
     monkeypatch.setattr(decode_kernel, "plan_for", lambda *sizes: SMALL)
-    sparsity, generator, prompt, steps = sparsity_named(name), torch.Generator().manual_seed(0), 133, 2 * BLOCK
-    starts = torch.tensor([0, 37])
-    total = prompt + steps
+    sparsity, generator, prompt, total = sparsity_named(name), torch.Generator().manual_seed(0), 133, 133 + BLOCK + 4
+    starts, pattern = torch.tensor([0, 37]), sparsity.layers[layer].pattern
     parts = [torch.randn(2, count, total, 16, generator=generator).to(device) for count in (HEADS, KV_HEADS, KV_HEADS)]
     sinks = torch.tensor([-2.0, 0.0, 1.0, 5.0], device=device) if offset else None
-    for layer in (0, 1):
-        pattern, found = sparsity.layers[layer].pattern, []
-        for backend in ("reference", "triton"):
-            config = config_of(sparsity, softmax_type="learnable" if offset else "vanilla")
-            cache = S2Cache(config, max_length=total, decode_backend=backend)
-            cache.layers = [cache.layers[layer]]
-            pieces = (parts[0][:, :, :prompt], parts[1][:, :, :prompt], parts[2][:, :, :prompt])
-            cache.attend(0, *pieces, starts, 0.3, pattern, sinks)
-            out = [
-                cache.attend(0, *(part[:, :, at : at + 1] for part in parts), starts, 0.3, pattern, sinks)
-                for at in range(prompt, total)
-            ]
-            found.append(torch.cat(out, 2))
-        assert (found[1] - found[0]).abs().max() < 2e-6
-        whole = RangePattern.dense(BLOCK, HEADS, KV_HEADS) if offset and pattern is None else pattern
-        for row, start in enumerate(starts.tolist()):
-            texts = (part[row : row + 1, :, start:].double() for part in parts)
-            expected = attend(*texts, whole, 0.3, None if sinks is None else sinks.double())
-            assert (found[1][row] - expected[0, :, prompt - start :]).abs().max() < 2e-6
+    config, found = config_of(sparsity, softmax_type="learnable" if offset else "vanilla"), {}
+    for backend in ("reference", "triton"):
+        cache = S2Cache(config, max_length=total, decode_backend=backend)
+        cache.layers = [cache.layers[layer]]
+        pieces = [(0, prompt), *((at, at + 1) for at in range(prompt, total))]
+        out = [
+            cache.attend(0, *(part[:, :, first:end] for part in parts), starts, 0.3, pattern, sinks)
+            for first, end in pieces
+        ]
+        found[backend] = torch.cat(out[1:], 2)
+    assert (found["triton"] - found["reference"]).abs().max() < 2e-6
+    whole = RangePattern.dense(BLOCK, HEADS, KV_HEADS) if offset and pattern is None else pattern
+    for row, start in enumerate(starts.tolist()):
+        texts = (part[row : row + 1, :, start:].double() for part in parts)
+        expected = attend(*texts, whole, 0.3, None if sinks is None else sinks.double())
+        assert (found["triton"][row] - expected[0, :, prompt - start :]).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize("more", [{}, dict(softmax_type="learnable", qk_norm=True)], ids=str)
