@@ -153,11 +153,12 @@ def test_every_step_equals_the_full_attention(name, layer, offset, device, monke
             for first, end in pieces
         ]
         found[backend] = torch.cat(out[1:], 2)
-    assert (found["triton"] - found["reference"]).abs().max() < 2e-6
+    found = {backend: out.cpu() for backend, out in found.items()}
+    assert (found["triton"] - found["reference"]).abs().max() < (2e-6 if device == "cpu" else 2e-3)  # TF32 in SDPA
     whole = RangePattern.dense(BLOCK, HEADS, KV_HEADS) if offset and pattern is None else pattern
     for row, start in enumerate(starts.tolist()):
-        texts = (part[row : row + 1, :, start:].double() for part in parts)
-        expected = attend(*texts, whole, 0.3, None if sinks is None else sinks.double())
+        texts = (part[row : row + 1, :, start:].cpu().double() for part in parts)
+        expected = attend(*texts, whole, 0.3, None if sinks is None else sinks.cpu().double())
         assert (found["triton"][row] - expected[0, :, prompt - start :]).abs().max() < 2e-6
 
 
@@ -178,7 +179,7 @@ def test_the_model_generates_the_same(more, device):
         for backend in ("reference", "triton")
     )
     assert torch.equal(one.sequences, two.sequences)
-    assert torch.allclose(torch.stack(one.logits), torch.stack(two.logits), atol=1e-4)
+    assert torch.allclose(torch.stack(one.logits), torch.stack(two.logits), atol=1e-4 if device == "cpu" else 2e-2)
 
 
 def test_refused_backends(device):
