@@ -176,10 +176,9 @@ def s2_attention_forward(
 
     query [B, H, T, D]; key, value [B, G, N, D], the last T of them the query's own (compact_cache: these T alone, the
     S2Cache has the others; rotary: what they need of RoPE, as S2Cache.attend has it). attention_mask: what texts_mask
-    returned, or the model's own Texts. scaling: the model's
-    own, which the sparsity's softmax_scale overrides. s_aux: [H], transformers' name of softmax offsets (sinks).
-    Returns ([B, T, H, D], None): probabilities do not exist. Raises ValueError for a dropout, for foreign masks, and
-    for arguments that ask for something else than causal attention.
+    returned, or the model's own Texts. scaling: the model's own, which the sparsity's softmax_scale overrides. s_aux:
+    [H], transformers' name of softmax offsets (sinks). Returns ([B, T, H, D], None): probabilities do not exist. Raises
+    ValueError for a dropout, for foreign masks, and for arguments that ask for something else than causal attention.
     """
     if dropout:
         raise ValueError(

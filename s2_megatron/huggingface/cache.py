@@ -143,14 +143,13 @@ class S2Cache(Cache):
             if rotary is not None and not kernel:
                 both = rotated(query.transpose(1, 2), key.transpose(1, 2), rotary)
                 query, key = (tensor.to(value.dtype).transpose(1, 2) for tensor in both)
-            if kernel:
-                steps = self._step(layer, query, key.shape[1], kernel)
-                out = layer.decode_in_kernel(query, key, value, steps, scale, offset, rotary)
-            elif one_each:
-                steps = self._step(layer, query, key.shape[1], kernel)
-                out = layer.decode(query, key, value, steps, scale, offset)
-            else:
+            if not one_each:
                 out = layer.extend(query, key, value, self.starts, scale, offset)
+            elif kernel:
+                steps = self._step(layer, query, key.shape[1], True)
+                out = layer.decode_in_kernel(query, key, value, steps, scale, offset, rotary)
+            else:
+                out = layer.decode(query, key, value, self._step(layer, query, key.shape[1], False), scale, offset)
         except BaseException:
             layer.seen = -1  # half-written: no forward goes on from here
             raise

@@ -6,7 +6,7 @@ import torch
 from benchmarks.timing import milliseconds
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.attention import attend
-from s2_megatron.huggingface.decode_kernel import decode
+from s2_megatron.huggingface.decode_kernel import Kept, decode
 from s2_megatron.huggingface.decoding import decode_attention, decode_mask
 from tests.huggingface.decode_cases import expected_step, random_kept
 from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
@@ -46,6 +46,19 @@ def test_a_long_text_is_read_at_the_memorys_speed(kv_heads):
     )
     decode_attention(query, keys, values, mask, 0.1)  # cuDNN plans at the first call, for half a second
     took = milliseconds(lambda: decode_attention(query, keys, values, mask, 0.1), 10)
+    assert 2 * keys.nbytes / took / 1e9 > 0.8, f"{2 * keys.nbytes / took / 1e9:.2f} TB/s"
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_the_kernel_reads_a_long_text_at_the_memorys_speed(kv_heads):
+    shape = (1, kv_heads, 2**19, 128)
+    keys, values = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    shown = torch.ones(1, 1, 1, shape[2], dtype=torch.bool, device="cuda")
+    place = torch.full((1, 1, 1), shape[2] - 1, device="cuda")
+    kept = Kept(keys, values, shown, place, torch.arange(kv_heads, device="cuda"))
+    query, new = (torch.randn(1, heads, 1, 128, device="cuda", dtype=keys.dtype) for heads in (8, kv_heads))
+    decode(query, new, new, [kept], 0.1)  # compiles
+    took = milliseconds(lambda: decode(query, new, new, [kept], 0.1), 10)
     assert 2 * keys.nbytes / took / 1e9 > 0.8, f"{2 * keys.nbytes / took / 1e9:.2f} TB/s"
 
 
