@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, decode_kernel
 from s2_megatron.huggingface.attention import attend
@@ -169,17 +170,18 @@ def test_the_model_generates_the_same(more, device):
     mask = torch.ones_like(text)
     mask[1, :13] = 0
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, output_logits=True)
-    one, two = (
-        model.generate(
-            text,
-            **options,
-            return_dict_in_generate=True,
-            **{CACHE_ARGUMENT: S2Cache(model.config, decode_backend=backend)},
+    with sdpa_kernel(SDPBackend.MATH):  # on a GPU the others compute in TF32
+        one, two = (
+            model.generate(
+                text,
+                **options,
+                return_dict_in_generate=True,
+                **{CACHE_ARGUMENT: S2Cache(model.config, decode_backend=backend)},
+            )
+            for backend in ("reference", "triton")
         )
-        for backend in ("reference", "triton")
-    )
     assert torch.equal(one.sequences, two.sequences)
-    assert torch.allclose(torch.stack(one.logits), torch.stack(two.logits), atol=1e-4 if device == "cpu" else 2e-2)
+    assert torch.allclose(torch.stack(one.logits), torch.stack(two.logits), atol=1e-4 if device == "cpu" else 1e-3)
 
 
 def test_refused_backends(device):
