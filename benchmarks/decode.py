@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import time
@@ -139,9 +140,8 @@ def time_model(models: dict, shape: Shape, context: int, batch: int, device) -> 
         if device.type == "cuda" and size > torch.cuda.mem_get_info()[0] - RESERVE:
             continue
         kind = side if backend else "dense"
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(0)  # equal caches, equal tokens
-            step = DecodeStep(kind, model, shape, context, batch, backend or "auto")
+        torch.manual_seed(0)  # equal caches, equal tokens
+        step = DecodeStep(kind, model, shape, context, batch, backend or "auto")
         step.capture()
         check_replay(step)
         steps[side] = step
@@ -178,6 +178,8 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.tiny:
         refuse("no GPU; expected one with 80 GB or more; use --tiny to see whether it runs")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        refuse("no GPU; expected Triton's interpreter for --tiny; set TRITON_INTERPRET=1")
     deadline, console, rows = time.monotonic() + args.seconds, Console(width=140), []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)

@@ -38,9 +38,9 @@ class DecodePlan(NamedTuple):
     programs: int
 
 
-def plan_for(block_dim: int, itemsize: int) -> DecodePlan:
-    """block_dim: the larger head dim, up to a power of two."""
-    return DecodePlan(min(128, max(16, TILE_BYTES // (block_dim * itemsize))), 3, 4, 4)
+def plan_for(block_dim: int, itemsize: int, rows: int) -> DecodePlan:
+    """block_dim: the larger head dim, up to a power of two; rows: query heads of a KV head, likewise."""
+    return DecodePlan(min(128, max(16, TILE_BYTES // (block_dim * itemsize))), 3 if rows < 64 else 2, 4, 4)
 
 
 @cache
@@ -236,7 +236,8 @@ def decode(query, key, value, groups: list[Kept], scale: float, rotary=None, off
     query, key, value = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (query, key, value))
     group = heads // key.shape[1]
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    plan = plan or plan_for(max(block_d, block_v), value.itemsize)
+    block_rows = max(16, triton.next_power_of_2(group))
+    plan = plan or plan_for(max(block_d, block_v), value.itemsize, block_rows)
     out = torch.empty(batch, heads, 1, value_dim, dtype=value.dtype, device=value.device)
     lse = torch.empty(batch, heads, 1, dtype=torch.float32, device=value.device)
     cos, sin = (query, query) if rotary is None else (tensor.contiguous() for tensor in rotary)
@@ -255,7 +256,7 @@ def decode(query, key, value, groups: list[Kept], scale: float, rotary=None, off
                 cos, sin, sums, *parts, scale, n_kept, split_tokens, n_splits, n_kv_heads, heads,
                 *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *kept.keys.stride()[:3],
                 *kept.values.stride()[:3], *broadcast(kept.shown, 3), *broadcast(kept.place, 2), broadcast(cos, 1)[0],
-                ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_V=block_v,
+                ROWS=block_rows, HEAD_DIM=dim, BLOCK_D=block_d, BLOCK_V=block_v,
                 PLACES=kept.place.shape[2], BLOCK_P=triton.next_power_of_2(kept.place.shape[2]), TILE=plan.tile,
                 SCAN=SCANNED, STAGES=plan.stages, BY_QUERY_HEAD=kept.shown.shape[2] > 1, ROTARY=rotary is not None,
                 WHOLE=n_splits == 1, IEEE=value.dtype == torch.float32, num_warps=plan.warps, num_stages=plan.stages,

@@ -17,11 +17,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CASES = [(90, dim, dim, dtype, "") for dim in (64, 128, 256) for dtype in DTYPES]
 CASES += [(90, 128, 128, "bf16", "by_query_head"), (90, 128, 64, "bf16", "plain"), (90, 192, 128, "bf16", "")]
 CASES += [(card, 128, 128, "bf16", "") for card in (80, 86, 89, 100, 120)] + [(86, 256, 256, "fp32", "")]
+CASES += [(card, dim, dim, "bf16", "one_kv_head") for card in (86, 90) for dim in (128, 256)]  # of 64 query heads
 
 
 def launched(dim: int, value_dim: int, dtype: torch.dtype, form: str) -> list[tuple]:
-    """(kernel, arguments, options) of a step of 32 query and 8 KV heads, with RoPE and offsets unless it is plain, in
-    many splits and in one."""
+    """(kernel, arguments, options) of a step of 32 query and 8 KV heads (one_kv_head: 64 and 1), with RoPE and offsets
+    unless it is plain, in many splits and in one."""
     found = []
 
     class Recorder:
@@ -33,19 +34,23 @@ def launched(dim: int, value_dim: int, dtype: torch.dtype, form: str) -> list[tu
 
     kernels = ("s2_decode_kernel", "s2_decode_join_kernel")
     real = {name: getattr(decode_kernel, name) for name in kernels}
-    query, key = (torch.empty(1, heads, 1, dim, dtype=dtype) for heads in (32, 8))
-    value = torch.empty(1, 8, 1, value_dim, dtype=dtype)
+    heads, kv_heads = (64, 1) if form == "one_kv_head" else (32, 8)
+    query, key = (torch.empty(1, count, 1, dim, dtype=dtype) for count in (heads, kv_heads))
+    value = torch.empty(1, kv_heads, 1, value_dim, dtype=dtype)
     plain, rows = form == "plain", 4 if form == "by_query_head" else 1
     rotary = None if plain else (torch.empty(1, 1, dim, dtype=dtype),) * 2
-    offset = None if plain else torch.empty(32, dtype=dtype)
+    offset = None if plain else torch.empty(heads, dtype=dtype)
     for name, kernel in real.items():
         setattr(decode_kernel, name, Recorder(kernel))
     try:
         for kept in (9216, 16):
-            keys, values = (torch.empty(1, 8, kept, size, dtype=dtype) for size in (dim, value_dim))
-            shown, place = torch.ones(1, 1, rows, kept, dtype=torch.bool), torch.zeros(1, 8, 2, dtype=torch.int64)
+            keys, values = (torch.empty(1, kv_heads, kept, size, dtype=dtype) for size in (dim, value_dim))
+            shown, place = (
+                torch.ones(1, 1, rows, kept, dtype=torch.bool),
+                torch.zeros(1, kv_heads, 2, dtype=torch.int64),
+            )
             decode_kernel.decode(
-                query, key, value, [Kept(keys, values, shown, place, torch.arange(8))], 0.1, rotary, offset
+                query, key, value, [Kept(keys, values, shown, place, torch.arange(kv_heads))], 0.1, rotary, offset
             )
     finally:
         for name, kernel in real.items():

@@ -113,7 +113,7 @@ def test_what_is_not_attended_is_not_read(device):
 
 @pytest.mark.parametrize("kept, heads", [(16, 1), (16, 8), (9216, 8), (131072, 8), (131072, 32), (9216, 4000), (80, 1)])
 def test_splits_cover_what_is_kept(kept, heads):
-    for plan in (plan_for(64, 2), plan_for(128, 2), plan_for(256, 4), SMALL):
+    for plan in (plan_for(64, 2, 16), plan_for(128, 2, 64), plan_for(256, 4, 16), SMALL):
         size, count = split_sizes(kept, heads, plan, 132)
         assert size % plan.tile == 0 and (count - 1) * size < kept <= count * size
         assert 1 <= count <= decode_kernel.MOST_SPLITS and (count == 1 or (count - 1) * heads < plan.programs * 132)
