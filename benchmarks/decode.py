@@ -28,9 +28,9 @@ from benchmarks.inference_checks import check_replay
 from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
 from benchmarks.timing import quantile
+from s2_megatron.huggingface.attention import rotated
 from s2_megatron.huggingface.decode_kernel import DecodePlan, Kept, decode
 from s2_megatron.huggingface.decoding import decode_attention, decode_mask
-from s2_megatron.huggingface.rotary import rotated
 from s2_megatron.tools.commands import CommandParser
 
 # side: (model of benchmarks.inference, how its cache decodes)

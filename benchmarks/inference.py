@@ -35,10 +35,9 @@ from benchmarks.timing import milliseconds
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTConfig, S2GPTForCausalLM
-from s2_megatron.huggingface.attention import attend
+from s2_megatron.huggingface.attention import attend, rotated
 from s2_megatron.huggingface.cache import S2CacheLayer, kept_tokens
 from s2_megatron.huggingface.decoding import DECODE_BACKENDS
-from s2_megatron.huggingface.rotary import rotated
 from s2_megatron.tools.commands import CommandParser
 
 GIB = 2**30

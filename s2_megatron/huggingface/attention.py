@@ -15,10 +15,10 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, masking_utils
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.models.llama.modeling_llama import rotate_half
 
 from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.huggingface.layer_plans import LayerPlan, layer_plans
-from s2_megatron.huggingface.rotary import Rotary
 from s2_megatron.huggingface.texts import (
     PACKING_ARGUMENTS,
     Extent,
@@ -34,6 +34,7 @@ from s2_megatron.ops.layout import Layout, PackedSequence
 from s2_megatron.patterns.ranges import Pattern
 
 NAME = "s2"
+Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin) of RoPE, [B or 1, T, D]
 # What a model may hand to its attention beside the tensors: read in texts.py, or without a part in attention.
 _ARGUMENTS = {
     "position_ids", *PACKING_ARGUMENTS, "max_length_q", "max_length_k", "use_cache", "cache_position", "return_dict",
@@ -196,6 +197,13 @@ def s2_attention_forward(
         compact = None if compact_cache is None else (compact_cache, rotary)
         out = _attend_texts(module, query, key, value, attention_mask, scaling, compact, s_aux, arguments)
     return out.transpose(1, 2).contiguous(), None
+
+
+def rotated(query, key, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [B, T, H, D] and key [B, T, G, D] after RoPE, as transformers' Llama computes it."""
+    cos, sin = (tensor.unsqueeze(2) for tensor in rotary)
+    both = torch.cat((query, key), 2)  # half the kernels
+    return (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
 
 
 def check_arguments(arguments: dict, config) -> None:

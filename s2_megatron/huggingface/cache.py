@@ -13,10 +13,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from s2_megatron.config.sparsity import ResolvedSparsity, canonical_pattern
+from s2_megatron.huggingface.attention import Rotary, rotated
 from s2_megatron.huggingface.cache_layer import CACHE_ARGUMENT, S2CacheLayer, SharedSlots
 from s2_megatron.huggingface.decoding import DECODE_BACKENDS, OFFSET_ROOM, decode_mask, takes_kernel
 from s2_megatron.huggingface.layer_plans import kept_pattern, layer_plans, resolved_sparsity
-from s2_megatron.huggingface.rotary import Rotary, rotated
 from s2_megatron.huggingface.slots import kept_slots
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern

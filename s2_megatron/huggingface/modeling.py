@@ -20,10 +20,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts
+from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts, rotated
 from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
-from s2_megatron.huggingface.rotary import rotated
 
 TEXTS = "s2_texts"  # among the layers' keyword arguments: what read_texts returned
 

@@ -11,7 +11,7 @@ from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.decode_kernel import Kept, decode
 from s2_megatron.huggingface.decoding import decode_attention, decode_mask
-from tests.huggingface.decode_cases import expected_step, random_kept
+from tests.huggingface.test_decode_kernel import expected_step, random_kept
 from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

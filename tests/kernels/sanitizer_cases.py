@@ -119,7 +119,7 @@ DECODE = {
 def run_decode(dims, kept, dtype, device):
     """Heads that keep `kept` tokens and, with a mask by query head, 16; the memory behind the kept ones is taken."""
     from s2_megatron.huggingface.decode_kernel import decode
-    from tests.huggingface.decode_cases import random_kept
+    from tests.huggingface.test_decode_kernel import random_kept
 
     sizes = ((12, dims[0]), (3, dims[0]), (3, dims[1]))
     parts = [torch.randn(2, 1, *size, device=device).to(dtype).transpose(1, 2) for size in sizes]
