@@ -35,8 +35,9 @@ from benchmarks.timing import milliseconds
 from s2_megatron.config.load import SparsityConfig
 from s2_megatron.config.stored import stored_sparsity
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, S2GPTConfig, S2GPTForCausalLM
-from s2_megatron.huggingface.attention import attend
+from s2_megatron.huggingface.attention import attend, rotated
 from s2_megatron.huggingface.cache import S2CacheLayer, kept_tokens
+from s2_megatron.huggingface.decoding import DECODE_BACKENDS
 from s2_megatron.tools.commands import CommandParser
 
 GIB = 2**30
@@ -80,7 +81,10 @@ class DenseCache(S2Cache):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for pair in self.store for tensor in pair)
 
-    def attend(self, layer_idx, query, key, value, starts, scale, pattern, offset):
+    def attend(self, layer_idx, query, key, value, starts, scale, pattern, offset, rotary):
+        if rotary is not None:
+            both = rotated(query.transpose(1, 2), key.transpose(1, 2), rotary)
+            query, key = (tensor.transpose(1, 2) for tensor in both)
         if len(self.store) == layer_idx:
             shape = (*key.shape[:2], self.length, key.shape[3])
             self.store.append((key.new_empty(shape), key.new_empty(shape)))
@@ -132,10 +136,14 @@ def sequence_bytes(sparsity, context: int, head_dim: int, itemsize: int) -> int:
     return 2 * head_dim * itemsize * sum(map(sum, kept_tokens(sparsity, context)))
 
 
-def new_cache(side: str, model, shape: Shape, context: int, batch: int, filled: bool):
-    """A cache for texts of `context` tokens; filled: all but the last are there, as random numbers."""
+def new_cache(side: str, model, shape: Shape, context: int, batch: int, filled: bool, decode_backend: str = "auto"):
+    """A cache for texts of `context` tokens; filled: all but the last are there, as random numbers. Every side but
+    "dense" has an S2Cache, which decodes by decode_backend."""
     config = model.config
-    cache = DenseCache(shape.layers, context) if side == "dense" else S2Cache(config, max_length=context)
+    if side == "dense":
+        cache = DenseCache(shape.layers, context)
+    else:
+        cache = S2Cache(config, max_length=context, decode_backend=decode_backend)
     if not filled:
         return cache
     like = torch.empty(batch, config.num_key_value_heads, 1, config.head_dim, dtype=model.dtype, device=model.device)
@@ -156,8 +164,8 @@ def new_cache(side: str, model, shape: Shape, context: int, batch: int, filled: 
 class DecodeStep:
     """One decoding step of a batch at a context, replayed at the same position again and again."""
 
-    def __init__(self, side: str, model, shape: Shape, context: int, batch: int):
-        self.model, self.cache = model, new_cache(side, model, shape, context, batch, filled=True)
+    def __init__(self, side: str, model, shape: Shape, context: int, batch: int, decode_backend: str = "auto"):
+        self.model, self.cache = model, new_cache(side, model, shape, context, batch, True, decode_backend)
         self.ids = torch.randint(0, shape.vocabulary, (batch, 1), device=model.device)
         self.positions = torch.full((batch, 1), context - 1, device=model.device)
         self.context, self.graph, self.logits = context, None, None
@@ -214,9 +222,9 @@ def measure(call: Callable[[], object], calls: int, device) -> float:
 class Run:
     """All measurements of one number of KV heads. rows: the list that takes what is measured."""
 
-    def __init__(self, shape: Shape, kv_heads: int, device, deadline: float, console: Console, rows: list[dict]):
+    def __init__(self, shape: Shape, kv_heads: int, device, deadline, console: Console, rows: list[dict], backend: str):
         self.shape, self.kv_heads, self.device, self.console = shape, kv_heads, device, console
-        self.deadline, self.rows = deadline, rows
+        self.deadline, self.rows, self.backend = deadline, rows, backend
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.models = build_models(shape, kv_heads, device, self.dtype)
         self.head_dim = shape.hidden // shape.heads
@@ -302,7 +310,7 @@ class Run:
     def _decode_step(self, side: str, model, context: int, batch: int) -> float | None:
         self.free()
         try:
-            step = DecodeStep(side, model, self.shape, context, batch)
+            step = DecodeStep(side, model, self.shape, context, batch, self.backend)
             step.capture()
             check_replay(step)
             return measure(step.replay, self.shape.replays, self.device)
@@ -344,6 +352,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: whether everything runs")
     parser.add_argument("--kv-heads", type=int, nargs="+", help="(default: 32 and 8)")
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192, 32768 and 131072)")
+    parser.add_argument("--decode-backend", choices=DECODE_BACKENDS, default="auto", help="of S2Cache (default: auto)")
     parser.add_argument("--seconds", type=float, default=420, help="no new measurement after this (default: 420)")
     args = parser.parse_args(arguments)
     shape = TINY if args.tiny else Shape()
@@ -361,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_json(args.output, {"provenance": source, "checks": checks, "rows": rows})
 
     for kv_heads in args.kv_heads or shape.kv_heads:
-        run = Run(shape, kv_heads, device, deadline, console, rows)
+        run = Run(shape, kv_heads, device, deadline, console, rows, args.decode_backend)
         for number, context in enumerate(sorted(args.contexts or shape.contexts, reverse=True)):
             if number == 0:
                 checked = check_attention(run.models["S2 mixed"], min(context, 16384))

@@ -46,6 +46,7 @@ LONGEST_FILES = (
     "megatron/test_position_loss.py",
     "kernels/test_launches_in_c.py",
     "megatron/test_packed.py",
+    "huggingface/test_decode_kernel.py",
     "huggingface/test_cache.py",
     "megatron/test_export_hf.py",
     "benchmarks/test_loss_measurements.py",

@@ -15,6 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, masking_utils
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+from transformers.models.llama.modeling_llama import rotate_half
 
 from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.huggingface.layer_plans import LayerPlan, layer_plans
@@ -33,6 +34,7 @@ from s2_megatron.ops.layout import Layout, PackedSequence
 from s2_megatron.patterns.ranges import Pattern
 
 NAME = "s2"
+Rotary = tuple[torch.Tensor, torch.Tensor]  # (cos, sin) of RoPE, [B or 1, T, D]
 # What a model may hand to its attention beside the tensors: read in texts.py, or without a part in attention.
 _ARGUMENTS = {
     "position_ids", *PACKING_ARGUMENTS, "max_length_q", "max_length_k", "use_cache", "cache_position", "return_dict",
@@ -167,16 +169,17 @@ def s2_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     compact_cache=None,
+    rotary: Rotary | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, in transformers' form.
 
     query [B, H, T, D]; key, value [B, G, N, D], the last T of them the query's own (compact_cache: these T alone, the
-    S2Cache has the others). attention_mask: what texts_mask returned, or the model's own Texts. scaling: the model's
-    own, which the sparsity's softmax_scale overrides. s_aux: [H], transformers' name of softmax offsets (sinks).
-    Returns ([B, T, H, D], None): probabilities do not exist. Raises ValueError for a dropout, for foreign masks, and
-    for arguments that ask for something else than causal attention.
+    S2Cache has the others; rotary: what they need of RoPE, as S2Cache.attend has it). attention_mask: what texts_mask
+    returned, or the model's own Texts. scaling: the model's own, which the sparsity's softmax_scale overrides. s_aux:
+    [H], transformers' name of softmax offsets (sinks). Returns ([B, T, H, D], None): probabilities do not exist. Raises
+    ValueError for a dropout, for foreign masks, and for arguments that ask for something else than causal attention.
     """
     if dropout:
         raise ValueError(
@@ -191,8 +194,16 @@ def s2_attention_forward(
         out = attend(query, key, value, layout, _scale(plan, scaling, query), s_aux)
     else:
         arguments = packing | {name: kwargs.get(name) for name in ("position_ids", "use_cache")}
-        out = _attend_texts(module, query, key, value, attention_mask, scaling, compact_cache, s_aux, arguments)
+        compact = None if compact_cache is None else (compact_cache, rotary)
+        out = _attend_texts(module, query, key, value, attention_mask, scaling, compact, s_aux, arguments)
     return out.transpose(1, 2).contiguous(), None
+
+
+def rotated(query, key, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [B, T, H, D] and key [B, T, G, D] after RoPE, as transformers' Llama computes it."""
+    cos, sin = (tensor.unsqueeze(2) for tensor in rotary)
+    both = torch.cat((query, key), 2)  # half the kernels
+    return (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
 
 
 def check_arguments(arguments: dict, config) -> None:
@@ -220,8 +231,8 @@ def _scale(plan: LayerPlan, scaling: float | None, query) -> float:
 
 
 @torch.compiler.disable
-def _attend_texts(module, query, key, value, mask, scaling, compact_cache, offset, arguments: dict) -> torch.Tensor:
-    """Attention in all other forms, [B, H, T, D]: padding, packed texts, caches."""
+def _attend_texts(module, query, key, value, mask, scaling, compact, offset, arguments: dict) -> torch.Tensor:
+    """Attention in all other forms, [B, H, T, D]: padding, packed texts, caches. compact: (S2Cache, rotary) or None."""
     length, seen = query.shape[2], key.shape[2] - query.shape[2]
     if mask is None:  # the module is called without its model
         mask = StockMask(layer_plans(module.config), len(query), seen, None, None, False)
@@ -234,8 +245,9 @@ def _attend_texts(module, query, key, value, mask, scaling, compact_cache, offse
     texts = mask if isinstance(mask, Texts) else mask.finished(length, arguments, query.device)
     plan = texts.plans[module.layer_idx]
     scale = _scale(plan, scaling, query)
-    if compact_cache is not None:
-        return compact_cache.attend(module.layer_idx, query, key, value, texts.starts, scale, plan.pattern, offset)
+    if compact is not None:
+        cache, rotary = compact
+        return cache.attend(module.layer_idx, query, key, value, texts.starts, scale, plan.pattern, offset, rotary)
     if texts.packed is not None:
         return attend_packed(query, key, value, plan.kept_layout, texts.packed, scale, offset)
     pattern = plan.pattern if offset is None else plan.kept_pattern

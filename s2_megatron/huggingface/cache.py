@@ -1,8 +1,8 @@
 """S2Cache: a KV cache for transformers that keeps, for each KV head, its window and its own blocks, nothing else.
 
 Strides count from the start of a text. So a block that has left the window, and is not one that the head attends by its
-stride, is never needed again, and is dropped. Decoding is ordinary SDPA over what is kept, with a mask; several tokens
-at once use the S2 forward.
+stride, is never needed again, and is dropped. Decoding is a kernel over what is kept (decode_kernel.py), or ordinary
+SDPA with a mask; several tokens at once use the S2 forward.
 
 B batch, H query heads, G KV heads, R = H / G, D head dim, T tokens of a forward, S kept tokens of a KV head.
 """
@@ -13,10 +13,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from s2_megatron.config.sparsity import ResolvedSparsity, canonical_pattern
+from s2_megatron.huggingface.attention import Rotary, rotated
 from s2_megatron.huggingface.cache_layer import CACHE_ARGUMENT, S2CacheLayer, SharedSlots
-from s2_megatron.huggingface.decoding import OFFSET_ROOM, decode_mask
+from s2_megatron.huggingface.decoding import DECODE_BACKENDS, OFFSET_ROOM, decode_mask, takes_kernel
 from s2_megatron.huggingface.layer_plans import kept_pattern, layer_plans, resolved_sparsity
 from s2_megatron.huggingface.slots import kept_slots
+from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 from s2_megatron.printing import print_once
 
@@ -56,10 +58,17 @@ class S2Cache(Cache):
 
     config: the model's. max_length: tokens of the longest text, padding not counted; then all memory is taken at the
     first forward, shapes never change and a decoding step can be captured in a CUDA graph; without it the cache grows.
-    Raises ValueError for texts that are longer, and for block masks shorter than max_length.
+    decode_backend: of steps of one token: "triton" (one kernel for RoPE, the write and the attention), "reference"
+    (torch's SDPA with a mask), or "auto", the kernel on a GPU and the reference elsewhere.
+    Raises ValueError for texts that are longer, for block masks shorter than max_length, and for other backends.
     """
 
-    def __init__(self, config, max_length: int | None = None):
+    def __init__(self, config, max_length: int | None = None, decode_backend: str = "auto"):
+        if decode_backend not in DECODE_BACKENDS:
+            raise ValueError(
+                f"decode_backend={shown(decode_backend)}; expected one of {', '.join(DECODE_BACKENDS)}; use auto"
+            )
+        self.decode_backend = decode_backend
         sparsity = resolved_sparsity(config)
         shared: dict[Pattern, SharedSlots] = {}
         for plan in layer_plans(config):
@@ -97,14 +106,17 @@ class S2Cache(Cache):
         scale: float,
         pattern: Pattern | None,
         offset: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
         """Adds T tokens to a layer and computes their attention.
 
         query [B, H, T, D], key and value [B, G, T, D]; starts: int64 [B] or None, the first column of every row's text;
         pattern: what the layer attends, by the model's config. offset: of its softmax, [H], where the config has a
-        softmax_type with one. Returns [B, H, T, D].
+        softmax_type with one. rotary: of RoPE, where query and key have not been through it (one token, T = 1).
+        Returns [B, H, T, D].
         Raises ValueError when starts, rows or the pattern differ from those before, when the text exceeds max_length,
-        when the last forward did not reach every layer, and when a gradient would have to go back into the cache.
+        when the last forward did not reach every layer, when a gradient would have to go back into the cache, and when
+        decode_backend cannot compute the step.
         """
         layer, length = self.layers[layer_idx], query.shape[2]
         if layer.pattern is not pattern and canonical_pattern(layer.pattern) != canonical_pattern(pattern):
@@ -125,10 +137,19 @@ class S2Cache(Cache):
             raise self._torn()
         try:
             one_each = length == 1 and (self.starts is None or int(self.starts.max()) < self.seen)
-            if one_each:
-                out = layer.decode(query, key, value, self._step(layer, query, key.shape[1]), scale, offset)
-            else:
+            kernel = one_each and takes_kernel(
+                self.decode_backend, query.device.type, value.dtype, max(query.shape[3], value.shape[3])
+            )
+            if rotary is not None and not kernel:
+                both = rotated(query.transpose(1, 2), key.transpose(1, 2), rotary)
+                query, key = (tensor.to(value.dtype).transpose(1, 2) for tensor in both)
+            if not one_each:
                 out = layer.extend(query, key, value, self.starts, scale, offset)
+            elif kernel:
+                steps = self._step(layer, query, key.shape[1], True)
+                out = layer.decode_in_kernel(query, key, value, steps, scale, offset, rotary)
+            else:
+                out = layer.decode(query, key, value, self._step(layer, query, key.shape[1], False), scale, offset)
         except BaseException:
             layer.seen = -1  # half-written: no forward goes on from here
             raise
@@ -206,19 +227,19 @@ class S2Cache(Cache):
                 layer.fit(layer.shared.groups, shared[layer.shared])
         self._capacity = capacity
 
-    def _step(self, layer: S2CacheLayer, query, kv_heads: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each group of a layer's heads, where the newest tokens go and what they attend."""
-        steps = layer.shared.steps
-        if query.device not in steps:
+    def _step(self, layer: S2CacheLayer, query, kv_heads: int, kernel: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each group of a layer's heads, where the newest tokens go and what they attend: bool for the kernel, what
+        is added to scores for SDPA."""
+        steps, found = layer.shared.steps, (query.device, kernel)
+        if found not in steps:
             position, group = self.position.to(query.device), query.shape[1] // kv_heads
-            steps[query.device] = [
-                (
-                    slots.write_tokens(position),
-                    decode_mask(slots.token_mask(position), len(slots.kv_heads), group, query.dtype),
-                )
-                for slots in layer.groups
-            ]
-        return steps[query.device]
+            steps[found] = []
+            for slots in layer.groups:
+                mask = slots.token_mask(position)
+                if not kernel:
+                    mask = decode_mask(mask, len(slots.kv_heads), group, query.dtype)
+                steps[found].append((slots.write_tokens(position), mask))
+        return steps[found]
 
     def count_replay(self) -> None:
         """After the replay of a captured decoding step: counts the token that the graph has added."""

@@ -34,13 +34,14 @@ if not CACHE_ARGUMENT:
 class SharedSlots:
     """The slots of all layers of one pattern. The layers hold this object, and a copy of the cache has one copy of it.
 
-    steps: by device, where the newest tokens go and what they attend, once a forward for all these layers.
+    steps: by device, and whether for the kernel, where the newest tokens go and what they attend: once a forward for
+    all these layers.
     """
 
     def __init__(self, pattern: Pattern):
         self.pattern = pattern
         self.groups: list[Slots] = []
-        self.steps: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.steps: dict[tuple[torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def check_length(self, n_blocks: int) -> None:
         """Raises ValueError for a block mask that is shorter."""
@@ -198,6 +199,17 @@ class S2CacheLayer(CacheLayerMixin):
         for slots, part in zip(self.groups, parts):
             out.index_copy_(1, slots.head_index(query.device), part.view(batch, -1, *out.shape[2:]))
         return out.reshape(batch, heads, 1, -1)
+
+    def decode_in_kernel(self, query, key, value, steps, scale: float, offset=None, rotary=None) -> torch.Tensor:
+        """The same by the kernel; rotary: of a query and a key that have not been through RoPE."""
+        from s2_megatron.huggingface import decode_kernel  # needs Triton, which not every machine has
+
+        self._take_memory(key.to(value.dtype), value)
+        kept = [
+            decode_kernel.Kept(keys, values, mask, place, slots.head_index(query.device))
+            for keys, values, (place, mask), slots in zip(self.keys, self.values, steps, self.groups)
+        ]
+        return decode_kernel.decode(query, key, value, kept, scale, rotary, offset)[0]
 
     def update(self, key_states, value_states, *args, **kwargs):
         raise ValueError(

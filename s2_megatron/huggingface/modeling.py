@@ -18,10 +18,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaPreTrainedModel,
     LlamaRotaryEmbedding,
-    rotate_half,
 )
 
-from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts
+from s2_megatron.huggingface.attention import NAME, check_arguments, read_texts, rotated
 from s2_megatron.huggingface.cache import CACHE_ARGUMENT, S2Cache
 from s2_megatron.huggingface.configuration import S2GPTConfig
 
@@ -73,12 +72,12 @@ class S2GPTAttention(LlamaAttention):
         )
         if self.config.qk_norm:
             query, key = self.q_norm(query), self.k_norm(key)
-        cos, sin = (tensor.unsqueeze(2) for tensor in position_embeddings)
-        both = torch.cat((query, key), 2)  # half the kernels of a decoding step's RoPE
-        query, key = (both * cos + rotate_half(both) * sin).split((query.shape[2], key.shape[2]), 2)
-        # Under autocast the projections are in 16 bits, and what RoPE multiplies is not.
-        query, key, value = (tensor.to(value.dtype).transpose(1, 2) for tensor in (query, key, value))
         compact = cache if isinstance(cache, S2Cache) else None
+        rotary = position_embeddings if compact is not None and query.shape[1] == 1 else None
+        if rotary is None:  # else the cache does it, in the kernel of its decoding step
+            # Under autocast the projections are in 16 bits, and what RoPE multiplies is not.
+            query, key = (tensor.to(value.dtype) for tensor in rotated(query, key, position_embeddings))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if cache is not None and compact is None:
             key, value = cache.update(key, value, self.layer_idx)
         attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -99,6 +98,7 @@ class S2GPTAttention(LlamaAttention):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             compact_cache=compact,
+            rotary=rotary,
             s_aux=offset,
             **more,
         )

@@ -154,6 +154,7 @@ class WholeSlots(Slots):
         """ranges: [KV head][query head] of the group."""
         super().__init__(block_size, kv_heads, n_blocks, n_blocks)
         self._ranges = ranges
+        self._dense = all(list(of_head) == [Ring(0, None, 1, 0)] for group in ranges for of_head in group)
 
     def _arrays(self):
         longest = max(len(of_head) for group in self._ranges for of_head in group)
@@ -189,6 +190,15 @@ class WholeSlots(Slots):
 
     def write_slots(self, query_block):
         return query_block[:, None, None]
+
+    def write_tokens(self, position):
+        return position[:, None, None]
+
+    def token_mask(self, position):
+        if not self._dense:
+            return super().token_mask(position)
+        # A sixth of the kernels, once for every new token.
+        return torch.arange(self.n_slots * self.block_size, device=position.device) <= position[:, None, None, None]
 
     def grown(self, n_blocks):
         return WholeSlots(self.block_size, self.kv_heads, self._ranges, n_blocks), torch.arange(self.n_slots)

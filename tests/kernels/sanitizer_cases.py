@@ -7,6 +7,7 @@ be is the business of test_attention.py.
 """
 
 import argparse
+import importlib.util
 import re
 import sys
 from functools import partial
@@ -107,6 +108,28 @@ def run_parts(masked, dim, dtype, device, backend, block=64, n_blocks=12):
     assert all(torch.isfinite(tensor).all() for tensor in (sent, out, lse, grad_query, gradients, *grads, *wide, *more))
 
 
+# name: (head dims of keys and values, kept tokens, dtype). A decoding step over S2Cache, with RoPE and an offset.
+DECODE = {
+    "decode-128": ((128, 128), 1000, BF16),
+    "decode-80": ((80, 72), 48, BF16),
+    "decode-64-fp32": ((64, 64), 200, F32),
+}
+
+
+def run_decode(dims, kept, dtype, device):
+    """Heads that keep `kept` tokens and, with a mask by query head, 16; the memory behind the kept ones is taken."""
+    from s2_megatron.huggingface.decode_kernel import decode
+    from tests.huggingface.test_decode_kernel import random_kept
+
+    sizes = ((12, dims[0]), (3, dims[0]), (3, dims[1]))
+    parts = [torch.randn(2, 1, *size, device=device).to(dtype).transpose(1, 2) for size in sizes]
+    groups = [random_kept([1], kept, dims, dtype, device), random_kept([0, 2], 16, dims, dtype, device, 4)]
+    angles = torch.rand(2, 1, dims[0] // 2, device=device).repeat(1, 1, 2)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    for found in decode(*parts, groups, 0.1, rotary, torch.zeros(12, device=device)):
+        assert torch.isfinite(found).all()
+
+
 def hopper_kernels(device: int) -> tuple[set[str], set[str]]:
     """(names of all kernels that Hopper launches, those among them that this process has launched)."""
     from s2_megatron.kernels.hopper import launch as hopper
@@ -119,6 +142,8 @@ def case_names(backend: str) -> list[str]:
     """What --only chooses from."""
     names = [name for name, (kind, _, *shape) in CASES.items() if computes(backend, kind, *shape)]
     names += list(UNDIVIDED) if backend == "gluon" else []
+    # Its package needs the extra hf.
+    names += list(DECODE) if backend == "triton" and importlib.util.find_spec("transformers") else []
     return names + [name for name, (_, _, dtype) in PARTS.items() if backend != "gluon" or dtype.itemsize == 2]
 
 
@@ -132,6 +157,8 @@ def main(arguments=None):
     for name in names:
         if name in PARTS:
             run_parts(*PARTS[name], chosen.device, chosen.backend)
+        elif name in DECODE:
+            run_decode(*DECODE[name], chosen.device)
         elif name in UNDIVIDED:
             from s2_megatron.kernels.hopper import launch as hopper
 

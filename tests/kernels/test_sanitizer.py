@@ -41,8 +41,11 @@ cases done: 15
 @pytest.mark.op
 def test_cases_run(device, capsys):
     on_gpu = device == "cuda"
-    sanitizer_cases.main(["--backend", "triton" if on_gpu else "reference", "--device", device])
-    assert capsys.readouterr().out.endswith(f"cases done: {len(sanitizer_cases.CASES) + len(sanitizer_cases.PARTS)}\n")
+    backend = "triton" if on_gpu else "reference"
+    sanitizer_cases.main(["--backend", backend, "--device", device])
+    count = len(sanitizer_cases.CASES) + len(sanitizer_cases.PARTS) + (len(sanitizer_cases.DECODE) if on_gpu else 0)
+    assert len(sanitizer_cases.case_names(backend)) == count
+    assert capsys.readouterr().out.endswith(f"cases done: {count}\n")
 
 
 def test_reports_are_found():
