@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

@@ -17,7 +17,7 @@ from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.records.status import read_status
 from tests.megatron.arguments import arguments
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.slurm_stand_ins import cluster, submit
 
 __all__ = ["cluster"]  # a fixture

@@ -12,7 +12,7 @@ import pytest
 from examples.quickstart.launch import MODEL, model_flags
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.status import write_status
-from tests.ports import free_port
+from tests.processes import free_port
 from tests.slurm_stand_ins import ROOT, SHOW, cluster, log, probe, shown, submit
 
 __all__ = ["cluster"]  # a fixture

@@ -58,12 +58,12 @@ class S2Cache(Cache):
 
     config: the model's. max_length: tokens of the longest text, padding not counted; then all memory is taken at the
     first forward, shapes never change and a decoding step can be captured in a CUDA graph; without it the cache grows.
-    decode_backend: of steps of one token: "triton" (one kernel for RoPE, the write and the attention), "reference"
-    (torch's SDPA with a mask), or "auto", the kernel on a GPU and the reference elsewhere.
+    decode_backend: of steps of one token: "reference" (torch's SDPA with a mask), "triton" (one kernel for RoPE, the
+    write and the attention), or "auto", the kernel on a GPU and the reference elsewhere.
     Raises ValueError for texts that are longer, for block masks shorter than max_length, and for other backends.
     """
 
-    def __init__(self, config, max_length: int | None = None, decode_backend: str = "auto"):
+    def __init__(self, config, max_length: int | None = None, decode_backend: str = "reference"):
         if decode_backend not in DECODE_BACKENDS:
             raise ValueError(
                 f"decode_backend={shown(decode_backend)}; expected one of {', '.join(DECODE_BACKENDS)}; use auto"

@@ -16,7 +16,7 @@ from benchmarks import position_loss, run_offset
 from examples.quickstart.dataset import PreparedCorpus
 from s2_megatron.tools.compare.statistics import SMALL_RUNS
 from tests.megatron.without_gpt import require_gpt_model
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}

@@ -14,7 +14,7 @@ from examples.quickstart.launch import MODEL
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import tensor_parallel_balance
 from s2_megatron.patterns.ranges import period_coverage
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

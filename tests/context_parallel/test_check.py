@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from s2_megatron.testing.context_parallel_check import line_of
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = {"out": 1.0, "dq": 1.0, "dk": 2.0, "dv": 0.9, "repeats": True, "bytes": True, "waited": ""}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.python_path import python_path
+from tests.processes import python_path
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

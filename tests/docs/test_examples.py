@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from s2_megatron.config.load import SparsityConfig, load_config
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

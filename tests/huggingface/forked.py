@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.megatron.without_gpt import require_gpt_model
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "forked_tools.py"

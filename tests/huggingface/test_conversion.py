@@ -18,7 +18,7 @@ from s2_megatron.tools import commands
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
 from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, model_of, random_mask, tokens
 from tests.megatron.without_gpt import require_gpt_model
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 63, 64, 65, 1000)

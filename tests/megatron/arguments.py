@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.megatron import forks
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

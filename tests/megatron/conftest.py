@@ -26,8 +26,8 @@ import pytest
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from tests.megatron import forks
 from tests.megatron.without_gpt import require_gpt_model
-from tests.ports import free_port
-from tests.python_path import python_path as tests_python_path
+from tests.processes import free_port
+from tests.processes import python_path as tests_python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY = ROOT / "pretrain_gpt_s2.py"

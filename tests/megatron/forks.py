@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = "tests.megatron.preloaded"

@@ -34,7 +34,7 @@ from s2_megatron.megatron.checkpoints.checksums import damaged_files, files_of_r
 from s2_megatron.megatron.checkpoints.folder import TRACKER, CheckpointError, checkpoint_to_load, newest_complete
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from tests.megatron.conftest import ENTRY, ROOT, SPARSITY, Lab, write_corpus
-from tests.python_path import python_path
+from tests.processes import python_path
 
 MARK = "S2_KILL_TRIAL"
 SAVE_INTERVAL = 4

@@ -11,8 +11,7 @@ import pytest
 from tests.megatron import forks
 from tests.megatron.arguments import CONFIG, ROOT, arguments, parse_cases
 from tests.megatron.without_gpt import require_gpt_model
-from tests.ports import free_port
-from tests.python_path import python_path
+from tests.processes import free_port, python_path
 
 OTHER = CONFIG.replace("stride: 4", "stride: 8")
 DENSE = "layers: D\n"

@@ -16,8 +16,7 @@ from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.testing.oracle import token_mask
 from tests.megatron.arguments import ROOT, arguments
-from tests.ports import free_port
-from tests.python_path import python_path
+from tests.processes import free_port, python_path
 
 BLOCK = 16
 CONFIG = "block_size: 16\nlayers: DSSS\nmtp_layers: S\nspecs:\n  S: {local_blocks: 2, stride: 4}\n"

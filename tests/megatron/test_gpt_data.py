@@ -22,7 +22,7 @@ from s2_megatron.megatron import data as gpt_data
 from s2_megatron.megatron import loss as gpt_loss
 from s2_megatron.megatron.host.dataset_helpers import check_build
 from s2_megatron.megatron.patches import use_prebuilt_dataset_helpers
-from tests.python_path import python_path
+from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")

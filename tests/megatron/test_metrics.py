@@ -11,7 +11,7 @@ import pytest
 
 from s2_megatron.config.load import load_config
 from tests.megatron.arguments import CONFIG, arguments
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.tiers import mostly_slow
 
 pytest.importorskip("tensorboard")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.megatron.host import processes
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.tiers import mostly_slow
 
 # A trainer with every kind of process that Megatron's checkpoints start; it prints their ids and is killed.

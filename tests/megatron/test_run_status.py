@@ -20,8 +20,7 @@ from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records import status as run_status
 from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
 from tests.megatron.conftest import ENTRY, ROOT
-from tests.ports import free_port
-from tests.python_path import python_path
+from tests.processes import free_port, python_path
 
 
 def words(save) -> tuple[str, str, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tests.megatron import forks
-from tests.python_path import python_path
+from tests.processes import python_path
 
 
 def test_megatron_goes_through_a_schedule_before_the_training(tmp_path, scripts):

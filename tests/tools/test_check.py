@@ -23,7 +23,7 @@ from s2_megatron.tools.forecast.flags import CHECKED, FLAGS
 from tests.checkpoints import SHAPES, write_checkpoint
 from tests.megatron import forks
 from tests.megatron.without_gpt import require_gpt_model
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.tools.bad_launches import BAD, DATA, GOOD, MADE, MOCK, S2_FLAGS, Bad, make_files
 from tests.tools.bad_values import REFUSED_FLAGS, TAKEN
 from tests.tools.scripts.check_cases import WORKING, violates

@@ -13,7 +13,7 @@ import pytest
 from s2_megatron.tools import commands, outputs
 from s2_megatron.tools.compare import readers
 from s2_megatron.tools.compare.readers import split_run
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.tools.logged_runs import losses, s2_arguments, write_loss_log
 
 HEADER = {"run": {"arguments": {}, "flops_per_token": None}, "iteration": 1, "time": 1.0}

@@ -18,7 +18,7 @@ import pytest
 from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
 from tests.megatron.without_gpt import require_gpt_model
-from tests.python_path import python_path
+from tests.processes import python_path
 from tests.tools import tries
 
 pytest.importorskip("transformers", reason="transformers is an optional extra: pip install 's2-megatron[hf]'")

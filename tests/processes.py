@@ -1,10 +1,18 @@
-"""A port for the processes of a test to meet at."""
+"""What the processes that tests start need: modules to import, and a port to meet at."""
 
 import os
 import random
 import socket
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 BELOW_EPHEMERAL = range(15000, 32000)  # Linux takes the ports of outgoing connections, gloo's among them, from 32768 on
+
+
+def python_path(*first: Path | None) -> str:
+    """PYTHONPATH: `first`, this checkout, and what the tests themselves have there, such as a checkout of
+    Megatron-LM."""
+    return os.pathsep.join(str(path) for path in (*first, ROOT, os.environ.get("PYTHONPATH")) if path)
 
 
 def free_port() -> int:
