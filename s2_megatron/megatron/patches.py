@@ -4,7 +4,7 @@ Read from megatron-core 0.19.2. Each function may be called again: the module is
 
 | function | what it replaces in Megatron | the reason |
 |---|---|---|
-| use_prebuilt_dataset_helpers | core.datasets.utils.compile_helpers | it runs `make`, and the wheel has no Makefile |
+| use_prebuilt_dataset_helpers | core.datasets.utils.compile_helpers | it runs `make` where nothing is to be built |
 | install_flop_accounting | four functions of training.training | they count dense causal attention (records/flops.py) |
 | install_loss_log | three functions of training.training | no hook gives the exact losses (records/loss_log.py) |
 | use_own_mtp_specs | training.models.gpt.mtp_block_spec | it makes multi-token-prediction layers dense |
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.checkpoints.hooks import CheckpointHooks
-from s2_megatron.megatron.host.dataset_helpers import check_build, say_prebuilt
+from s2_megatron.megatron.host.dataset_helpers import check_build, is_built, say_prebuilt
 from s2_megatron.megatron.host.processes import (
     call_with_parent,
     end_daemons_with_this_process,
@@ -57,16 +57,18 @@ logger = logging.getLogger(__name__)
 
 
 def use_prebuilt_dataset_helpers() -> bool:
-    """Skips Megatron's `make` when there is no Makefile to run; True when it is skipped. A checkout builds the library.
+    """Skips Megatron's `make` when the library is built; True when it is skipped. A checkout builds it at its first
+    start.
 
     `pretrain()` runs `make` in `megatron/core/datasets` and exits when that fails. The wheel has the compiled library
-    but no Makefile, so that without this patch no run from the wheel starts.
+    but no Makefile, so that without this patch no run from the wheel starts. In a checkout `make` builds for the
+    python3 of PATH, which may be another one than this.
     Raises ValueError when the compiled library is missing, too, or when a checkout cannot build it.
     """
     from megatron.core.datasets import utils
 
     folder = Path(utils.__file__).parent
-    if (folder / "Makefile").exists():
+    if (folder / "Makefile").exists() and not is_built(folder):
         check_build(folder)
         return False
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:

@@ -136,7 +136,11 @@ def _write_text(args: argparse.Namespace, output: TextIO) -> None:
 
 def _tokenizer(trained, folder: str | None):
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.config.training_config import TokenizerConfig
 
+    for name, default in vars(TokenizerConfig()).items():  # a checkpoint of another Megatron may have fewer
+        if not hasattr(trained, name):
+            setattr(trained, name, default)
     if folder is not None:
         trained.tokenizer_type, trained.tokenizer_model = "HuggingFaceTokenizer", folder
     if trained.tokenizer_type in (None, "NullTokenizer"):

@@ -63,6 +63,17 @@ ALSO_REFUSED_HYBRIDS = {
     ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
     "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
+    # Of HybridModelConfig alone, as --output-logit-dtype of Megatron's development branch.
+    "hybrid_logits": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-"), attributes={"fp16_lm_cross_entropy": True}),
+        "and --fp16-lm-cross-entropy; it has",
+    ),
+    "hybrid_without_positions": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", position_embedding_type="none")),
+        "and --position-embedding-type none; it has",
+    ),
     "hybrid_several": (
         NOT_RUN,
         dict(

@@ -141,6 +141,10 @@ CASES = {
         dict(attributes={"dynamic_context_parallel": True}),
         "remove --dynamic-context-parallel",
     ),
+    "megatron_fsdp_version": (
+        dict(attributes={"use_megatron_fsdp": True, "megatron_fsdp_version": 2}),
+        "--megatron-fsdp-version 2 has not been run",
+    ),
     "flash_decode": (dict(flags={"--flash-decode": None}), "remove --flash-decode"),
     "inference_dynamic_batching": (dict(flags={"--inference-dynamic-batching": None}), "--use-legacy-static-engine"),
     "perform_rl_step": (dict(flags={"--perform-rl-step": None}), "remove --perform-rl-step"),

@@ -93,7 +93,8 @@ def test_types_and_choices_are_megatrons(megatron):
 
 
 def test_parts_to_recompute_are_megatrons(megatron):
-    assert set(re.findall(r"'(\w+)'", megatron["modules"])) == set(MODULES)
+    of_other_layers = {"mhc", "gdp_qkv", "gdp_in_proj"}  # of Megatron's development branch
+    assert set(re.findall(r"'(\w+)'", megatron["modules"])) - of_other_layers == set(MODULES)
 
 
 def test_what_is_refused_exists(megatron):

@@ -137,19 +137,20 @@ def test_prints_once_and_on_rank_0(monkeypatch, capsys):
     assert capsys.readouterr().err == "first\n"
 
 
-def test_make_is_skipped_only_without_a_makefile(monkeypatch, tmp_path, caplog):
+def test_make_is_skipped_only_where_nothing_is_to_be_built(monkeypatch, tmp_path, caplog):
     built = []
     monkeypatch.setattr(dataset_utils, "compile_helpers", lambda: built.append("make"))
     monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
+    monkeypatch.setenv("RANK", "1")  # rank 0 is told whether it can
     (tmp_path / "Makefile").write_text("")
-    (tmp_path / f"helpers_cpp{SUFFIX}").write_text("")
     assert not use_prebuilt_dataset_helpers()
     dataset_utils.compile_helpers()
     assert built == ["make"]
-    (tmp_path / "Makefile").unlink()
-    assert use_prebuilt_dataset_helpers()
-    with caplog.at_level(logging.INFO):
-        dataset_utils.compile_helpers()
+    for change in ((tmp_path / f"helpers_cpp{SUFFIX}").touch, (tmp_path / "Makefile").unlink):
+        change()
+        assert use_prebuilt_dataset_helpers()
+        with caplog.at_level(logging.INFO):
+            dataset_utils.compile_helpers()
     assert built == ["make"]
     assert "`make` is skipped" in caplog.text
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

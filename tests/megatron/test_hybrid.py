@@ -40,6 +40,7 @@ from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
 from tests.megatron.conftest import MODEL, ROOT
+from tests.megatron.mtp import require_mtp
 from tests.megatron.without_gpt import require_gpt_model
 from tests.tiers import mostly_slow
 
@@ -294,6 +295,8 @@ CASES = {
 @pytest.mark.parametrize("name", mostly_slow(CASES, "mixed", "s2", "experts", "mtp", "dense"))
 def test_equals_the_gpt_of_equal_weights(lab, name):
     flags, plan = CASES[name]
+    if "--mtp-num-layers" in flags:
+        require_mtp()
     if plan is not None and "--s2-config" not in flags:
         config = lab.folder / f"hybrid_{name}.yaml"
         config.write_text(lab.sparsity.read_text().replace("DSSS", plan))

@@ -25,6 +25,7 @@ from tests.megatron.features import (
     assert_same_training,
     with_and_without,
 )
+from tests.megatron.mtp import builds_mtp, require_mtp
 from tests.tiers import mostly_slow
 
 LAYERS = "*-**E*-"
@@ -138,6 +139,7 @@ def test_layout_equals_one_process(trained, alone, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MTP_LAYOUTS)
 def test_multi_token_prediction(trained, alone, name):
+    require_mtp()
     processes, layers, flags = MTP_LAYOUTS[name]
     run = trained(f"mtp_{name}", processes, layers, flags, mtp=True)
     assert_equal_depths(run, alone(PACKED if PACKED in flags else "", mtp=True))
@@ -147,6 +149,7 @@ def test_multi_token_prediction(trained, alone, name):
 def test_multi_token_prediction_over_contexts(trained, alone):
     """Every exchange computes the same. Beside one process only the first loss does, because Megatron divides the loss
     of a depth by each rank's own number of targets, and the rank of the sequence's end has fewer."""
+    require_mtp()
     gathered = trained("mtp_cp2_all_gather", 2, LAYERS, f"{CP2} all_gather", mtp=True)
     mixed = f"{CP2} all_gather a2a all_gather sparse {SELECTIVE} core_attn {KEEP}"
     assert_equal_depths(trained("mtp_cp2", 2, LAYERS, mixed, mtp=True), gathered)
@@ -210,25 +213,26 @@ def test_resumes_in_its_own_and_in_other_layouts(lab):
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", FSDP_CLASSES)
 def test_fully_sharded(lab, flag):
+    """With multi-token prediction, where Megatron can build it."""
     if flag == "--use-megatron-fsdp" and find_spec("einops") is None:
         pytest.skip("einops, which Megatron-FSDP imports, is not installed")
     config = lab.folder / "hybrid_sharded.yaml"
     config.write_text(lab.sparsity.read_text() + "mtp_layers: SD\n")
     recompute = f"{FULL} uniform --recompute-num-layers 1 {KEEP}"
+    depths, s2_layers = (f"{DEPTHS} --mtp-num-layers 2", 4) if builds_mtp() else ("", 3)
     # Without --calculate-per-token-loss Megatron-FSDP averages gradients by an operation that gloo does not have.
     both = "--calculate-per-token-loss --use-distributed-optimizer" if flag == "--use-megatron-fsdp" else ""
     sharded, plain = with_and_without(
         lab,
         f"hybrid_{flag.strip('-')}",
-        f"""--hybrid-layer-pattern {LAYERS}{DEPTHS} --mtp-num-layers 2 --s2-config {config} --train-iters 4 {both}
-            {recompute}""",
+        f"--hybrid-layer-pattern {LAYERS}{depths} --s2-config {config} --train-iters 4 {both} {recompute}",
         MEGATRON_FSDP if both else flag,
         processes=2,
         model=HYBRID,
         environment=MANY_CONNECTIONS,
         at_once=False,
     )
-    assert_same_training(sharded, plain, losses=1e-5, norms=1e-5, s2_calls=4 * 2 * 4)
+    assert_same_training(sharded, plain, losses=1e-5, norms=1e-5, s2_calls=4 * 2 * s2_layers)
     assert {rank["wrapper"] for rank in sharded.ranks} == {FSDP_CLASSES[flag]}
 
 

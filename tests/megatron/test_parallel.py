@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.megatron.mtp import require_mtp
 from tests.tiers import mostly_slow
 
 MOE = (
@@ -76,6 +77,7 @@ def test_expert_parallel(lab, same_training):
 
 @pytest.mark.slow
 def test_multi_token_prediction(lab, same_training):
+    require_mtp()
     folder = lab.folder / "mtp"
     sparsity = lab.folder / "mtp.yaml"
     sparsity.write_text(lab.sparsity.read_text() + "mtp_layers: S\n")

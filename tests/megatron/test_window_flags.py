@@ -13,6 +13,7 @@ from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.stock import plan_windows
 from tests.megatron.arguments import arguments, parse_cases
+from tests.megatron.mtp import require_mtp
 from tests.tiers import mostly_slow
 
 SHAPE = dict(num_heads=4, num_kv_heads=2)
@@ -185,6 +186,7 @@ def test_losses_are_those_of_megatrons_local_core(lab, megatrons_own, same_train
 
 @pytest.mark.slow
 def test_losses_with_a_list_and_more_predictions(lab, same_training):
+    require_mtp()
     own = lab.run("own_list", f"{PREDICTED} --train-iters 10", sparsity=False)
     run = lab.run("windows_list", f"{PREDICTED} --s2-config window-size --train-iters 10")
     assert "mtp 0" in run.output

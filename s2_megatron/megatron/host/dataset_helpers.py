@@ -13,17 +13,20 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")  # of this Python's libraries
 SECONDS = 60.0  # one of the Makefile's questions to python3, on a slow file system
+
+
+def is_built(folder: Path) -> bool:
+    """Whether the library is there for this Python, and no older than its source. folder: megatron/core/datasets."""
+    library, source = folder / f"helpers_cpp{SUFFIX}", folder / "helpers.cpp"
+    return library.exists() and (not source.exists() or library.stat().st_mtime >= source.stat().st_mtime)
 
 
 def check_build(folder: Path) -> None:
     """folder: megatron/core/datasets of a checkout. Raises ValueError on rank 0, which builds the library, when it has
     to be built and cannot be. The Makefile asks the python3 of PATH, which may be another one than this."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    library, source = folder / f"helpers_cpp{suffix}", folder / "helpers.cpp"
-    if library.exists() and (not source.exists() or library.stat().st_mtime >= source.stat().st_mtime):
+    if os.environ.get("RANK", "0") != "0" or is_built(folder):
         return
     begin = f"{folder}: Megatron's dataset helpers are not built for this Python, and `make` cannot build them: "
     for tool in ("make", os.environ.get("CXX", "g++")):
@@ -35,10 +38,10 @@ def check_build(folder: Path) -> None:
             f"{begin}{python or 'python3, which is not on PATH,'} has no pybind11; expected it in the python3 of PATH; "
             "activate this environment, and python3 -m pip install pybind11"
         )
-    if (answer := _answer("python3-config", "--extension-suffix")) != suffix:
+    if (answer := _answer("python3-config", "--extension-suffix")) != SUFFIX:
         raise ValueError(
-            f"{begin}python3-config --extension-suffix says {answer or 'nothing'}; expected {suffix}; build them once: "
-            f"make -C {shlex.quote(str(folder))} LIBEXT={suffix}"
+            f"{begin}python3-config --extension-suffix says {answer or 'nothing'}; expected {SUFFIX}; build them once: "
+            f"make -C {shlex.quote(str(folder))} LIBEXT={SUFFIX}"
         )
 
 
@@ -52,4 +55,4 @@ def _answer(*command: str) -> str | None:
 
 def say_prebuilt() -> None:
     """In place of `make`."""
-    logging.getLogger(__name__).info("Megatron's dataset helpers come compiled with the wheel; `make` is skipped")
+    logging.getLogger(__name__).info("Megatron's dataset helpers are compiled; `make` is skipped")

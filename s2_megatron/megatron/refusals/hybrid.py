@@ -25,10 +25,12 @@ def _refused_symbols(args: Namespace) -> list[str]:
 
 
 # Arguments of a HybridModel that tests/megatron/test_hybrid.py and test_hybrid_layouts.py have run with S2 attention.
-# Looked at are those that Megatron makes a TransformerConfig of, and MODEL_ARGUMENTS: what is not in these tables, and
-# not Megatron's default, is refused.
+# Looked at are those that Megatron makes a TransformerConfig or a HybridModelConfig of, and MODEL_ARGUMENTS: what is
+# not in these tables, and not Megatron's default, is refused.
 RUN = frozenset(
     (
+        *("hybrid_layer_pattern", "hybrid_override_pattern"),  # its old name
+        *("seq_length", "vocab_size", "make_vocab_size_divisible_by", "rotary_percent", "rotary_base"),
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
         *("init_method_std", "bf16", "hidden_dropout", "attention_dropout", "add_bias_linear", "add_qkv_bias"),
         *("layernorm_epsilon", "normalization", "qk_layernorm", "qk_l2_norm", "attention_output_gate", "softmax_type"),
@@ -57,11 +59,8 @@ RUN_VALUES = {
 }
 NO_DEFAULT = ("transformer_impl",)  # whose default has not been run
 OF_EXPERTS = ("expert_tensor_parallel_size",)  # without them it does nothing
-# What makes the model and is in no TransformerConfig, or under another name.
-MODEL_ARGUMENTS = (
-    *("position_embedding_type", "num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu"),
-    "moe_use_upcycling",
-)
+# What makes the model and is in no such config, or under another name.
+MODEL_ARGUMENTS = ("num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "moe_use_upcycling")
 # Megatron's validation gives these the value of the other one.
 DERIVED = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
@@ -90,12 +89,14 @@ def _model_arguments() -> dict[str, tuple[Action, object]]:
     """The arguments that are looked at, each as (the parser's action, the default of TransformerConfig)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
+    from megatron.training.models.hybrid import HybridModelConfig
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     actions = {action.dest: action for action in parser._actions}
-    names = [name for name in (*defaults, *MODEL_ARGUMENTS) if name in actions and not name.startswith("inference_")]
-    return {name: (actions[name], defaults.get(name)) for name in names}
+    names = (*defaults, *(field.name for field in dataclasses.fields(HybridModelConfig)), *MODEL_ARGUMENTS)
+    found = [name for name in names if name in actions and not name.startswith("inference_")]
+    return {name: (actions[name], defaults.get(name)) for name in found}
 
 
 def _not_run(args: Namespace) -> list[str]:

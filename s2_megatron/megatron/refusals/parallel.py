@@ -49,4 +49,10 @@ REFUSALS = (
         )
         for name in ("hybrid", "dynamic")
     ),  # Megatron 0.19's name, and the one of its development branch
+    Refusal(
+        "megatron_fsdp_version",
+        lambda args: bool(args.use_megatron_fsdp and getattr(args, "megatron_fsdp_version", 1) != 1),
+        "--megatron-fsdp-version {args.megatron_fsdp_version} has not been run with S2 attention",
+        "remove --megatron-fsdp-version, or use --use-distributed-optimizer instead of --use-megatron-fsdp",
+    ),  # of Megatron's development branch
 )

@@ -39,19 +39,11 @@ class Encoded(NamedTuple):
 def tokenizer_arguments(folder: Path) -> Namespace:
     """What Megatron's build_tokenizer reads of a launch with this folder as its --tokenizer-model and no other flag of
     tokenizers."""
-    return Namespace(
-        tokenizer_type=TOKENIZER_TYPE,
-        tokenizer_model=str(folder),
-        metadata_path=None,
-        chat_template=None,
-        vocab_file=None,
-        merge_file=None,
-        special_tokens=None,
-        tokenizer_hf_no_use_fast=False,
-        tokenizer_hf_no_include_special_tokens=False,
-        trust_remote_code=False,
-        pad_vocab_size=False,
-    )
+    with quiet_import():
+        from megatron.training.config.training_config import TokenizerConfig
+
+    given = dict(tokenizer_type=TOKENIZER_TYPE, tokenizer_model=str(folder), pad_vocab_size=False)
+    return Namespace(**vars(TokenizerConfig(**given)))
 
 
 class Encoder:

@@ -17,6 +17,7 @@ _NEUTRAL: dict[str, Collection] = {
     "moe_router_score_function": ("softmax",),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_dispatch_fwd_dtype": ("bf16",),
 }
 
 # What the outputs do not depend on: losses, which of several equal computations runs and in what precision the router
@@ -29,6 +30,7 @@ _WITHOUT_EFFECT = {
     "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute", "moe_hybridep_num_blocks_unpermute",
     "moe_hybridep_num_sms_preprocessing", "moe_hybridep_pad_uneven_dispatch_inputs", "moe_permute_fusion",
     "moe_permute_fusion_into_hybridep", "moe_ncclep_static_shape", "moe_ncclep_zero_copy", "moe_layer_recompute",
+    "moe_combine_bwd_dtype",
     "moe_per_layer_logging", "moe_paged_stash", "moe_paged_stash_page_size", "moe_paged_stash_buffer_size_factor_cuda",
     "moe_paged_stash_buffer_size_factor_cpu", "moe_shared_expert_overlap", "moe_shared_expert_gate",
     "moe_shared_expert_glu_interleave_size", "moe_pad_experts_for_cuda_graph_inference",

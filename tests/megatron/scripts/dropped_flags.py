@@ -103,6 +103,7 @@ def main():
             ImportError,
             LookupError,
             OSError,
+            RuntimeError,
             TypeError,
             ValueError,
         ):
