@@ -136,7 +136,9 @@ def sequence_bytes(sparsity, context: int, head_dim: int, itemsize: int) -> int:
     return 2 * head_dim * itemsize * sum(map(sum, kept_tokens(sparsity, context)))
 
 
-def new_cache(side: str, model, shape: Shape, context: int, batch: int, filled: bool, decode_backend: str = "reference"):
+def new_cache(
+    side: str, model, shape: Shape, context: int, batch: int, filled: bool, decode_backend: str = "reference"
+):
     """A cache for texts of `context` tokens; filled: all but the last are there, as random numbers. Every side but
     "dense" has an S2Cache, which decodes by decode_backend."""
     config = model.config
@@ -352,7 +354,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: whether everything runs")
     parser.add_argument("--kv-heads", type=int, nargs="+", help="(default: 32 and 8)")
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192, 32768 and 131072)")
-    parser.add_argument("--decode-backend", choices=DECODE_BACKENDS, default="reference", help="of S2Cache (default: reference)")
+    parser.add_argument(
+        "--decode-backend", choices=DECODE_BACKENDS, default="reference", help="of S2Cache (default: reference)"
+    )
     parser.add_argument("--seconds", type=float, default=420, help="no new measurement after this (default: 420)")
     args = parser.parse_args(arguments)
     shape = TINY if args.tiny else Shape()

@@ -13,6 +13,12 @@ def hybrid(pattern: str, *switches: str, **flags: str | list[str]) -> dict:
     return {"--hybrid-layer-pattern": pattern, **given}
 
 
+# What has been run on Transformer Engine's layers.
+ENGINE_MODEL = {
+    **ENGINE,
+    **dict.fromkeys(("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights")),
+    "--normalization": "RMSNorm",
+}
 HYBRID_CASES = {
     "hybrid_layer_pattern": (dict(flags=hybrid("M*M-")), "has layers M (Mamba takes"),
     NOT_RUN: (dict(flags=hybrid("*-*-", mtp_num_layers="1")), "--mtp-num-layers 1 without its layers (/)"),
@@ -29,18 +35,43 @@ ALSO_REFUSED_HYBRIDS = {
     "hybrid_dsa": ("hybrid_layer_pattern", dict(flags=hybrid("D-D-", rope_type="rope"), **LATENT), "D (DSA chooses"),
     "hybrid_engine": (
         NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*E*-", num_experts="4")}),
+        "with S2 attention, Transformer Engine's layers and experts (E); docs/",
+    ),
+    "hybrid_engine_defaults": (
+        NOT_RUN,
         dict(flags={**ENGINE, **hybrid("*-*-")}),
-        "and --transformer-impl transformer_engine; it has",
+        "--normalization LayerNorm, without --swiglu; docs/",
+    ),
+    "hybrid_engine_fusion": (
+        NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*-*-")}, without=["--no-gradient-accumulation-fusion"]),
+        "layers and without --no-gradient-accumulation-fusion; docs/",
+    ),
+    "hybrid_engine_cp": (
+        NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*-*-", context_parallel_size="2")}, world_size=2),
+        "layers and --context-parallel-size 2; docs/",
+    ),
+    "hybrid_engine_stages": (
+        NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*|-|*|-", pipeline_model_parallel_size="2")}, world_size=2),
+        "virtual pipeline stages (more parts between | than --pipeline-model-parallel-size 2); docs/",
+    ),
+    "hybrid_engine_packed": (
+        NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*-*-", "dataloader_inter_document_masking")}),
+        "layers and packed documents; docs/",
     ),
     "hybrid_cut_experts": (
         NOT_RUN,
         dict(flags=hybrid("*E*E", **SPLIT, expert_tensor_parallel_size="2"), world_size=2),
-        "and --expert-tensor-parallel-size 2; it has",
+        "and --expert-tensor-parallel-size 2; docs/",
     ),
     "hybrid_recomputed": (
         NOT_RUN,
         dict(flags=hybrid("*-*-", recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])),
-        "and --recompute-modules core_attn layernorm; it has",
+        "and --recompute-modules core_attn layernorm; docs/",
     ),
     "hybrid_mtp_experts": (
         NOT_RUN,
@@ -50,7 +81,7 @@ ALSO_REFUSED_HYBRIDS = {
     "hybrid_mtp_repeated": (
         NOT_RUN,
         dict(flags=hybrid("*-*-/*-/*-", "mtp_use_repeated_layer", tensor_model_parallel_size="2"), world_size=2),
-        "and --mtp-use-repeated-layer in 2 processes; it has",
+        "and --mtp-use-repeated-layer in 2 processes; docs/",
     ),
     "hybrid_mtp_conversations": (
         NOT_RUN,
@@ -59,20 +90,24 @@ ALSO_REFUSED_HYBRIDS = {
             attributes={"sft": True},
             world_size=2,
         ),
-        "and multi-token prediction (/) with --sft and context parallelism; it has",
+        "and multi-token prediction (/) with --sft and context parallelism; docs/",
     ),
     # Megatron's HybridModel builds its RoPE without it, and its attention takes it.
-    "hybrid_interleaved": (NOT_RUN, dict(flags=hybrid("*-*-", "rotary_interleaved")), "and --rotary-interleaved; it"),
+    "hybrid_interleaved": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", "rotary_interleaved")),
+        "and --rotary-interleaved; docs/",
+    ),
     # Of HybridModelConfig alone, as --output-logit-dtype of Megatron's development branch.
     "hybrid_logits": (
         NOT_RUN,
         dict(flags=hybrid("*-*-"), attributes={"fp16_lm_cross_entropy": True}),
-        "and --fp16-lm-cross-entropy; it has",
+        "and --fp16-lm-cross-entropy; docs/",
     ),
     "hybrid_without_positions": (
         NOT_RUN,
         dict(flags=hybrid("*-*-", position_embedding_type="none")),
-        "and --position-embedding-type none; it has",
+        "and --position-embedding-type none; docs/",
     ),
     "hybrid_several": (
         NOT_RUN,
@@ -84,6 +119,22 @@ ALSO_REFUSED_HYBRIDS = {
     ),
 }
 ACCEPTED_HYBRIDS = {
+    "hybrid_on_engine": dict(flags={**ENGINE_MODEL, **hybrid("*-*-*-*-", "bf16")}),
+    "hybrid_on_engine_layouts": dict(
+        flags={
+            **ENGINE_MODEL,
+            **hybrid(
+                "*-*-|*-*-",
+                *("sequence_parallel", "use_distributed_optimizer"),
+                tensor_model_parallel_size="2",
+                pipeline_model_parallel_size="2",
+                recompute_granularity="full",
+                recompute_method="uniform",
+                recompute_num_layers="1",
+            ),
+        },
+        world_size=8,
+    ),
     "hybrid": dict(flags=hybrid("*-*--*-*")),
     "hybrid_mtp": dict(flags=hybrid("*-*-*-*-/*-", recompute_granularity="selective")),
     "hybrid_experts_of_mtp": dict(

@@ -58,6 +58,27 @@ RUN_VALUES = {
     "recompute_modules": (["core_attn"], ["core_attn", "mlp"]),
 }
 NO_DEFAULT = ("transformer_impl",)  # whose default has not been run
+# The same on Transformer Engine's layers, by tests/megatron/test_hybrid_gpu.py: with any value, and with these alone.
+RUN_ON_ENGINE = frozenset(
+    (
+        *("hybrid_layer_pattern", "seq_length", "vocab_size", "make_vocab_size_divisible_by", "num_layers"),
+        *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("init_method_std", "bf16", "apply_rope_fusion", "recompute_num_layers"),
+        *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
+    )
+)
+VALUES_ON_ENGINE = {
+    "transformer_impl": ("transformer_engine",),
+    "position_embedding_type": ("rope",),
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "hidden_dropout": (0.0,),
+    "attention_dropout": (0.0,),
+    "gradient_accumulation_fusion": (False,),
+    "recompute_granularity": (None, "full"),
+    "recompute_method": (None, "uniform"),
+}
 OF_EXPERTS = ("expert_tensor_parallel_size",)  # without them it does nothing
 # What makes the model and is in no such config, or under another name.
 MODEL_ARGUMENTS = ("num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "moe_use_upcycling")
@@ -84,6 +105,20 @@ MTP_NOT_RUN = {
 }
 
 
+# On Transformer Engine's layers.
+ENGINE_NOT_RUN = {
+    "experts (E)": lambda args: "E" in args.hybrid_layer_pattern,
+    "multi-token prediction (/)": lambda args: "/" in args.hybrid_layer_pattern,
+    "virtual pipeline stages (more parts between | than --pipeline-model-parallel-size "
+    "{args.pipeline_model_parallel_size})": lambda args: (
+        args.hybrid_layer_pattern.count("|") >= args.pipeline_model_parallel_size > 1
+    ),
+    "packed documents": lambda args: bool(args.dataloader_inter_document_masking or args.sft),
+    "--use-megatron-fsdp": lambda args: bool(args.use_megatron_fsdp),
+    "--use-torch-fsdp2": lambda args: bool(args.use_torch_fsdp2),
+}
+
+
 @cache
 def _model_arguments() -> dict[str, tuple[Action, object]]:
     """The arguments that are looked at, each as (the parser's action, the default of TransformerConfig)."""
@@ -104,24 +139,39 @@ def _not_run(args: Namespace) -> list[str]:
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if pattern is None or _refused_symbols(args):
         return []
-    found = [text.format(args=args) for text, given in MTP_NOT_RUN.items() if given(args)]
+    on_engine = args.transformer_impl == "transformer_engine"
+    run, values, no_default = RUN, RUN_VALUES, NO_DEFAULT
+    if on_engine:
+        run, values, no_default = RUN_ON_ENGINE, VALUES_ON_ENGINE, VALUES_ON_ENGINE
+    conditions = MTP_NOT_RUN | (ENGINE_NOT_RUN if on_engine else {})
+    found = [text.format(args=args) for text, given in conditions.items() if given(args)]
+    if on_engine and found:  # beside layers of experts stand arguments that Megatron's validation has filled in
+        return found
     for name, (action, default) in _model_arguments().items():
         value = getattr(args, name, None)
-        if name in RUN or (name in OF_EXPERTS and not args.num_experts):
+        if name in run or (name in OF_EXPERTS and not args.num_experts):
             continue
-        run = list(RUN_VALUES.get(name, ()))
-        if name not in NO_DEFAULT:
-            run += [action.default, default]
+        allowed = list(values.get(name, ()))
+        if name not in no_default:
+            allowed += [action.default, default]
         if name in DERIVED:
-            run.append(getattr(args, DERIVED[name]))
-        if value not in run and (value or any(run)):  # 0, False, None and nothing are the same
-            found.append(" ".join([action.option_strings[0], *_written(value)]))
+            allowed.append(getattr(args, DERIVED[name]))
+        if value not in allowed and (value or any(allowed)):  # 0, False, None and nothing are the same
+            found.append(_written(action, value))
     return found
 
 
-def _written(value) -> list[str]:
+def _written(action: Action, value) -> str:
+    """As it stands on a command line; a switch that is not given as `without --switch`."""
+    option = action.option_strings[0]
+    if action.nargs == 0:
+        return f"without {option}" if value == action.default else option
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [] if isinstance(value, bool) or value is None else [str(getattr(item, "name", item)) for item in values]
+    return " ".join([option, *(str(getattr(item, "name", item)) for item in values)])
+
+
+def _layers(args: Namespace) -> str:
+    return "Transformer Engine's" if args.transformer_impl == "transformer_engine" else "Megatron's local"
 
 
 REFUSALS = (
@@ -135,9 +185,9 @@ REFUSALS = (
     Refusal(
         "hybrid_not_run",
         lambda args: bool(_not_run(args)),
-        "--hybrid-layer-pattern {args.hybrid_layer_pattern} has not been run with S2 attention and {found}; it has "
-        "with --transformer-impl local (docs/validation.md)",
+        "--hybrid-layer-pattern {args.hybrid_layer_pattern} has not been run with S2 attention, {layers} layers and "
+        "{found}; docs/validation.md has what has",
         "leave these out, or train a GPT, without --hybrid-layer-pattern",
-        lambda args: {"found": ", ".join(_not_run(args))},
+        lambda args: {"found": ", ".join(_not_run(args)), "layers": _layers(args)},
     ),
 )
