@@ -21,11 +21,14 @@ if __package__ is None or __package__ == "":  # python studies/check.py
 import numpy as np
 
 from studies.data import RESULTS, Run, as_csv_rows, manifest_entry, read_manifest, read_study, select
+from studies.decide import LARGEST_GAP, copied_shares, parts, tested
 from studies.gaps import (
+    Fitted,
     Gap,
     beyond_4k,
     far_less_near,
     first_512,
+    fitted_gaps,
     gap,
     joint_half_width,
     scatter,
@@ -55,7 +58,7 @@ def signed(value: float, digits: int = 2) -> str:
     return f"{value:+.{digits}f}"
 
 
-def interval(found: Gap, digits: int = 1) -> str:
+def interval(found: Gap | Fitted, digits: int = 1) -> str:
     return f"{signed(found.mean, digits)} % [{signed(found.low, digits)}, {signed(found.high, digits)}]"
 
 
@@ -182,6 +185,26 @@ def going_on_with_measured_heads() -> list[str]:
         f"| 8K {interval(windows, 2)}; 32K {signed(wider.mean)} % | every needle in two models at 8K, not in two",
         f"({sparse:.1f} % on recall, dense {dense:.1f} %)",
         f"met: {interval(small, 2)} at 8K, {interval(longer, 2)} at 32K",
+    ]
+
+
+@headline
+def a_public_model() -> list[str]:
+    runs, few = runs_of("smollm2-8k"), "16h-w-sink-few"
+    found = fitted_gaps(parts(runs, "dense")[0], lambda run: tested(run)["loss"], "dense")
+    losses = {(run.arm, run.seed): tested(run)["loss"] for run in runs}
+    heads = sorted(100 * (losses[few, seed] / losses["dense", seed] - 1) for seed in (1, 2))
+    far = [copied_shares(runs, arm)[distance] for arm in ("w", "w-sink") for distance in ("2048", "4096", "7168")]
+    require(min(far) > 0.45 and max(far) < 0.55, "windows copy half of what dense copies from beyond them")
+    require(min(copied_shares(runs, few).values()) > 0.95, "the measured heads copy as dense does")
+    require(heads[0] > LARGEST_GAP, "neither seed is within half a percent")
+    both = f"{signed(heads[0], 1)} and {signed(heads[1], 1)} %"
+    return [
+        f"with a sink end {interval(found['w-sink'])} above dense; with 16 of its 90 KV heads dense {both}",
+        f"without a sink {interval(found['w'])}, with one {interval(found['w-sink'])}",
+        f"| {both} | as dense |",
+        f"at most {LARGEST_GAP} % above dense on a public model",
+        f"so far missed in both seeds, {both}",
     ]
 
 

@@ -4,7 +4,8 @@
     python -m studies.decide smollm2-8k --base 16h-w-sink
 
 A table: every arm's distance from dense in percent, with its 95 % interval, the same of the first 512 tokens and beyond
-4K, and at every distance what it copies as a share of what dense of the same seeds copies.
+4K, and at every distance what it copies as a share of what dense of the same seeds copies. A second table has the arms
+that are fitted apart.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from studies.gaps import Fitted, fitted_gaps
 
 LARGEST_GAP = 0.5  # percent of dense's loss
 LEAST_COPIED = 0.95  # of what dense copies
+# The end of the names of arms whose heads were ranked on few directories (public_model.md, after part 1). What varies
+# between their seeds is the ranking, so they have a fit of their own.
+APART = "-few"
 
 
 def tested(run: Run) -> dict:
@@ -84,6 +88,13 @@ def lines(runs: Sequence[Run], base: str = "dense") -> list[str]:
     return found
 
 
+def parts(runs: Sequence[Run], base: str) -> list[list[Run]]:
+    """The runs that one fit takes together: most, and those APART with what they are held against."""
+    most = [run for run in runs if not run.arm.endswith(APART)]
+    few = [run for run in runs if run.arm.endswith(APART)]
+    return [most, *([[*select(runs, arm=base), *few]] if few else [])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.decide", description=__doc__.splitlines()[0])
     parser.add_argument("study")
@@ -100,10 +111,11 @@ def main() -> None:
         parser.error(f"{parsed.study}: no tested runs in {parsed.results}; expected some; run the study")
     for scale in scales:
         print(f"{parsed.study}, {scale}")
-        try:
-            print("\n".join(lines(select(runs, scale=scale), parsed.base)))
-        except ValueError as error:  # too few runs so far
-            print(error)
+        for part in parts(select(runs, scale=scale), parsed.base):
+            try:
+                print("\n".join(lines(part, parsed.base)))
+            except ValueError as error:  # too few runs so far
+                print(error)
 
 
 if __name__ == "__main__":

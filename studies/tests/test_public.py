@@ -18,7 +18,7 @@ from studies import chosen, gates, offsets, passages
 from studies.continued import START, ContinuedPlace, make_jobs
 from studies.corpus import Corpus
 from studies.data import Run
-from studies.decide import copied_shares, lines, scatter_of_dense, verdict
+from studies.decide import copied_shares, lines, parts, scatter_of_dense, verdict
 from studies.files import Root
 from studies.gaps import Fitted, fitted_gaps
 from studies.launch import command
@@ -276,6 +276,14 @@ def test_what_decides():
     assert copied_shares(nothing, "a")["7168"] == math.inf and verdict(near, copied_shares(nothing, "a")) == "met"
     table = lines(runs)
     assert table[-2].startswith("a ") and table[-2].endswith("  met") and table[-1].endswith("7168:0.33  missed")
+    few = made_up(
+        {"dense": gaps["dense"], "a-few": {1: 0.0, 2: 9.0}, "a": gaps["a"]}, {"dense": 0.9, "a-few": 0.9, "a": 0.9}
+    )
+    assert [[run.arm for run in part] for part in parts(few, "dense")] == [
+        ["dense"] * 2 + ["a"] * 2,
+        ["dense"] * 2 + ["a-few"] * 2,
+    ]
+    assert parts(runs, "dense") == [runs]
     assert scatter_of_dense(runs)[1] == 2 and scatter_of_dense(runs)[0] == pytest.approx(1.37, abs=0.05)
 
 
