@@ -99,9 +99,9 @@ FROM = {
         None,
         "--from-json none.json: No such file or directory; expected a file",
     ),
-    "a list": ([], "[]", "--from-json kept.json: has no measured losses; expected a file that --json wrote"),
-    "no number": ([], '{"measured_of": {}, "losses": {"a": [NaN]}}', "has no measured losses"),
-    "no sequences": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "has no measured losses"),
+    "a list": ([], "[]", "--from-json kept.json: has no losses by sequence; expected a file that --json of"),
+    "no number": ([], '{"measured_of": {}, "losses": {"a": [NaN]}}', "has no losses by sequence"),
+    "no sequences": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "has no losses by sequence"),
     "nothing of it": ([], '{"measured_of": {}, "losses": {"a": [1.0]}}', "another checkpoint and another choice of"),
 }
 

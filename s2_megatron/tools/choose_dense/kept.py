@@ -45,7 +45,7 @@ class Kept:
             raise ValueError(f"{shown}: {error.strerror}; expected a file that --json wrote; correct it") from error
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{shown}: has no measured losses; expected a file that --json wrote; name another"
+                f"{shown}: has no losses by sequence; expected a file that --json of this release wrote; name another"
             ) from error
         other = [name for name, value in self.of.items() if of.get(name) != value]
         if other:
