@@ -2,10 +2,11 @@
 
     <corpus>/ranked/code.bin, prose.bin, copies.bin, few.bin (and .idx)
 
-They are of documents that the dense model does not read, each sequence of another one: the beginning of what a
-directory has of that kind. Each dataset has a sequence a document, the first one spare, because a split begins with a
-training part. `copies` are the sequences of `code`, but that they end with passages that stood in the same sequence,
-farther back than any window here; only these count. `few` is code of as few directories as have enough of it.
+They are of documents that the dense model does not read, each sequence of another one, if there are enough: the
+beginning of what a directory has of that kind. Each dataset has a sequence a document, the first one spare, because a
+split begins with a training part. `copies` are the sequences of `code`, but that they end with passages that stood in
+the same sequence, farther back than any window here; only these count. `few` is code of as few directories as have
+enough of it.
 """
 
 from __future__ import annotations
@@ -63,20 +64,27 @@ def make_ranked(
 
 
 def _sequences(corpus: Corpus, more: Corpus, length: int, kind: str, of_few: bool, roots: list[Root]) -> np.ndarray:
-    """uint16 [SEQUENCES + 1, length + 1], of the last documents first. of_few: of each document all that it has."""
+    """uint16 [SEQUENCES + 1, length + 1], of the last documents first. of_few: of each document all that it has, where
+    else a second one comes after all documents have given their first."""
     tokenizer = BytePairs(corpus.folder / "tokenizer.json") if (corpus.folder / "tokenizer.json").exists() else Bytes()
-    wanted, count, found = (SEQUENCES + 1) * (length + 1), 0, []
+    wanted, count, found = SEQUENCES + 1, 0, []  # of each document its sequences
     for name in reversed(_unread(corpus, more)):
         texts = _texts(name, roots, SUFFIXES[kind])
-        own = [np.append(tokenizer.encode([text]), np.uint16(0)) for text in texts]
-        if not of_few:
-            own = [np.concatenate(own)[: length + 1]] if sum(map(len, own)) > length else []
-        found += own
-        if (count := sum(map(len, found))) >= wanted:
-            return np.concatenate(found)[:wanted].reshape(-1, length + 1)
+        tokens = np.concatenate([np.append(tokenizer.encode([text]), np.uint16(0)) for text in texts] or [[]])
+        whole = len(tokens) // (length + 1)
+        found.append(tokens[: whole * (length + 1)].reshape(whole, length + 1).astype(np.uint16))
+        count += whole if of_few else min(whole, 1)
+        if count >= wanted:
+            break
+    if of_few:
+        rows = [row for own in found for row in own]
+    else:
+        rows = [own[at] for at in range(wanted) for own in found if at < len(own)]
+    if len(rows) >= wanted:
+        return np.stack(rows[:wanted])
     raise ValueError(
-        f"{count} tokens of {kind} that the dense model does not read; expected {wanted}; use a machine with more "
-        "packages"
+        f"{len(rows)} sequences of {length} tokens of {kind} that the dense model does not read; expected {wanted}; "
+        "use a machine with more packages"
     )
 
 

@@ -167,7 +167,15 @@ def test_sequences_to_rank_heads_on(tmp_path):
     assert np.array_equal(rows["code"][:, :57], rows["copies"][:, :57]) and (rows["code"] != rows["copies"]).any()
     make_ranked(corpus, more, length, {"code"}, said.append, [])
     assert len(said) == 4, "once"
-    with pytest.raises(ValueError, match=r"tokens of code that the dense model does not read; expected 139281;"):
+    (folder / "ranked" / "code.idx").unlink()
+    make_ranked(corpus, Corpus(folder / "parts-3", {"split": "10,5,0"}), length, {"code"}, said.append, roots)
+    rows["code"] = evenly_chosen(folder / "ranked" / "code", range(17), length + 1, 100)
+    of = 3 * [24, 23, 22, 21, 19, 18, 17, 16]  # their first sequences, their second ones, and so on
+    assert directories("code") == [{f"x{number:02}"} for number in of[:17]]
+    assert len({row.tobytes() for row in rows["code"]}) == 17
+    with pytest.raises(
+        ValueError, match=r"^0 sequences of 8192 tokens of code that the dense model does not read; expected 17;"
+    ):
         make_ranked(corpus, more, 8192, {"other"}, said.append, roots)
 
 
