@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
+from tests.megatron.without_gpt import require_gpt_model
 from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,8 @@ def run(runs):
     """run(file of examples/, settings) -> what it printed."""
 
     def run_example(name: str, **settings) -> str:
+        if name.endswith(".sh"):  # it trains a GPT
+            require_gpt_model()
         environment = {**os.environ, "PYTHON": sys.executable, "RUNS": str(runs), "OMP_NUM_THREADS": "1", **settings}
         environment["PYTHONPATH"] = python_path()
         command = ["bash"] if name.endswith(".sh") else [sys.executable]

@@ -28,6 +28,7 @@ from tests.huggingface.stock_checkpoints import (
     written_config,
 )
 from tests.huggingface.tiny import random_mask
+from tests.megatron.without_gpt import require_mtp
 from tests.tiers import mostly_slow
 
 WINDOW, LENGTH = 37, 1000
@@ -128,6 +129,7 @@ def test_the_way_back(tools, exported, tmp_path, name):
 @pytest.mark.slow
 def test_multi_token_prediction_is_left_out(tools, tmp_path):
     """Of a checkpoint that Megatron wrote; the YAML that is compared names its layer, too."""
+    require_mtp()
     data = dict(block_size=16, layers="DW", mtp_layers="W", specs=dict(W=dict(window=WINDOW)))
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(data))
     job = dict(load=str(tmp_path / "mcore"), plan=data, tokens=300, output=str(tmp_path / "x.npz"))

@@ -40,8 +40,7 @@ from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
 from tests.megatron.conftest import MODEL, ROOT
-from tests.megatron.mtp import require_mtp
-from tests.megatron.without_gpt import require_gpt_model
+from tests.megatron.without_gpt import require_gpt_model, require_mtp
 from tests.tiers import mostly_slow
 
 # Of attention in 0, 2 and 5, counted from 0.

@@ -25,7 +25,7 @@ from tests.megatron.features import (
     assert_same_training,
     with_and_without,
 )
-from tests.megatron.mtp import builds_mtp, require_mtp
+from tests.megatron.without_gpt import builds_mtp, require_mtp
 from tests.tiers import mostly_slow
 
 LAYERS = "*-**E*-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron.mtp import require_mtp
+from tests.megatron.without_gpt import require_mtp
 from tests.tiers import mostly_slow
 
 MOE = (

@@ -13,7 +13,7 @@ from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 from s2_megatron.tools.hf.architecture import shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.stock import plan_windows
 from tests.megatron.arguments import arguments, parse_cases
-from tests.megatron.mtp import require_mtp
+from tests.megatron.without_gpt import require_mtp
 from tests.tiers import mostly_slow
 
 SHAPE = dict(num_heads=4, num_kv_heads=2)

@@ -3,6 +3,8 @@ class HybridModel is left, and the layer specs that HybridModel's own are made o
 
     python -m tests.megatron.without_gpt /tmp/without-gpt
     PYTHONPATH=/tmp/without-gpt make test TESTS=tests/megatron
+
+Also what a Megatron may lack otherwise, for the tests that skip there.
 """
 
 from __future__ import annotations
@@ -70,6 +72,28 @@ def write_megatron(out: Path) -> Path:
                 raise ValueError(f"{source / name} has no {pattern!r}; expected Megatron's way to name GPTModel")
         file.write_text(text)
     return out
+
+
+def builds_mtp() -> bool:
+    """Whether Megatron can build layers of multi-token prediction here. Its development branch asks of each whether it
+    is one of two layers of Transformer Engine (is_inference_column_parallel_linear in
+    core/tensor_parallel/inference_layers.py), which are no types where Transformer Engine is not installed."""
+    from megatron.core.tensor_parallel import inference_layers
+
+    try:
+        getattr(inference_layers, "is_inference_column_parallel_linear", bool)(None)
+    except TypeError:
+        return False
+    return True
+
+
+def require_mtp() -> None:
+    """Skips a test of multi-token prediction where Megatron cannot build it."""
+    if not builds_mtp():
+        pytest.skip(
+            "this Megatron builds no multi-token prediction without Transformer Engine "
+            "(core/tensor_parallel/inference_layers.py: isinstance() with what is no type)"
+        )
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from argparse import Namespace
 import pytest
 import torch
 
+from examples.quickstart.dataset import Document, train_tokenizer
 from s2_megatron.tools import commands, generate
 from s2_megatron.tools.generate import chooser
 
@@ -89,6 +90,13 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, capsys):
     assert commands.main([*load, *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_a_checkpoint_of_a_megatron_with_fewer_settings_of_tokenizers(tmp_path):
+    folder = tmp_path / "tokenizer"
+    train_tokenizer([Document("texts", "words of a text " * 30)], folder, 265)
+    trained = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder), pad_vocab_size=False)
+    assert generate._tokenizer(trained, None).tokenize("words")
 
 
 def test_a_tokenizer_with_more_words_than_the_model(tmp_path, monkeypatch, capsys):
