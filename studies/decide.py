@@ -42,13 +42,19 @@ def loss_between(first: float, last: float) -> Callable[[Run], float]:
 
 
 def copied_shares(runs: Sequence[Run], arm: str, base: str = "dense") -> dict[str, float]:
-    """{distance: what the arm copies, over what `base` of the same seeds copies}; {} without such seeds."""
-    own, dense = ({run.seed: tested(run)["copied"] for run in select(runs, arm=name)} for name in (arm, base))
+    """{distance: what the arm copies, over what `base` of the same seeds copies}; {} without such seeds. What is right
+    without a copy counts as none, where it was measured of all of them."""
+    own, dense = ({run.seed: tested(run) for run in select(runs, arm=name)} for name in (arm, base))
     seeds = sorted(own.keys() & dense.keys())
-    return {
-        distance: _share(*(float(np.mean([each[seed][distance] for seed in seeds])) for each in (own, dense)))
-        for distance in (sorted(own[seeds[0]], key=int) if seeds else ())
-    }
+    is_known = all("uncopied" in each[seed] for each in (own, dense) for seed in seeds)
+
+    def mean(each: dict[int, dict], distance: str) -> float:
+        return float(
+            np.mean([each[seed]["copied"][distance] - each[seed].get("uncopied", 0) * is_known for seed in seeds])
+        )
+
+    found = sorted(own[seeds[0]]["copied"], key=int) if seeds else ()
+    return {distance: _share(mean(own, distance), mean(dense, distance)) for distance in found}
 
 
 def _share(own: float, dense: float) -> float:

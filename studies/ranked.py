@@ -67,19 +67,19 @@ def _sequences(corpus: Corpus, more: Corpus, length: int, kind: str, of_few: boo
     """uint16 [SEQUENCES + 1, length + 1], of the last documents first. of_few: of each document all that it has, where
     else a second one comes after all documents have given their first."""
     tokenizer = BytePairs(corpus.folder / "tokenizer.json") if (corpus.folder / "tokenizer.json").exists() else Bytes()
-    wanted, count, found = SEQUENCES + 1, 0, []  # of each document its sequences
+    wanted, count, found = SEQUENCES + 1, 0, []  # of each document its tokens
     for name in reversed(_unread(corpus, more)):
         texts = _texts(name, roots, SUFFIXES[kind])
-        tokens = np.concatenate([np.append(tokenizer.encode([text]), np.uint16(0)) for text in texts] or [[]])
-        whole = len(tokens) // (length + 1)
-        found.append(tokens[: whole * (length + 1)].reshape(whole, length + 1).astype(np.uint16))
-        count += whole if of_few else min(whole, 1)
+        found.append(
+            np.concatenate([[], *(np.append(tokenizer.encode([text]), 0) for text in texts)]).astype(np.uint16)
+        )
+        count += len(found[-1]) / (length + 1) if of_few else len(found[-1]) > length
         if count >= wanted:
             break
     if of_few:
-        rows = [row for own in found for row in own]
-    else:
-        rows = [own[at] for at in range(wanted) for own in found if at < len(own)]
+        found = [np.concatenate(found)]
+    whole = [own[: len(own) // (length + 1) * (length + 1)].reshape(-1, length + 1) for own in found]
+    rows = [own[at] for at in range(wanted) for own in whole if at < len(own)]
     if len(rows) >= wanted:
         return np.stack(rows[:wanted])
     raise ValueError(

@@ -240,7 +240,8 @@ def decode(query, key, value, groups: list[Kept], scale: float, rotary=None, off
     plan = plan or plan_for(max(block_d, block_v), value.itemsize, block_rows)
     out = torch.empty(batch, heads, 1, value_dim, dtype=value.dtype, device=value.device)
     lse = torch.empty(batch, heads, 1, dtype=torch.float32, device=value.device)
-    cos, sin = (query, query) if rotary is None else (tensor.contiguous() for tensor in rotary)
+    cos, sin = (query, query) if rotary is None else (
+        tensor.to(torch.promote_types(tensor.dtype, query.dtype)).contiguous() for tensor in rotary)
     common = dict(GROUP=group, VALUE_DIM=value_dim, OFFSET=offset is not None, **OPTIONS)
     sums = query if offset is None else offset.contiguous()  # without one nobody reads it
     with on_device(query.device):

@@ -205,6 +205,9 @@ def test_copies_are_counted_by_distance(monkeypatch):
     monkeypatch.setattr(passages, "token_losses", looks_back(300))
     scored = passages.score(None, study, texts)
     assert scored["copied"] == {"64": 1.0, "128": 1.0, "256": 1.0, "512": 0.0, "896": 0.0}
+    assert scored["uncopied"] == 0.0
+    alone = passages.copying(texts, None)
+    assert np.array_equal(alone[:, -64:], found[:, -64:]) and np.array_equal(alone[:, :-64], texts[:, :-64])
     assert scored["loss"] == 3.0 and scored["by_position"] == [3.0] * passages.BUCKETS
     assert passages.distances(8192) == [512, 1024, 2048, 4096, 7168]
 

@@ -41,12 +41,32 @@ ALSO_REFUSED_HYBRIDS = {
     "hybrid_engine_defaults": (
         NOT_RUN,
         dict(flags={**ENGINE, **hybrid("*-*-")}),
-        "--normalization LayerNorm, without --swiglu; docs/",
+        "without --swiglu, without --untie-embeddings-and-output-weights; docs/validation.md has what has; add "
+        "--disable-bias-linear, --swiglu, --untie-embeddings-and-output-weights and leave out the rest, or use",
     ),
     "hybrid_engine_fusion": (
         NOT_RUN,
         dict(flags={**ENGINE_MODEL, **hybrid("*-*-")}, without=["--no-gradient-accumulation-fusion"]),
-        "layers and without --no-gradient-accumulation-fusion; docs/",
+        "layers and without --no-gradient-accumulation-fusion; docs/validation.md has what has; add "
+        "--no-gradient-accumulation-fusion, or use --transformer-impl local, or train a GPT, without --hybrid",
+    ),
+    "hybrid_engine_several": (
+        NOT_RUN,
+        dict(
+            flags={**ENGINE_MODEL, **hybrid("*E*-", **SPLIT, context_parallel_size="2", sequence_parallel=None)},
+            world_size=4,
+        ),
+        "layers and experts (E), --context-parallel-size 2; docs/",
+    ),
+    "hybrid_engine_recipe": (
+        NOT_RUN,
+        dict(flags={**ENGINE_MODEL, **hybrid("*-*-", te_precision_config_file="recipe.yaml")}),
+        "layers and --te-precision-config-file recipe.yaml; docs/",
+    ),
+    "hybrid_interpolated": (
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", rotary_seq_len_interpolation_factor="4")),
+        "layers and --rotary-seq-len-interpolation-factor 4; docs/",
     ),
     "hybrid_engine_cp": (
         NOT_RUN,

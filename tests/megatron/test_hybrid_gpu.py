@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from functools import cache, partial
@@ -16,7 +17,14 @@ import pytest
 
 from tests.megatron.conftest import SCRIPTS
 from tests.megatron.lifted import LIFT_UNPROVEN
-from tests.megatron.rounding import assert_as_good_as_the_reference, at_once, distance, train_from_checkpoint
+from tests.megatron.rounding import (
+    FP32,
+    assert_as_good_as_the_reference,
+    assert_given,
+    at_once,
+    distance,
+    train_from_checkpoint,
+)
 from tests.megatron.test_gpu import MODEL, SPECS
 
 pytestmark = pytest.mark.gpu
@@ -100,17 +108,21 @@ def test_bf16_kernels_are_as_good_as_the_reference(trained, kind):
     if kind == "delta_nets" and is_missing("fla"):
         pytest.skip("flash-linear-attention is not installed")
     run, exact, reference = trained(kind)
-    kernels, recomputed = at_once(
-        partial(run, "kernels", "--bf16"), partial(run, "recomputed", f"--bf16 {FULL} --s2-keep-attention-output")
+    kernels, recomputed, whole = at_once(
+        partial(run, "kernels", "--bf16"),
+        partial(run, "recomputed", f"--bf16 {FULL} --s2-keep-attention-output"),
+        partial(run, "whole", ""),
     )
     assert "S2 attention kernels" in kernels.output and "No GPU found" not in kernels.output
     assert_as_good_as_the_reference(kernels, reference, exact)
     assert recomputed.losses == pytest.approx(kernels.losses, rel=0, abs=1e-5)
+    assert distance(whole, exact) <= FP32
 
 
 def test_fused_rope(trained):
     run, exact, reference = trained("mlp")
     fused = run("fused_rope", "--bf16", spec=ENGINE.replace("--no-rope-fusion", ""))
+    assert re.search(r"apply_rope_fusion \.+ True", fused.output)
     assert_as_good_as_the_reference(fused, reference, exact)
 
 
@@ -126,4 +138,6 @@ def test_two_gpus_compute_what_one_does(trained, count_gpus, name):
         partial(run, name, f"{flags} --s2-dense-core s2", processes=2),
     )
     assert_as_good_as_the_reference(rounded, reference, exact)
-    assert distance(whole, exact) <= 1e-4
+    assert distance(whole, exact) <= FP32
+    for each in (rounded, whole):
+        assert_given(each, flags)

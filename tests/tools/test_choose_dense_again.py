@@ -36,18 +36,20 @@ def test_it_says_first_what_it_will_do(command, made_up, capsys):
     assert re.fullmatch(r"a measurement takes 0\.0 s, all of them about \d+ s", rest[0])
 
 
-@pytest.mark.parametrize("first, said", [(0.25, False), (0.5, False), (0.51, True)])
+@pytest.mark.parametrize("first, said", [(0.25, None), (0.5, None), (0.51, "51%"), (1.6, "100%")])
 def test_a_choice_for_one_text_is_told(command, made_up, tmp_path, capsys, first, said):
+    """Sequences that gain under the plan take nothing off what it loses."""
     made_up.first = first
     assert command("--heads", "1") == 0
-    expected = (
-        "51% of what --s2-config plan.yaml loses is in one of the 4 sequences (number 1), so the heads are chosen"
-    )
-    assert (expected in capsys.readouterr().err) == said
-    gaps = json.loads((tmp_path / "new.json").read_text())["gap_by_sequence"]
+    warning = f"{said} of what --s2-config plan.yaml loses is in sequence 1 of 4, so the heads are chosen for that text"
+    error = capsys.readouterr().err
+    assert (warning in error) == ("is in sequence" in error) == (said is not None)
+    facts = json.loads((tmp_path / "new.json").read_text())
+    gaps, plan = facts["gap_by_sequence"], facts["sets"][0]
     assert gaps[0] == pytest.approx(first * sum(gaps)) and len(gaps) == 4
+    assert sum(gaps) == pytest.approx(plan["gap"]) and plan["size"] == 0
     assert command("--heads", "1", "--sequences", "1", "--write", "b.yaml") == 0
-    assert "in one of" not in capsys.readouterr().err
+    assert "100% of what --s2-config plan.yaml loses is in sequence 1 of 1" in capsys.readouterr().err
 
 
 def test_an_imported_model_is_not_measured_at_all_its_positions(command, made_up, monkeypatch, capsys):
@@ -101,6 +103,8 @@ FROM = {
     ),
     "a list": ([], "[]", "--from-json kept.json: has no losses by sequence; expected a file that --json of"),
     "no number": ([], '{"measured_of": {}, "losses": {"a": [NaN]}}', "has no losses by sequence"),
+    "unequal": ([], '{"measured_of": {}, "losses": {"a": [1.0], "b": [1.0, 2.0]}}', "has no losses by sequence"),
+    "empty": ([], '{"measured_of": {}, "losses": {"a": []}}', "has no losses by sequence"),
     "no sequences": ([], '{"measured_of": {}, "losses": {"a": 1.0}}', "has no losses by sequence"),
     "nothing of it": ([], '{"measured_of": {}, "losses": {"a": [1.0]}}', "another checkpoint and another choice of"),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from argparse import Action, Namespace
+from enum import Enum
 from functools import cache
 
 from s2_megatron.megatron.refusals.refusal import Refusal
@@ -46,6 +47,7 @@ RUN = frozenset(
         *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_pre_softmax", "moe_z_loss_coeff", "moe_aux_loss_coeff"),
         *("mtp_num_layers", "mtp_use_repeated_layer", "mtp_loss_scaling_factor"),
+        *("untie_embeddings_and_output_weights", "bias_swiglu_fusion"),
     )
 )
 # Those that have been run with these values, beside the default.
@@ -61,8 +63,15 @@ NO_DEFAULT = ("transformer_impl",)  # whose default has not been run
 # The same on Transformer Engine's layers, by tests/megatron/test_hybrid_gpu.py: with any value, and with these alone.
 RUN_ON_ENGINE = frozenset(
     (
-        *("hybrid_layer_pattern", "seq_length", "vocab_size", "make_vocab_size_divisible_by", "num_layers"),
-        *("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "seq_length", "vocab_size", "num_layers"),
+        *(
+            "make_vocab_size_divisible_by",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "ffn_hidden_size",
+            "kv_channels",
+        ),
         *("init_method_std", "bf16", "apply_rope_fusion", "recompute_num_layers"),
         *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
     )
@@ -73,19 +82,27 @@ VALUES_ON_ENGINE = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "add_bias_linear": (False,),
+    "untie_embeddings_and_output_weights": (True,),
     "hidden_dropout": (0.0,),
     "attention_dropout": (0.0,),
     "gradient_accumulation_fusion": (False,),
     "recompute_granularity": (None, "full"),
     "recompute_method": (None, "uniform"),
+    "attention_backend": ("auto", "unfused"),
+    "overlap_p2p_comm": (True, False),  # Megatron turns it off without virtual stages
 }
 OF_EXPERTS = ("expert_tensor_parallel_size",)  # without them it does nothing
 # What makes the model and is in no such config, or under another name.
-MODEL_ARGUMENTS = ("num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "moe_use_upcycling")
+MODEL_ARGUMENTS = (
+    *("num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "moe_use_upcycling"),
+    *("untie_embeddings_and_output_weights", "rotary_seq_len_interpolation_factor", "init_method_xavier_uniform"),
+    *("te_precision_config_file", "bias_swiglu_fusion"),
+)
 # Megatron's validation gives these the value of the other one.
 DERIVED = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
     "expert_tensor_parallel_num_weight_shards": "expert_tensor_parallel_size",
+    "add_qkv_bias": "add_bias_linear",
 }
 
 # Of the multi-token-prediction layers.
@@ -105,6 +122,7 @@ MTP_NOT_RUN = {
 }
 
 
+OF_LAYERS = (("E", "moe_"), ("E", "expert_"), ("E", "num_experts"), ("/", "mtp_"))  # what their arguments begin with
 # On Transformer Engine's layers.
 ENGINE_NOT_RUN = {
     "experts (E)": lambda args: "E" in args.hybrid_layer_pattern,
@@ -145,29 +163,45 @@ def _not_run(args: Namespace) -> list[str]:
         run, values, no_default = RUN_ON_ENGINE, VALUES_ON_ENGINE, VALUES_ON_ENGINE
     conditions = MTP_NOT_RUN | (ENGINE_NOT_RUN if on_engine else {})
     found = [text.format(args=args) for text, given in conditions.items() if given(args)]
-    if on_engine and found:  # beside layers of experts stand arguments that Megatron's validation has filled in
-        return found
+    # Of layers that are told already; Megatron's validation fills some of them in.
+    told = [prefix for symbol, prefix in OF_LAYERS if on_engine and symbol in pattern]
     for name, (action, default) in _model_arguments().items():
         value = getattr(args, name, None)
-        if name in run or (name in OF_EXPERTS and not args.num_experts):
+        if name in run or (name in OF_EXPERTS and not args.num_experts) or name.startswith(tuple(told)):
             continue
         allowed = list(values.get(name, ()))
         if name not in no_default:
-            allowed += [action.default, default]
+            allowed += [action.default] if on_engine else [action.default, default]
         if name in DERIVED:
             allowed.append(getattr(args, DERIVED[name]))
-        if value not in allowed and (value or any(allowed)):  # 0, False, None and nothing are the same
+        allowed += [each.name for each in allowed if isinstance(each, Enum)]
+        known = (value.name if isinstance(value, Enum) else value) in allowed
+        if not known and (value or any(allowed)):  # 0, False, None and nothing are the same
             found.append(_written(action, value))
     return found
+
+
+MISSING = "without "  # what a switch begins with that is not given
 
 
 def _written(action: Action, value) -> str:
     """As it stands on a command line; a switch that is not given as `without --switch`."""
     option = action.option_strings[0]
     if action.nargs == 0:
-        return f"without {option}" if value == action.default else option
+        return f"{MISSING}{option}" if value == action.default else option
     values = value if isinstance(value, (list, tuple)) else [value]
     return " ".join([option, *(str(getattr(item, "name", item)) for item in values)])
+
+
+def _remedy(args: Namespace) -> str:
+    """What would make it a model that has been run."""
+    found = _not_run(args)
+    missing = [text.removeprefix(MISSING) for text in found if text.startswith(MISSING)]
+    ways = [f"add {', '.join(missing)}"] if missing else []
+    if len(found) > len(missing):
+        ways.append("leave out " + ("the rest" if missing else "what stands there"))
+    local = "use --transformer-impl local, or " if args.transformer_impl == "transformer_engine" else ""
+    return f"{' and '.join(ways)}, or {local}train a GPT, without --hybrid-layer-pattern"
 
 
 def _layers(args: Namespace) -> str:
@@ -187,7 +221,7 @@ REFUSALS = (
         lambda args: bool(_not_run(args)),
         "--hybrid-layer-pattern {args.hybrid_layer_pattern} has not been run with S2 attention, {layers} layers and "
         "{found}; docs/validation.md has what has",
-        "leave these out, or train a GPT, without --hybrid-layer-pattern",
-        lambda args: {"found": ", ".join(_not_run(args)), "layers": _layers(args)},
+        "{remedy}",
+        lambda args: {"found": ", ".join(_not_run(args)), "layers": _layers(args), "remedy": _remedy(args)},
     ),
 )

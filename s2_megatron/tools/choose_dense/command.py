@@ -327,12 +327,13 @@ def _measure(args, folder: Path, trained, plans, resolved, units, kept: Kept, ab
         console().print(sets_table(beside, sets, chosen, sink, about, name))
         if sink is not None:
             print(sink_sentence(sink, dense_loss, chosen, name))
-    gaps = [own - its for own, its in zip(kept.shares(beside), kept.shares(all_dense(beside)), strict=True)]
-    if ranked and len(gaps) > 1 and max(gaps) > LARGEST_SHARE * math.fsum(gaps) > 0:
+    shares = zip(kept.shares(beside), kept.shares(all_dense(beside)), strict=True)
+    gaps = [(own - its) / dense_loss for own, its in shares]
+    lost, most = math.fsum(gap for gap in gaps if gap > 0), max(gaps)
+    if ranked and most > LARGEST_SHARE * lost > 0:
         print(
-            f"warning: {max(gaps) / math.fsum(gaps):.0%} of what {source} loses is in one of the {len(gaps)} sequences "
-            f"(number {1 + gaps.index(max(gaps))}), so the heads are chosen for that text; give more --sequences, or "
-            "other text",
+            f"warning: {most / lost:.0%} of what {source} loses is in sequence {1 + gaps.index(most)} of {len(gaps)}, "
+            "so the heads are chosen for that text; give more --sequences, of other documents",
             file=sys.stderr,
         )
     if not enough and gap < LEAST_GAP:

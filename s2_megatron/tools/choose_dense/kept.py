@@ -36,16 +36,16 @@ class Kept:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             of, losses = content["measured_of"], content["losses"]
-            numbers = all(
-                isinstance(share, float) and math.isfinite(share) for each in losses.values() for share in each
-            )
-            if not numbers or not isinstance(of, dict):
+            counts = {len(each) for each in losses.values()}
+            numbers = all(isinstance(own, float) and math.isfinite(own) for each in losses.values() for own in each)
+            if not numbers or 0 in counts or len(counts) > 1 or not isinstance(of, dict):
                 raise ValueError("other values")
         except OSError as error:
             raise ValueError(f"{shown}: {error.strerror}; expected a file that --json wrote; correct it") from error
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{shown}: has no losses by sequence; expected a file that --json of this release wrote; name another"
+                f"{shown}: has no losses by sequence; expected a file that --json of this release wrote; leave "
+                "--from-json out to measure anew"
             ) from error
         other = [name for name, value in self.of.items() if of.get(name) != value]
         if other:

@@ -88,9 +88,10 @@ def sets_table(
 def facts(
     args, checkpoint: Path, beside, sets: Sets, ranked: list[Ranked], chosen: DenseSet | None, sink: Sink | None
 ) -> dict:
-    """The content of --json but its "result", the plan of the YAML. beside: the plan that was measured
-    under. Gaps are shares of the dense loss; "chosen" is the size of the set, None without one; "sink" is None where
-    the plan has none and shows the first token all the same."""
+    """The content of --json but its "result", the plan of the YAML. beside: the plan that was measured under. Gaps
+    are shares of the dense loss, "gap_by_sequence" adds up to the plan's; "chosen" is the size of the set, None
+    without one; "sink" is None where the plan has none and shows the first token all the same.
+    """
     return {
         "checkpoint": f"{checkpoint.parent.name}/{checkpoint.name}",
         "config": args.s2_config.name,
