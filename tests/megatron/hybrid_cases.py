@@ -63,9 +63,9 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags={**ENGINE_MODEL, **hybrid("*-*-", te_precision_config_file="recipe.yaml")}),
         "layers and --te-precision-config-file recipe.yaml; docs/",
     ),
-    "hybrid_interpolated": (
+    "hybrid_engine_interpolated": (
         NOT_RUN,
-        dict(flags=hybrid("*-*-", rotary_seq_len_interpolation_factor="4")),
+        dict(flags={**ENGINE_MODEL, **hybrid("*-*-", rotary_seq_len_interpolation_factor="4")}),
         "layers and --rotary-seq-len-interpolation-factor 4; docs/",
     ),
     "hybrid_engine_cp": (

@@ -47,7 +47,7 @@ RUN = frozenset(
         *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
         *("moe_router_pre_softmax", "moe_z_loss_coeff", "moe_aux_loss_coeff"),
         *("mtp_num_layers", "mtp_use_repeated_layer", "mtp_loss_scaling_factor"),
-        *("untie_embeddings_and_output_weights", "bias_swiglu_fusion"),
+        *("untie_embeddings_and_output_weights", "bias_swiglu_fusion", "rotary_seq_len_interpolation_factor"),
     )
 )
 # Those that have been run with these values, beside the default.
