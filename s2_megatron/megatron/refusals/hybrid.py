@@ -63,15 +63,9 @@ NO_DEFAULT = ("transformer_impl",)  # whose default has not been run
 # The same on Transformer Engine's layers, by tests/megatron/test_hybrid_gpu.py: with any value, and with these alone.
 RUN_ON_ENGINE = frozenset(
     (
-        *("hybrid_layer_pattern", "hybrid_override_pattern", "seq_length", "vocab_size", "num_layers"),
-        *(
-            "make_vocab_size_divisible_by",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "ffn_hidden_size",
-            "kv_channels",
-        ),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "num_layers", "hidden_size", "ffn_hidden_size"),
+        *("num_attention_heads", "num_query_groups", "kv_channels"),
+        *("seq_length", "vocab_size", "make_vocab_size_divisible_by"),
         *("init_method_std", "bf16", "apply_rope_fusion", "recompute_num_layers"),
         *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size"),
     )
@@ -120,8 +114,6 @@ MTP_NOT_RUN = {
         bool(args.mtp_num_layers) and bool(args.sft) and args.context_parallel_size > 1
     ),
 }
-
-
 OF_LAYERS = (("E", "moe_"), ("E", "expert_"), ("E", "num_experts"), ("/", "mtp_"))  # what their arguments begin with
 # On Transformer Engine's layers.
 ENGINE_NOT_RUN = {
