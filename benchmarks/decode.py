@@ -6,8 +6,8 @@
 
 "layer": attention of one layer alone, bf16, head dim 128: RoPE, the write and the attention; as many copies of the
 cache in one CUDA graph as L2 cannot hold. TB/s are of kept keys and values. "model": a token of the model of
-benchmarks.inference; all sides share its weights, and their replayed graphs are timed in turns. Both sides of a ratio
-replay graphs. What is timed is checked first: the kernel against SDPA, replays against eager steps.
+benchmarks.inference; all sides share its weights, and their replayed graphs are timed interleaved. Both sides of a
+ratio replay graphs. What is timed is checked first: the kernel against SDPA, replays against eager steps.
 """
 
 from __future__ import annotations

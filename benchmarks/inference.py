@@ -354,9 +354,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on a CPU too: whether everything runs")
     parser.add_argument("--kv-heads", type=int, nargs="+", help="(default: 32 and 8)")
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192, 32768 and 131072)")
-    parser.add_argument(
-        "--decode-backend", choices=DECODE_BACKENDS, default="reference", help="of S2Cache (default: reference)"
-    )
+    own = "reference"
+    parser.add_argument("--decode-backend", choices=DECODE_BACKENDS, default=own, help=f"of S2Cache (default: {own})")
     parser.add_argument("--seconds", type=float, default=420, help="no new measurement after this (default: 420)")
     args = parser.parse_args(arguments)
     shape = TINY if args.tiny else Shape()

@@ -1,8 +1,8 @@
 """S2Cache: a KV cache for transformers that keeps, for each KV head, its window and its own blocks, nothing else.
 
 Strides count from the start of a text. So a block that has left the window, and is not one that the head attends by its
-stride, is never needed again, and is dropped. Decoding is a kernel over what is kept (decode_kernel.py), or ordinary
-SDPA with a mask; several tokens at once use the S2 forward.
+stride, is never needed again, and is dropped. Decoding is ordinary SDPA over what is kept, with a mask, or on
+request a kernel (decode_kernel.py); several tokens at once use the S2 forward.
 
 B batch, H query heads, G KV heads, R = H / G, D head dim, T tokens of a forward, S kept tokens of a KV head.
 """

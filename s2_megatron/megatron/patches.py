@@ -57,12 +57,10 @@ logger = logging.getLogger(__name__)
 
 
 def use_prebuilt_dataset_helpers() -> bool:
-    """Skips Megatron's `make` when the library is built; True when it is skipped. A checkout builds it at its first
-    start.
+    """Skips Megatron's `make` when the library is built; True when it is skipped.
 
     `pretrain()` runs `make` in `megatron/core/datasets` and exits when that fails. The wheel has the compiled library
-    but no Makefile, so that without this patch no run from the wheel starts. In a checkout `make` builds for the
-    python3 of PATH, which may be another one than this.
+    but no Makefile, so that without this patch no run from it starts. A checkout's `make` builds for PATH's python3.
     Raises ValueError when the compiled library is missing, too, or when a checkout cannot build it.
     """
     from megatron.core.datasets import utils

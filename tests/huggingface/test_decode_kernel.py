@@ -107,18 +107,26 @@ def test_out_and_lse_against_fp64(case, dtype, device):
 
 
 @pytest.mark.parametrize(
-    "kinds", [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)], ids=str
+    "kinds",
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float16, torch.float16, torch.float16),
+        (torch.float16, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float16),
+    ],
+    ids=str,
 )
 def test_rope_in_the_kernel_is_the_models(kinds, device):
     """Rounded where transformers rounds: in 16 bits the new key has the same bits. Angles by row, or one for all. With
-    an fp32 query (autocast) the cache rounds once."""
+    an fp32 query (autocast) the cache rounds once; angles of fewer bits take none off it. kinds: dtypes of the cache,
+    of query and key, of the angles."""
     generator = torch.Generator().manual_seed(0)
-    dtype, given = kinds
+    dtype, given, of_angles = kinds
     query, key, value = step((64, 64), dtype, 4, device, generator)
     query, key = query.to(given), key.to(given)
     for rows in (1, 2):
         angles = torch.rand(rows, 1, 32, generator=generator).repeat(1, 1, 2).to(device)
-        rotary = tuple(part.to(given) for part in (angles.cos() * 1.1, angles.sin() * 1.1))
+        rotary = tuple(part.to(of_angles) for part in (angles.cos() * 1.1, angles.sin() * 1.1))
         both = rotated(query.transpose(1, 2), key.transpose(1, 2), rotary)
         turned = [part.to(dtype).transpose(1, 2) for part in both]
         one, two = (

@@ -42,7 +42,7 @@ ALSO_REFUSED_HYBRIDS = {
         NOT_RUN,
         dict(flags={**ENGINE, **hybrid("*-*-")}),
         "without --swiglu, without --untie-embeddings-and-output-weights; docs/validation.md has what has; add "
-        "--disable-bias-linear, --swiglu, --untie-embeddings-and-output-weights and leave out the rest, or use",
+        "--disable-bias-linear, --swiglu, --untie-embeddings-and-output-weights and leave out or change the rest, or",
     ),
     "hybrid_engine_fusion": (
         NOT_RUN,

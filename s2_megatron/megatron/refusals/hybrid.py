@@ -131,7 +131,7 @@ ENGINE_NOT_RUN = {
 
 @cache
 def _model_arguments() -> dict[str, tuple[Action, object]]:
-    """The arguments that are looked at, each as (the parser's action, the default of TransformerConfig)."""
+    """The arguments that are looked at, each as (the parser's action, TransformerConfig's default or None)."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
     from megatron.training.models.hybrid import HybridModelConfig
@@ -191,7 +191,7 @@ def _remedy(args: Namespace) -> str:
     missing = [text.removeprefix(MISSING) for text in found if text.startswith(MISSING)]
     ways = [f"add {', '.join(missing)}"] if missing else []
     if len(found) > len(missing):
-        ways.append("leave out " + ("the rest" if missing else "what stands there"))
+        ways.append("leave out or change " + ("the rest" if missing else "what stands there"))
     local = "use --transformer-impl local, or " if args.transformer_impl == "transformer_engine" else ""
     return f"{' and '.join(ways)}, or {local}train a GPT, without --hybrid-layer-pattern"
 
