@@ -151,7 +151,10 @@ def write_study(results: Path, study: str, runs: Sequence[Run]) -> None:
 
 @functools.cache
 def commit() -> str | None:
-    """Of the checkout, with `-dirty` where files differ from it; None without git."""
+    """Of the checkout, with `-dirty` where files differ from it; S2_COMMIT instead where that is set, for machines to
+    which the files were copied without .git. None without either."""
+    if given := os.environ.get("S2_COMMIT"):
+        return given
     words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(words, capture_output=True, text=True)
     return done.stdout.strip() or None

@@ -116,7 +116,7 @@ def run_jobs(
     tell: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run the jobs that are not finished. Returns {name of a job: FINISHED, CUT or FAILED}; a job that the budget left
-    no time to start, or that was not started because another one failed, is missing.
+    no time to start, or that was not started because the one it goes on from or two others failed, is missing.
 
     on_finished: called in this process, with the job and a device that is free then, for every job that ends well,
     those that had ended before included. Returns the outcome: CUT or FAILED where what it does did not end. It runs in
@@ -154,9 +154,11 @@ def run_jobs(
                     continue
                 running.remove(each)
                 free.append(each.device)
-                if outcome == FAILED:
-                    waiting.clear()  # what ends one run is likely to end the others
                 outcomes[each.job.name] = outcome
+                if outcome == FAILED:
+                    # What ends two runs is likely to end the others.
+                    is_second = [*outcomes.values()].count(FAILED) > 1
+                    waiting = [] if is_second else [job for job in waiting if job.start != each.job]
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 for each in running:

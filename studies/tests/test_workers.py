@@ -126,18 +126,30 @@ def test_a_spent_budget_starts_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failure_is_shown_and_starts_no_other_run(tmp_path):
-    jobs, said = [make_job(tmp_path, seed=seed) for seed in (1, 2)], []
+def test_a_failure_is_shown_and_the_second_starts_no_other_run(tmp_path):
+    jobs, said = [make_job(tmp_path, seed=seed) for seed in (1, 2, 3)], []
     outcomes = run_jobs(jobs, [None], trainer(steps=-1), Budget(), ends_well, said.append)
-    assert outcomes == {jobs[0].name: FAILED}
+    assert outcomes == {job.name: FAILED for job in jobs[:2]}
     assert "error: a refusal" in "\n".join(said) and "status 2" in said[-1]
 
 
+def test_one_failure_ends_what_goes_on_from_it_and_nothing_else(tmp_path):
+    first, other = (make_job(tmp_path, seed=seed) for seed in (1, 2))
+    after = replace(make_job(tmp_path, seed=3), start=first)
+
+    def command(job):
+        return trainer(steps=-1 if job == first else None)(job)
+
+    outcomes = run_jobs([first, after, other], [None], command, Budget(), ends_well, quiet)
+    assert outcomes == {first.name: FAILED, other.name: FINISHED}
+
+
 def test_what_follows_a_run_may_fail_or_be_cut(tmp_path):
-    jobs = [make_job(tmp_path, seed=seed) for seed in (1, 2)]
-    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == {jobs[0].name: FAILED}
-    # Of a run that had ended before, too.
-    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == {jobs[0].name: FAILED}
+    jobs = [make_job(tmp_path, seed=seed) for seed in (1, 2, 3)]
+    failed = {job.name: FAILED for job in jobs[:2]}
+    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == failed
+    # Of runs that had ended before, too.
+    assert run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: FAILED, quiet) == failed
     outcomes = run_jobs(jobs, [None], trainer(), Budget(), lambda job, device: CUT, quiet)
     assert outcomes == {job.name: CUT for job in jobs}
 

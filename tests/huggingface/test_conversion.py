@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,17 +107,19 @@ def test_megatron_and_transformers_compute_the_same(made, name):
         assert (expected[:, WORDS:] == 0).all() and np.abs(expected).max() > 0.5  # rows that are no words
 
 
-@pytest.mark.parametrize("name", ["dense", "s2"])
-def test_the_checkpoint_has_what_transformer_engine_asks_for(made, name):
-    """Its norms have an _extra_state, too: a launch with it ended in "Missing key in checkpoint state_dict"."""
+@pytest.mark.parametrize(
+    "name, more", [("dense", []), ("s2", ["q_layernorm", "k_layernorm"]), ("sinks", ["core_attention"])]
+)
+def test_the_checkpoint_has_what_transformer_engine_asks_for(made, name, more):
+    """Its norms have an _extra_state, too, and its attention with learnable offsets: a launch with it ended in "Missing
+    key in checkpoint state_dict"."""
     folder = next((made / f"{name}-mcore").glob("*/.metadata")).parent
     keys = FileSystemReader(folder).read_metadata().state_dict_metadata
-    norms = ["decoder.final_layernorm._extra_state/shard_0_1"]
-    if name == "s2":  # has norms of queries and keys
-        in_layers = "decoder.layers.self_attention.{}_layernorm._extra_state/shard_{}_{}"
-        layers = keys["decoder.layers.self_attention.q_layernorm.weight"].size[0]
-        norms += [in_layers.format(part, layer, layers) for part in "qk" for layer in range(layers)]
-    assert {key for key in keys if "layernorm._extra_state" in key} == set(norms)
+    layers = keys["decoder.layers.self_attention.linear_qkv.weight"].size[0]
+    in_layers = "decoder.layers.self_attention.{}._extra_state/shard_{}_{}"
+    expected = {"decoder.final_layernorm._extra_state/shard_0_1"}
+    expected |= {in_layers.format(part, layer, layers) for part in more for layer in range(layers)}
+    assert {key for key in keys if re.search(r"(layernorm|core_attention)\._extra_state", key)} == expected
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -121,6 +121,22 @@ def test_offsets_begin_as_those_of_the_stock_layer():
     assert not make_core(make_config(transformer_impl="transformer_engine", **options)).softmax_offset.any()
 
 
+@pytest.mark.parametrize("transformer_impl", ["local", "transformer_engine"])
+def test_layers_of_a_mixed_plan_store_what_the_dense_ones_do(transformer_impl):
+    """Transformer Engine's dense core has an _extra_state beside its offset, Megatron's local one has none. Megatron
+    neither saves nor loads an object that some layers have and others lack: a mixed plan's first load ended there."""
+    core = make_core(make_config(softmax_type="learnable", transformer_impl=transformer_impl))
+    stored = core.sharded_state_dict("core_attention.", [(0, 1, 3)], dict(dp_cp_group=Group()))
+    has_state = transformer_impl == "transformer_engine"
+    assert stored.keys() == {"core_attention.softmax_offset", *["core_attention._extra_state"] * has_state}
+    if has_state:
+        state = stored["core_attention._extra_state"]
+        assert state.unique_key == "core_attention._extra_state/shard_1_3" and state.data is None
+        loaded = {"softmax_offset": torch.ones(HEADS), "_extra_state": None}
+        core.load_state_dict(loaded, strict=True)
+        assert core.softmax_offset.all()
+
+
 def test_tensor_parallel_ranks_together_are_the_whole():
     config = make_config(softmax_type="learnable", init_method_std=1.0)
     whole = make_core(config)

@@ -185,10 +185,13 @@ class S2CoreAttention(MegatronModule):
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata: dict | None = None) -> ShardedStateDict:
         """As Megatron's DotProductAttention and Transformer Engine's in Megatron store it: cut over tensor-parallel
-        ranks."""
+        ranks. Transformer Engine's has an empty _extra_state beside a learnable offset, which Megatron wants of every
+        layer or of none."""
         state = self.state_dict(prefix="", keep_vars=True)
         if not state:
             return {}
+        if self.config.transformer_impl == "transformer_engine":
+            state["_extra_state"] = None
         ranks = dict(tp_group=self.tp_group, dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"])
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **ranks)
 

@@ -43,6 +43,7 @@ from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
 # Modules whose empty _extra_state Megatron asks for in every layer, and norms for which Transformer Engine does.
 _EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # of models that have them
+_OFFSETS = ("self_attention.core_attention", "softmax_offset")  # the same of models with learnable softmax offsets
 _FINAL_NORM = "decoder.final_layernorm"
 _ROPE_BUFFER = "rotary_emb.inv_freq"  # old folders carry it
 
@@ -217,9 +218,11 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
             words, hidden = tensor.shape
             writer.add(piece.name, shapes[piece.name], (words, 0), torch.zeros(missing, hidden, dtype=tensor.dtype))
     writer.add_object(f"{_FINAL_NORM}._extra_state/shard_0_1", [None])
-    norms = tuple(module for module in _NORMS if f"{LAYERS}{module}.weight" in shapes)
+    more = [module for module in _NORMS if f"{LAYERS}{module}.weight" in shapes]
+    if LAYERS + ".".join(_OFFSETS) in shapes:
+        more.append(_OFFSETS[0])
     for layer in range(shape.num_layers):
-        for module in _EXTRA_STATES + norms:
+        for module in (*_EXTRA_STATES, *more):
             writer.add_object(f"{LAYERS}{module}._extra_state/shard_{layer}_{shape.num_layers}", [None])
 
 
