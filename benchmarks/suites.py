@@ -136,6 +136,17 @@ def windows(quick: bool = False) -> list[Group]:
         for kind, options in stripes.items()
     ]
     groups.append(Group("128K stripes", tuple((case, ("S2", "S2 deterministic")) for case in cases)))
+    # What choose-dense leaves of a dense model: layers whose other heads have a window and a sink.
+    for length in (8 * K, 32 * K, 128 * K):
+        cases = [
+            Case(
+                f"{named(length)} {dense} of 8 KV heads dense",
+                s2_pattern(32, 8, (), window=K, sink_tokens=64, dense_heads=dense),
+                length,
+            )
+            for dense in (0, 1, 2)
+        ]
+        groups.append(Group(f"{named(length)} dense heads", tuple((case, ("S2", "FA-2 dense")) for case in cases)))
     return groups
 
 
