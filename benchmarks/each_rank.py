@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import report
+from benchmarks import refuse, report
 from benchmarks.group_timing import Call, InterleavedTimer
 from benchmarks.one_layer import add_layer_arguments, forward_of, pattern_of, step_of, tensors
-from benchmarks.refusal import refuse
 from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.context_parallel.attention import ContextParallel
 from s2_megatron.context_parallel.sparse import FORWARD_PRODUCTS, QUERY_GRADIENT_PRODUCTS
