@@ -54,6 +54,11 @@ LOCAL_SPEC = (
 )
 
 
+def altered(name: str, **variables: str) -> dict:
+    """Of Lab.run: pretrain_gpt_s2.py with an alteration of scripts/altered_pretrain.py, and what that reads."""
+    return dict(script=SCRIPTS / "altered_pretrain.py", environment={"ALTERATION": name, **variables})
+
+
 @dataclass
 class Run:
     """What a run left. losses and grad_norms: by iteration. evaluations: losses by name. output: everything that its

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from tests.megatron.conftest import altered
 from tests.megatron.lifted import LIFT_UNPROVEN
 from tests.megatron.rounding import (
     FP32,
@@ -142,7 +143,7 @@ def test_packed_documents(trained, flags):
     assert distance(run(name, f"--s2-backend triton --s2-dense-core s2 {flags}"), exact) <= FP32
 
 
-def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, scripts, tmp_path):
+def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, tmp_path):
     """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool
     says who is missing."""
     if gpus < 2:
@@ -154,8 +155,7 @@ def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, script
     options = dict(
         model=MODEL,
         spec=SPECS["local"],
-        script=scripts / "dying_pretrain.py",
-        environment={"AT_EXCHANGE": "80", "HANGS": "1"},
+        **altered("dying", AT_EXCHANGE="80", HANGS="1"),
     )
     start = time.monotonic()
     gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
