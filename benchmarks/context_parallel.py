@@ -24,9 +24,8 @@ in one pass afterwards; without it as many as are estimated to hide the exchange
 
 The JSON's transfer_ms is one exchange of K and V that nothing runs beside, without packing. `te:p2p` and the like are
 Transformer Engine's attention with that cp_comm_type, where it is installed (--te-exchanges): dense, and the same
-window with --window W. Of its bytes, too, those to other ranks are counted, at torch's collectives. predict.py computes
-from such a JSON what more ranks would take. On a machine without GPUs the script runs over gloo with the reference
-backend, for its own test.
+window with --window W. Of its bytes, too, those to other ranks are counted, at torch's collectives. On a machine
+without GPUs the script runs over gloo with the reference backend, for its own test.
 """
 
 from __future__ import annotations
