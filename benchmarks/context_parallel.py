@@ -42,7 +42,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
-from benchmarks.group_timing import Call, InterleavedTimer
 from benchmarks.one_layer import (
     add_layer_arguments,
     dense_heads,
@@ -52,6 +51,7 @@ from benchmarks.one_layer import (
     step_of,
     tensors,
 )
+from benchmarks.timing import Call, InterleavedTimer
 from s2_megatron.context_parallel.attention import CUTS, ContextParallel
 from s2_megatron.context_parallel.documents import keep_borders
 from s2_megatron.context_parallel.exchange import count_traffic

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import context_parallel as benchmark
-from benchmarks.group_timing import InterleavedTimer
 from benchmarks.one_layer import line_of
+from benchmarks.timing import InterleavedTimer
 from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.testing.context_parallel_check import is_right
 
