@@ -19,7 +19,7 @@ from s2_megatron.tools.compare.settings import DENSE, check_comparable, make_arm
 from tests.tools.logged_runs import ARGUMENTS, BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
 
 
-def write_events(folder, values, first=1, start=1000.0, arguments=ARGUMENTS, throughput=None, steps=None):
+def write_events(folder, values, first=1, start=1000.0, throughput=None):
     """One process's event file, as Megatron writes it: scalars with the time of the clock, arguments as texts."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -32,12 +32,12 @@ def write_events(folder, values, first=1, start=1000.0, arguments=ARGUMENTS, thr
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         writer.add_event(Event(wall_time=start + step, step=step, summary=summary))
 
-    for name, value in arguments.items():
+    for name, value in ARGUMENTS.items():
         text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()])
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         summary = Summary(value=[Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata=metadata)])
         writer.add_event(Event(wall_time=start, step=0, summary=summary))
-    for step, value in zip(steps or range(first, first + len(values)), values):
+    for step, value in enumerate(values, first):
         scalar("lm loss", step, value)
         scalar("lm loss vs samples", step * BATCH, value)
         scalar("batch-size", step, BATCH)
