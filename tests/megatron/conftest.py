@@ -260,11 +260,6 @@ def count_gpus() -> int:
 
 
 @pytest.fixture(scope="session")
-def scripts() -> Path:
-    return SCRIPTS
-
-
-@pytest.fixture(scope="session")
 def lab(tmp_path_factory, count_gpus) -> Lab:
     # Not where there is a GPU: to ask for it would initialise CUDA in the process that is forked.
     lab = Lab(tmp_path_factory.mktemp("megatron"), device_flags="--distributed-backend gloo", forked=count_gpus == 0)
