@@ -39,11 +39,10 @@ import time
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from benchmarks import first_call, peers, report  # noqa: F401 - peers registers its entries
+from benchmarks import first_call, peers, refuse, report  # noqa: F401 - peers registers its entries
 from benchmarks.cases import Case, Tensors, lognormal_documents, pattern_from_flags
 from benchmarks.entries import ENTRIES, LeftOut, is_ours, load_plug, our_options
 from benchmarks.gate import WrongResult, check_full, gate
-from benchmarks.refusal import refuse
 from benchmarks.suites import SUITES, Group, named, verdicts
 from benchmarks.timing import first_calls, matmul_ceiling, time_interleaved
 from s2_megatron.ops.call import FORMATS

@@ -24,9 +24,8 @@ in one pass afterwards; without it as many as are estimated to hide the exchange
 
 The JSON's transfer_ms is one exchange of K and V that nothing runs beside, without packing. `te:p2p` and the like are
 Transformer Engine's attention with that cp_comm_type, where it is installed (--te-exchanges): dense, and the same
-window with --window W. Of its bytes, too, those to other ranks are counted, at torch's collectives. predict.py computes
-from such a JSON what more ranks would take. On a machine without GPUs the script runs over gloo with the reference
-backend, for its own test.
+window with --window W. Of its bytes, too, those to other ranks are counted, at torch's collectives. On a machine
+without GPUs the script runs over gloo with the reference backend, for its own test.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import report
-from benchmarks.group_timing import Call, InterleavedTimer
 from benchmarks.one_layer import (
     add_layer_arguments,
     dense_heads,
@@ -53,6 +51,7 @@ from benchmarks.one_layer import (
     step_of,
     tensors,
 )
+from benchmarks.timing import Call, InterleavedTimer
 from s2_megatron.context_parallel.attention import CUTS, ContextParallel
 from s2_megatron.context_parallel.documents import keep_borders
 from s2_megatron.context_parallel.exchange import count_traffic

@@ -23,9 +23,9 @@ from statistics import median
 import torch
 from rich.console import Console
 
+from benchmarks import refuse
 from benchmarks.inference import GIB, RESERVE, TINY, DecodeStep, Shape, build_models, measure, sequence_bytes
 from benchmarks.inference_checks import check_replay
-from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
 from benchmarks.timing import quantile
 from s2_megatron.huggingface.attention import rotated

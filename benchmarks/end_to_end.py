@@ -73,10 +73,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import step_profile
+from benchmarks import refuse, step_profile
 from benchmarks.end_to_end_log import SKIPPED_STEPS, error_of, read_log
 from benchmarks.end_to_end_rows import GROUPS, SHAPES, Machine, Row, chosen_rows, row_environment, row_flags, sequences
-from benchmarks.refusal import refuse
 from benchmarks.report import write_json
 from s2_megatron.tools.commands import CommandParser
 

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     else:
         import torch
 
-        from benchmarks.refusal import refuse
+        from benchmarks import refuse
 
         if not torch.cuda.is_available():
             refuse("no GPU; this times the first call of the kernels on an NVIDIA GPU")

@@ -34,8 +34,7 @@ from statistics import median
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from benchmarks import report
-from benchmarks.refusal import refuse
+from benchmarks import refuse, report
 from benchmarks.suites import named, s2_pattern
 from benchmarks.timing import milliseconds
 from s2_megatron.ops.api import s2_attention

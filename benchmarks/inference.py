@@ -28,8 +28,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import refuse
 from benchmarks.inference_checks import check_attention, check_replay
-from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
 from benchmarks.timing import milliseconds
 from s2_megatron.config.load import SparsityConfig

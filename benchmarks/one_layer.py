@@ -1,5 +1,5 @@
-"""The attention layer that context_parallel.py and each_rank.py time: its arguments, its pattern, its tensors, its
-calls, and the line of a row."""
+"""The attention layer that context_parallel.py times: its arguments, its pattern, its tensors, its calls, and
+the line of a row."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ import torch
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
 
 MIB = 2**20
-# The arguments that make the layer.
-LAYER = (
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "block",
-    "local_tokens",
-    "stride",
-    "window",
-    "sink_tokens",
-    "dense_heads",
-    "keep_received",
-)
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +39,7 @@ def dense_heads(args):
 
 
 def pattern_of(args) -> RangePattern:
-    """args: of add_layer_arguments, or the settings of a JSON."""
+    """args: of add_layer_arguments."""
     return make_range_pattern(
         block_size=args.block,
         num_heads=args.heads,
@@ -87,7 +74,7 @@ def step_of(function, parts, grad):
 
 
 def line_of(row: dict) -> str:
-    """Of a row of context_parallel.py, or of predict.py."""
+    """Of a row."""
     text = f"{row['tokens']:>8}  {row['exchange']:<11}"
     if "sent_forward" in row:
         text += f" sent {row['sent_forward'] / MIB:8.1f} + {row['sent_backward'] / MIB:8.1f} MiB"
@@ -100,5 +87,4 @@ def line_of(row: dict) -> str:
         text += f"  exposed {exposed:6.2f} ms ({exposed / row['step_ms']:.1%})"
     text += f"  work {row['work']:.3f}" if "work" in row else ""
     text += f"  {row['speed_up']:.2f} x one GPU ({row['one_gpu_step_ms']:.2f} ms)" if "speed_up" in row else ""
-    text += f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else ""
-    return text + (f"  predicted for {row['ranks']} ranks" if row.get("predicted") else "")
+    return text + (f"  CPU {row['step_cpu_ms']:.1f} ms" if "step_cpu_ms" in row else "")

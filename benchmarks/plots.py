@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.refusal import refuse
+from benchmarks import refuse
 from s2_megatron.tools.commands import CommandParser
 
 BASELINE = "FA-2 dense"

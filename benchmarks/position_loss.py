@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import refuse
 from benchmarks.end_to_end import probe
 from benchmarks.end_to_end_rows import SHAPES, Machine, Row, parse_row, row_environment, row_flags
-from benchmarks.refusal import refuse
 from benchmarks.report import provenance, write_json
 from s2_megatron.tools.commands import CommandParser
 

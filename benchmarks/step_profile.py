@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.refusal import refuse
+from benchmarks import refuse
 
 PARTS = ("linear", "attention", "norms/RoPE", "loss", "optimizer", "communication", "other", "gaps")
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}

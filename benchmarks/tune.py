@@ -34,7 +34,7 @@ import torch
 import triton
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from benchmarks.refusal import refuse
+from benchmarks import refuse
 from benchmarks.timing import SAMPLE_MS, milliseconds, quantile
 from s2_megatron.kernels import tiles
 from s2_megatron.kernels.tiles import Tile

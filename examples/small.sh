@@ -9,7 +9,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RUNS=${RUNS:-runs/examples}
 source examples/checks.sh
-source examples/python.sh
 require_folder RUNS
 require_count ITERATIONS 60
 require_megatron

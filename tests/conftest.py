@@ -51,7 +51,7 @@ LONGEST_FILES = (
     "megatron/test_export_hf.py",
     "benchmarks/test_loss_measurements.py",
     "kernels/test_hopper_schedule.py",
-    "test_slurm_ends.py",
+    "test_slurm.py",
     "megatron/test_launches.py",
     "ops/test_placements.py",
     "huggingface/test_conversion.py",

@@ -19,7 +19,7 @@ from tests.processes import python_path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-SOURCED = ("launch.sh", "small.sh", "checks.sh", "python.sh")  # by the others
+SOURCED = ("launch.sh", "small.sh", "checks.sh")  # by the others
 LOSS = r"(\d\.\d{4})"
 
 
@@ -256,9 +256,9 @@ def test_which_python_is_taken(tmp_path, on_path, in_venv, taken):
             (tmp_path / place).write_text(f"#!/bin/sh\nexit {status}\n")
             (tmp_path / place).chmod(0o755)
     (tmp_path / "checkout/examples").mkdir()
-    shutil.copy(EXAMPLES / "python.sh", tmp_path / "checkout/examples")
+    shutil.copy(EXAMPLES / "checks.sh", tmp_path / "checkout/examples")
     environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    command = ["bash", "-c", f"source {tmp_path}/checkout/examples/python.sh; echo $PYTHON"]
+    command = ["bash", "-c", f"source {tmp_path}/checkout/examples/checks.sh; echo $PYTHON"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip().removeprefix(f"{tmp_path}/checkout/") == taken
 

@@ -1,13 +1,16 @@
-"""`import s2_megatron`: cheap, and with every public name."""
+"""`import s2_megatron`: cheap, and with every public name; and one version everywhere. What a release carries:
+test_packaging.py."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import s2_megatron
 
@@ -92,3 +95,19 @@ def test_stdout_belongs_to_the_program_around_the_package():
                 if called in ("print", "Console") and "file" not in [word.arg for word in node.keywords]:
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found
+
+
+def test_one_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == s2_megatron.__version__
+    released = re.findall(r"^## (\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert released[0] == s2_megatron.__version__
+
+
+def test_one_oldest_transformers():
+    """setup.py's and that of the import, which says so in one line."""
+    wanted = re.search(r'"transformers>=([\d.]+)"', (ROOT / "setup.py").read_text())[1]
+    imported = (ROOT / "s2_megatron/huggingface/__init__.py").read_text()
+    page = (ROOT / "docs/inference.md").read_text()
+    said = re.findall(r'(?:transformers |Version\(")(\d[\d.]*)', imported)
+    said += re.findall(r"# transformers (\S+) or later", page)
+    assert len(said) == 4 and set(said) == {wanted}

@@ -16,6 +16,7 @@ import torch
 from s2_megatron.megatron import errors
 from s2_megatron.megatron.preflight import start_up
 from s2_megatron.megatron.records.status import read_status
+from tests.megatron import forks
 from tests.megatron.arguments import arguments
 from tests.processes import python_path
 from tests.slurm_stand_ins import cluster, submit
@@ -293,3 +294,9 @@ def test_the_script_shows_its_help_and_not_its_usage(tmp_path, flags, status):
     if status:
         line = "error: --train-iters: invalid int value: 'abc'; expected what pretrain_gpt_s2.py --help says"
         assert done.stderr.splitlines()[-1] == line
+
+
+def test_megatron_goes_through_a_schedule_before_the_training(tmp_path):
+    """What Megatron refuses, some of it in the middle of a training, is refused before it."""
+    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
+    forks.run(ROOT / "tests" / "megatron" / "scripts" / "schedules.py", [], environment, tmp_path)

@@ -204,14 +204,14 @@ def joined_layers(names: Sequence[str]) -> str:
     return ", ".join([*parts, *(name for name in names if not name.isdigit())])
 
 
-def tensor_parallel_balance(sparsity: ResolvedSparsity, tp_size: int, seq_length: int | None = None) -> float:
+def tensor_parallel_balance(sparsity: ResolvedSparsity, tp_size: int) -> float:
     """Largest over mean attention work of the tensor-parallel ranks: 1.0 is perfect balance, 1.1 means 10 % of the
     time is waiting.
 
     Work is attended pairs. The ranks wait for each other in every layer, so the largest share of each layer counts,
     not of the sum. Raises ValueError when tp_size fits neither the query nor the KV heads.
     """
-    length = sparsity.seq_length if seq_length is None else seq_length
+    length = sparsity.seq_length
     per_pattern: dict[int, tuple[int, int]] = {}
     largest = total = 0
     for layer in sparsity.all_layers:

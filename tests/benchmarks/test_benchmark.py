@@ -27,8 +27,8 @@ def flags(*arguments):
     return benchmark.parse_arguments(list(arguments))
 
 
-def small_pattern(heads=4, kv_heads=2):
-    return make_range_pattern(block_size=16, num_heads=heads, num_kv_heads=kv_heads, ranges=((2, 1), (None, 4)))
+def small_pattern():
+    return make_range_pattern(block_size=16, num_heads=4, num_kv_heads=2, ranges=((2, 1), (None, 4)))
 
 
 def thd_case():

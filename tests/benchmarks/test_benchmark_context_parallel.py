@@ -1,5 +1,4 @@
-"""benchmarks/context_parallel.py and each_rank.py without GPUs: what the gate checks, what is timed, a run over
-gloo."""
+"""benchmarks/context_parallel.py without GPUs: what the gate checks, what is timed, a run over gloo."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import context_parallel as benchmark
-from benchmarks.group_timing import InterleavedTimer
 from benchmarks.one_layer import line_of
+from benchmarks.timing import InterleavedTimer
 from s2_megatron.context_parallel import exchange as cp_exchange
 from s2_megatron.testing.context_parallel_check import is_right
 
@@ -166,42 +165,6 @@ def test_the_line_of_a_row():
         "1.85 x one GPU (74.00 ms)",
     ):
         assert part in line, line
-    assert "predicted" not in line and "predicted for 2 ranks" in line_of(row | dict(predicted=True))
-
-
-@pytest.mark.slow
-def test_each_rank_without_a_gpu(tmp_path):
-    path = tmp_path / "x.json"
-    command = [sys.executable, "benchmarks/each_rank.py", *SHAPE.split(), "--ranks", "1,3", "--seq-lengths", "192,288"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("LOCAL_WORLD_SIZE", None)
-    done = subprocess.run(
-        [*command, "--json", str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    content = json.loads(path.read_text())
-    rows = [(row["tokens"], row["ranks"], row["rank"]) for row in content["rows"]]
-    assert rows == [(tokens, *rank) for tokens in (192, 288) for rank in ((1, 0), (3, 0), (3, 1), (3, 2))]
-    assert all(
-        row[f"{kind}_ms"] > 0 and row[f"one_gpu_{kind}_ms"] > 0
-        for row in content["rows"]
-        for kind in ("forward", "step")
-    )
-    assert all(len(row["two_pass_heads"]) == 2 for row in content["rows"])
-    assert content["settings"]["stride"] == 4 and len(done.stdout.splitlines()) >= 8
-
-
-def test_each_rank_counts_on_one_host(monkeypatch):
-    """Whatever the machine that it runs on has: the ranks that it stands for share a host."""
-    from benchmarks import each_rank
-
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    with each_rank.one_of(8, 3) as group:
-        assert cp_exchange.receive_rate(group) == cp_exchange.NVLINK_RATE
-    monkeypatch.setattr(cp_exchange.dist, "get_process_group_ranks", lambda group: list(range(8)))
-    assert cp_exchange.receive_rate(None) == cp_exchange.NETWORK_RATE, (
-        "one process for each GPU, of which there is none"
-    )
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from s2_megatron.config.errors import ConfigError, printable
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.mask_file import read_mask
 from s2_megatron.tools import commands
-from tests.config_files import MODEL, resolve
+from tests.config.test_config import MODEL, resolve
 
 SPEC = "layers: S\nspecs: {{S: {{local_blocks: 2, {}}}}}\n"
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

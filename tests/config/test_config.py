@@ -5,11 +5,16 @@ import json
 import pytest
 
 from s2_megatron.config.errors import ConfigError
-from s2_megatron.config.load import SparsityConfig
+from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.patterns.ranges import make_range_pattern
-from tests.config_files import MODEL, resolve
 
+# What the tests of the sparsity YAML resolve their configs for.
+MODEL = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 2, "seq_length": 1024}
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"
+
+
+def resolve(path, allow=False, **model):
+    return load_config(path, allow_python_patterns=allow).resolve(**{**MODEL, **model})
 
 
 def test_plan_tiles_and_matches(write):

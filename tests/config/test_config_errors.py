@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from s2_megatron.config.errors import ConfigError
 from s2_megatron.config.load import load_config
 from s2_megatron.config.schema import RangeConfig, S2Config, SpecConfig
-from tests.config_files import MODEL
+from tests.config.test_config import MODEL
 
 S = "specs: {S: {local_blocks: 2, stride: 4}}\n"
 

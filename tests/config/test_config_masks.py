@@ -7,7 +7,7 @@ from s2_megatron.config.errors import ConfigError
 from s2_megatron.config.load import load_config
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import make_range_pattern
-from tests.config_files import resolve
+from tests.config.test_config import resolve
 
 
 def save_mask(path, pattern, heads, blocks, one_dimensional=False):

@@ -14,7 +14,7 @@ from examples.quickstart.launch import MODEL
 from s2_megatron.config.load import load_config
 from s2_megatron.config.sparsity import tensor_parallel_balance
 from s2_megatron.patterns.ranges import period_coverage
-from tests.processes import python_path
+from tests.processes import found_by, python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -293,17 +293,8 @@ def test_megatron_accepts_the_launchers(tmp_path):
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE, str(tmp_path / "cases.json")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for (name, implementation), result in zip(names, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    results = found_by("-c", PARSE, tmp_path / "cases.json", cwd=tmp_path, **environment)
+    for (name, implementation), result in zip(names, results, strict=True):
         # A machine without Transformer Engine may refuse what only that can resume; nothing else is excused.
         excused = implementation == "transformer_engine" and "neither Transformer Engine nor NVIDIA Apex" in str(result)
         assert excused or (isinstance(result, float) and 0 < result < 1), (name, implementation, result)

@@ -1,4 +1,5 @@
-"""The check of context parallelism, which is for GPUs, runs over gloo too, and says so when something is wrong."""
+"""The check of context parallelism, which is for GPUs: over NCCL, and over gloo too; it says so when something is
+wrong."""
 
 from __future__ import annotations
 
@@ -48,3 +49,19 @@ def test_a_line_that_is_wrong(change):
     assert right and "WRONG" not in line
     line, right = line_of("paper", torch.float32, "sparse", {**RIGHT, **change})
     assert not right and "WRONG" in line and change.get("waited", "") in line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_errors_are_those_of_one_gpu(ranks, dtype, monkeypatch):
+    """Errors against fp64, repeats, bytes, no waiting for the GPU."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launch, "-m", "s2_megatron.testing.context_parallel_check", "--dtypes", dtype]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    assert "all right" in done.stdout

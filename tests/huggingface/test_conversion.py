@@ -26,9 +26,9 @@ LENGTHS = (1, 63, 64, 65, 1000)
 WORDS = 97
 
 
-def layers_of(*patterns, heads=HEADS, kv_heads=KV_HEADS):
+def layers_of(*patterns, kv_heads=KV_HEADS):
     layers = tuple(LayerSparsity("D" if pattern is None else "S", pattern) for pattern in patterns)
-    return ResolvedSparsity(layers, (), None, BLOCK, heads, kv_heads, 1024)
+    return ResolvedSparsity(layers, (), None, BLOCK, HEADS, kv_heads, 1024)
 
 
 def ranged(kv_heads=KV_HEADS, **more):

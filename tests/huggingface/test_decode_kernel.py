@@ -1,7 +1,6 @@
 """The decoding kernel, through Triton's interpreter where there is no GPU: against fp64, against SDPA over the same
 cache, and compiled for cards that are not there."""
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from s2_megatron.huggingface.decode_kernel import DecodePlan, Kept, decode, plan
 from s2_megatron.patterns.ranges import RangePattern
 from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, NAMES, config_of, model_of, sparsity_named, tokens
 from tests.kernels.test_compile import LIMITS
+from tests.processes import found_by
 from tests.tiers import mostly_slow
 
 SMALL = DecodePlan(tile=16, stages=1, warps=4, programs=16)  # several splits of a few tokens
@@ -263,16 +263,7 @@ except ValueError as error:
 def test_it_compiles_for_cards_that_are_not_there():
     """Within their shared memory; without a spill in 16 bits, and with its loads in a pipeline (the shared memory of a
     loop without one is a third)."""
-    script = Path(__file__).with_name("compile_decode.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by(Path(__file__).with_name("compile_decode.py"), TRITON_INTERPRET="0")
     assert {int(name.partition("-")[0][2:]) for name in found} == set(LIMITS)
     assert {
         name: needs for name, needs in found.items() if needs["shared"] > LIMITS[int(name.partition("-")[0][2:])]

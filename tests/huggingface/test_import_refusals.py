@@ -184,11 +184,11 @@ def header_of(path: Path) -> tuple[dict, bytes]:
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def with_header(path: Path, change, data=lambda data: data) -> None:
+def with_header(path: Path, change) -> None:
     header, content = header_of(path)
     text = change(header)
     text = text if isinstance(text, bytes) else json.dumps(text).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data(content))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
 
 
 def shifted(header: dict) -> dict:

@@ -6,7 +6,8 @@
 compile     the sanitizers' cases, without a tool: compiles the kernels, so that the tools' time is the kernels'; every
             kernel that Hopper launches has to be among them
 memcheck    compute-sanitizer: nothing may be found
-racecheck   compute-sanitizer: nothing but what sanitizer_explained.json explains (plain Triton: nothing)
+racecheck   compute-sanitizer: nothing but what sanitizer_explained.json explains (plain Triton: nothing). A log has to
+            end as a complete run does: with the tool's summary and after "cases done"
 repeats     --repeats calls of each kind while other work runs beside them: no bit may differ (repeats.py)
 graphs      the op captured in CUDA graphs and replayed (test_tools_gpu.py)
 torch       torch.compile, Inductor included where there is a GPU (tests/ops/test_custom_op.py)
@@ -33,17 +34,55 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.kernels.sanitizer_cases import case_names
-from tests.kernels.sanitizer_reports import EXPLAINED, PRINT_LIMIT, complete, kind_of, reports, unexplained
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("compile", "memcheck", "racecheck", "repeats", "graphs", "torch")
 TOOLS = ("memcheck", "racecheck")
+PRINT_LIMIT = 1_000_000  # with so many reports some may be missing
+EXPLAINED = Path(__file__).with_name("sanitizer_explained.json")
+FRAME = re.compile(r"^COMPUTE-SANITIZER|SUMMARY|^Target application returned")
 TOOL_FLAGS = {
     "memcheck": [],
     "racecheck": ["--racecheck-report", "all", "--show-backtrace", "no", "--print-limit", str(PRINT_LIMIT)],
 }
 # An allocation of its own for every tensor: inside torch's pools a write out of bounds would hit another tensor unseen.
 TOOL_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+
+def reports(log: str) -> list[str]:
+    """The reports of a log: paragraphs of lines that begin with "=========", without the tool's own frame."""
+    paragraphs, current = [], []
+    for line in [*log.splitlines(), ""]:
+        text = line[9:].rstrip() if line.startswith("=========") else ""
+        starts = bool(text) and not text.startswith("  ")  # continuation lines are indented deeper than the first one
+        if current and (not text or starts):
+            paragraphs.append("\n".join(current))
+            current = []
+        if text:
+            current.append(text.strip())
+    return [paragraph for paragraph in paragraphs if not FRAME.search(paragraph)]
+
+
+def unexplained(reports: list[str], tool: str, backend: str, explained: list[dict]) -> list[str]:
+    """Those that no entry explains. An entry has tool, backend, report (a regular expression for the whole report)
+    and why."""
+    known = [
+        re.compile(entry["report"], re.DOTALL)
+        for entry in explained
+        if (entry["tool"], entry["backend"]) == (tool, backend)
+    ]
+    return [report for report in reports if not any(pattern.search(report) for pattern in known)]
+
+
+def kind_of(report: str) -> str:
+    """A report without what differs between equal ones: addresses, blocks, values, the lane of a thread."""
+    lines = [line for line in report.splitlines() if not line.startswith("Current Value")]
+    text = re.sub(r"__shared__ 0x[0-9a-f]+ in block \(\d+,\d+,\d+\)", "__shared__", "\n".join(lines))
+    return re.sub(r"Thread \((\d+),0,0\)", lambda match: f"Thread of warp {int(match[1]) // 32}", text)
+
+
+def complete(log: str) -> bool:
+    return bool(re.search(r"^cases done: [1-9]", log, re.MULTILINE)) and "SUMMARY" in log
 
 
 @dataclass

@@ -173,8 +173,8 @@ def portable_entry(capability: int, role: str, dim: int, dtype: str, variant: st
     fp32, flags = dtype == "fp32", VARIANTS[variant]
     share = 1 if variant in ("mask", "uneven") else 2
     tiles = dict(zip(("forward", "dq", "dkdv"), tiles_for(dim, fp32, 64, share, divmod(capability, 10))))
-    known = dict(N_RANGES=2, TABLE=False, TOKENS=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False, HEAD_GROUP=4,
-                 BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
+    known = dict(N_RANGES=2, TABLE=False, TOKENS=False, PACKED=False, QUERY_IDS=False, KEY_SLOT=False, RUNS=False,
+                 HEAD_GROUP=4, BLOCK=64, HEAD_DIM=dim, BLOCK_D=dim, IEEE=fp32, EFFICIENT=True, RATIO=1, CONTINUE=False,
                  ROWS=64, GRAD_LSE=True, CLEAR=False, COUNTERS=False)  # fmt: skip
     known.update(flags)
     options = dict(OPTIONS)
@@ -232,9 +232,10 @@ def portable_entries() -> dict[str, Entry]:
 
 def hopper_entries() -> dict[str, Entry]:
     """What s2_attention launches on Hopper for 8K tokens, 4 KV groups: by head dim, packed, in deterministic mode, for
-    a block mask, and for a window and a sink in tokens ("listed": of larger blocks); and what context parallelism launches for its own keys, for those in slots, and for both at once. All
-    of it without and with columns of dK and dV in parts. Up to head dim 128 also with a KV head for each query head
-    ("alone"), i.e. two query blocks in a tile."""
+    a block mask, and for a window and a sink in tokens ("listed": of larger blocks); and what context parallelism
+    launches for its own keys, for those in slots, and for both at once. All of it without and with columns of
+    dK and dV in parts. Up to head dim 128 also with a KV head for each query head ("alone"), i.e. two query blocks in a
+    tile."""
     from benchmarks.cases import as_table
     from s2_megatron.context_parallel.exchange import slot_views
     from s2_megatron.kernels.hopper import launch as hopper

@@ -20,8 +20,15 @@ from s2_megatron.context_parallel.exchange import slot_views
 from s2_megatron.kernels.triton.key_kernels import s2_backward_dkdv_kernel
 from s2_megatron.kernels.triton.query_kernels import s2_delta_kernel, s2_forward_kernel, s2_grad_query_kernel
 from s2_megatron.ops.call import AttentionCall
-from s2_megatron.ops.parts import attention_backward, attention_backward_dkdv, attention_backward_dq, attention_forward, empty_lse, joins_keys
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.parts import (
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_forward,
+    empty_lse,
+    joins_keys,
+)
 from s2_megatron.patterns.ranges import make_range_pattern
 from tests.kernels.record_launches import believe_in_hopper, record_launches
 

@@ -7,8 +7,8 @@ from s2_megatron.context_parallel.exchange import BlockExchange
 from s2_megatron.context_parallel.plan import make_plan
 from s2_megatron.context_parallel.sparse import SparseState, compute, gradients, place
 from s2_megatron.ops.call import AttentionCall
-from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.parts import attention_backward_dkdv, attention_delta
 from s2_megatron.testing.oracle import eager, make_inputs, random_mask, run_op, token_mask
 from tests.ops.test_attention import pattern_of
 

@@ -22,8 +22,16 @@ from s2_megatron.context_parallel.plan import make_plan
 from s2_megatron.context_parallel.sparse import place
 from s2_megatron.ops.api import BACKENDS, s2_attention
 from s2_megatron.ops.call import AttentionCall
-from s2_megatron.ops.parts import attention_backward, attention_backward_dkdv, attention_backward_dq, attention_delta, attention_forward, empty_lse, joins_keys
 from s2_megatron.ops.layout import build_layout
+from s2_megatron.ops.parts import (
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_delta,
+    attention_forward,
+    empty_lse,
+    joins_keys,
+)
 from s2_megatron.testing.oracle import make_inputs, random_mask
 from tests.calls import KINDS, computes, make_call, results
 from tests.ops.test_attention import PAPER, pattern_of

@@ -2,9 +2,6 @@
 of registers, spills and serialised tensor-core instructions. Compiled, not run; and not compiled while the committed
 list was measured of the same code with the same Triton (compile_list.py): then the list is what is tested."""
 
-import json
-import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 from s2_megatron.kernels.trial import OLDEST
 from tests.kernels import compile_list
 from tests.kernels.shared_memory import barriers_overwritten
+from tests.processes import found_by
 
 pytestmark = pytest.mark.slow
 # Shared memory a block may use, bytes (CUDA C++ programming guide, technical specifications per compute capability).
@@ -24,12 +22,7 @@ def measure(*arguments, **environment):
     """(version of Triton, what was measured, by name): compiled in a process of its own, for this one may have Triton's
     interpreter."""
     script = Path(__file__).with_name("compile_kernels.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = found_by(script, *arguments, seconds=1200, **{"TRITON_INTERPRET": "0"} | environment)
     return result["triton"], result["found"]
 
 

@@ -12,8 +12,14 @@ from s2_megatron.kernels import dispatch as launch
 from s2_megatron.kernels.hopper import descriptors as hopper_launch
 from s2_megatron.ops import api
 from s2_megatron.ops.call import AttentionCall, canonical_view
-from s2_megatron.ops.parts import attention_backward, attention_backward_dkdv, attention_backward_dq, attention_forward, empty_lse
 from s2_megatron.ops.layout import PackedSequence, Placement, build_layout
+from s2_megatron.ops.parts import (
+    attention_backward,
+    attention_backward_dkdv,
+    attention_backward_dq,
+    attention_forward,
+    empty_lse,
+)
 from tests.ops.test_attention import pattern_of, random_mask
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -49,11 +49,13 @@ def query_walk(request, monkeypatch):
 
         def load_blocks(loads, desc, more, boxes, pipeline, batch, kv_head, first_row, second_row, step, count, STEPS):
             assert (batch, kv_head) == (tiles[-1].batch, tiles[-1].head * pattern.num_kv_heads // pattern.num_heads)
-            assert STEPS == (desc == "K") and count == sum(name == desc for name, _ in loaded)
+            assert (desc == "K") == STEPS and count == sum(name == desc for name, _ in loaded)
             blocks = (first_row // 64,) if single else (first_row // 64, second_row // 64)
             loaded.append((desc, blocks))
             if desc == "K":
-                tiles[-1].blocks += [(blocks[0], step)] if single else [(blocks[0], step & FLAG_MASK), (blocks[1], step >> FLAG_BITS)]
+                tiles[-1].blocks += (
+                    [(blocks[0], step)] if single else [(blocks[0], step & FLAG_MASK), (blocks[1], step >> FLAG_BITS)]
+                )
 
         functions = plain_functions(hopper_query_loads, load_halves=load_halves, load_blocks=load_blocks)
         sources = functions.KeySources("K", "V", None, None, 0, arguments["KV_STEP"], arguments["MORE"])
@@ -110,7 +112,9 @@ def check_masks(tiles, pattern, pack, query_blocks, slot_of_block):
                         expected[:, slot * 64 : slot * 64 + 64] = np.tri(64) if block == query_blocks[at] else 1
             for number, (first, second, step) in enumerate(tile.steps):
                 mask = SCHEDULE.step_mask(step, row, column, half)
-                assert mask.any() == ((step & (HALF_FLAGS << half | HALF_FLAGS << FLAG_BITS + half)) != 0), "what the computing warpgroups ask"
+                assert mask.any() == ((step & (HALF_FLAGS << half | HALF_FLAGS << FLAG_BITS + half)) != 0), (
+                    "what the computing warpgroups ask"
+                )
                 assert number < tile.masked_steps or mask.all()
                 for place, slot in enumerate((first, second)):
                     found[:, slot * 64 : slot * 64 + 64] += mask[:, place * 64 : place * 64 + 64]

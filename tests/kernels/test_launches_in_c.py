@@ -1,7 +1,6 @@
 """What a CUDA driver is given by launches that leave Triton's Python out: byte for byte what it is given through it.
 Without a GPU: fake_cuda.c stands for the driver."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from s2_megatron.kernels.trial import OLDEST
+from tests.processes import found_by
 
 HERE = Path(__file__).parent
 
@@ -30,7 +30,7 @@ def fake_cuda(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("release", ["installed", OLDEST])
 def test_launches_without_triton_give_the_driver_the_same(release, fake_cuda):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_LIBCUDA_PATH": str(fake_cuda)}
+    environment = {"TRITON_INTERPRET": "0", "TRITON_LIBCUDA_PATH": str(fake_cuda)}
     environment["LD_LIBRARY_PATH"] = f"{fake_cuda}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     if release != "installed":
         name = ".".join(map(str, release))
@@ -38,10 +38,7 @@ def test_launches_without_triton_give_the_driver_the_same(release, fake_cuda):
         if not folder.exists():
             pytest.skip(f"there is no Triton {name} in {folder}; scripts/make-venv.sh installs it there")
         environment["PYTHONPATH"] = str(folder)
-    command = [sys.executable, str(HERE / "launches_in_c.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by(HERE / "launches_in_c.py", **environment)
     assert found["compared"] == 8
     assert found["new_maps"] <= 4 and found["more_maps"] == 0  # a map is made once for an address
     assert found["hooks"] == ["s2_hopper_forward_kernel"] * 2  # before and after

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kernels import check_kernels, sanitizer_cases
-from tests.kernels.sanitizer_reports import EXPLAINED, complete, kind_of, reports, unexplained
+from tests.kernels.check_kernels import EXPLAINED, complete, kind_of, reports, unexplained
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sanitize.sh"
 RACE = """\

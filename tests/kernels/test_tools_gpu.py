@@ -1,10 +1,6 @@
 """The op under CUDA's tools on a GPU: no waiting for the device, capture in a graph, memory, repeats under load, the
 first call."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from s2_megatron.patterns.ranges import make_range_pattern
 from tests.calls import KINDS, computes, make_call, results
 from tests.kernels.first_call import first_call
 from tests.kernels.repeats import count_differences, repeat
+from tests.processes import found_by
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 KERNELS = [name for name in BACKENDS if name not in ("auto", "reference") and (name != "gluon" or HOPPER)]
@@ -152,10 +149,7 @@ def test_first_call(tmp_path):
     """To the first result of a new shape: 60 s with an empty compile cache, 5 s with a warm one."""
     script = Path(__file__).with_name("first_call.py")
     for limit in (60, 5):
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        seconds = json.loads(done.stdout.splitlines()[-1])
+        seconds = found_by(script, TRITON_CACHE_DIR=str(tmp_path))
         assert max(seconds.values()) <= limit, seconds
 
 

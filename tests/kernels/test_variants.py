@@ -1,16 +1,13 @@
 """No kernel is compiled in the middle of a run: other lengths, documents and placements find the variants of the first
 batch."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import HAS_GPU
+from tests.processes import found_by
 from tests.tiers import mostly_slow
 
 KINDS = ("packed", "placed even", "placed odd", "parts even", "parts odd", "sbhd", "bhsd", "mask")
@@ -46,16 +43,7 @@ def counted(request):
     if request.param != "triton" and HAS_GPU and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU, or none")
     script = Path(__file__).with_name("kernel_variants.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, str(script), *request.param.split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return request.param, json.loads(done.stdout.splitlines()[-1])
+    return request.param, found_by(script, *request.param.split(), TRITON_INTERPRET="0")
 
 
 @pytest.mark.op

@@ -54,6 +54,11 @@ LOCAL_SPEC = (
 )
 
 
+def altered(name: str, **variables: str) -> dict:
+    """Of Lab.run: pretrain_gpt_s2.py with an alteration of scripts/altered_pretrain.py, and what that reads."""
+    return dict(script=SCRIPTS / "altered_pretrain.py", environment={"ALTERATION": name, **variables})
+
+
 @dataclass
 class Run:
     """What a run left. losses and grad_norms: by iteration. evaluations: losses by name. output: everything that its
@@ -252,11 +257,6 @@ def count_gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
-
-
-@pytest.fixture(scope="session")
-def scripts() -> Path:
-    return SCRIPTS
 
 
 @pytest.fixture(scope="session")

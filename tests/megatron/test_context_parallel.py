@@ -14,6 +14,7 @@ from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.megatron.records.report import report_context_parallel
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.patterns.ranges import make_range_pattern
+from tests.megatron.conftest import altered
 from tests.tiers import mostly_slow
 
 CP2 = "--context-parallel-size 2"
@@ -62,10 +63,9 @@ def test_experts_and_data_parallel(lab, same_training):
     same_training(lab.run("context_moe_ep2", f"{flags} {CP2} --expert-model-parallel-size 2", processes=4), one_process)
 
 
-def test_a_mistake_would_show(resumed, baseline, same_training, scripts):
+def test_a_mistake_would_show(resumed, baseline, same_training):
     """The comparison fails when a rank takes received blocks for one another."""
-    options = dict(script=scripts / "mutated_pretrain.py", environment={"MUTATION": "received_slots"})
-    run = resumed("mutated", 2, f"{CP2} --exit-interval 12", **options)
+    run = resumed("mutated", 2, f"{CP2} --exit-interval 12", **altered("received_slots"))
     assert sorted(run.losses) == [11, 12]
     with pytest.raises(AssertionError, match="differ by"):
         same_training(run, baseline, steps=2)
@@ -84,12 +84,10 @@ def test_deterministic_mode_repeats_every_bit(resumed):
     assert first.grad_norms == second.grad_norms
 
 
-def run_with_a_bad_rank(lab, scripts, name, flags, environment):
+def run_with_a_bad_rank(lab, name, flags, **how):
     """The output of a job of two ranks under torchrun that must fail, and be over long before Megatron's ten
     minutes."""
-    options = dict(
-        processes=2, script=scripts / "dying_pretrain.py", environment=environment, fails=True, torchrun=True
-    )
+    options = dict(processes=2, fails=True, torchrun=True, **altered("dying", **how))
     start = time.monotonic()
     output = lab.run(f"context_{name}", f"--train-iters 20 {CP2} {flags}", **options).output
     seconds = time.monotonic() - start
@@ -98,18 +96,18 @@ def run_with_a_bad_rank(lab, scripts, name, flags, environment):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_run_and_is_named(lab, scripts):
-    output = run_with_a_bad_rank(lab, scripts, "dying", "", {"AT_EXCHANGE": "30"})
+def test_a_rank_that_dies_ends_the_run_and_is_named(lab):
+    output = run_with_a_bad_rank(lab, "dying", "", AT_EXCHANGE="30")
     assert re.search(r"rank +: 1 ", output)
     assert re.search(r"exitcode +: 13 ", output)
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_run_and_is_named(lab, scripts):
+def test_a_rank_that_hangs_ends_the_run_and_is_named(lab):
     """After the time that the user allows, which Megatron applies from the second iteration on (an iteration has 48
     exchanges)."""
     flags = "--distributed-timeout-seconds-after-init 8"
-    output = run_with_a_bad_rank(lab, scripts, "hanging", flags, {"AT_EXCHANGE": "80", "HANGS": "1"})
+    output = run_with_a_bad_rank(lab, "hanging", flags, AT_EXCHANGE="80", HANGS="1")
     assert "rank 0: context-parallel exchange failed; did not come: rank 1" in output
     assert "rank 1: context-parallel exchange failed" not in output
 
@@ -130,14 +128,14 @@ def test_rows_cut_as_one_sequence(resumed, packed_in_one_process, baseline, same
 
 
 @pytest.mark.slow
-def test_documents_cut_by_themselves(lab, scripts, conversations, windows, same_training):
+def test_documents_cut_by_themselves(lab, conversations, windows, same_training):
     """Supervised fine-tuning, whose conversations Megatron pads for the cut (and labels then differ, so one process
     gets the same pads)."""
     path, tokenizer, stand_in = conversations
     sft = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer
         --tokenizer-model {tokenizer} --data-path {path} --split 80,20,0 --train-iters 4 --seq-length 256
         --max-position-embeddings 256 --eval-iters 1 --eval-interval 4"""
-    options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
+    options = dict(python_path=stand_in, **altered("padded"))
     for name, flags, comm_types in (("", sft, ("a2a", "all_gather")), ("_windows", f"{sft} {windows}", (SPARSE,))):
         one_process = lab.run(f"context_sft{name}", flags, **options)
         for comm_type in comm_types:
@@ -221,13 +219,13 @@ STORED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
-def test_a_stored_result_saves_the_second_forward(resumed, scripts, name):
+def test_a_stored_result_saves_the_second_forward(resumed, name):
     """Every rank launches one forward an attention where plain recomputation launches two; every bit of the losses;
     nothing left over."""
     processes, flags, launches, sparse = STORED[name]
     flags += " --exit-interval 13 --eval-iters 1 --eval-interval 12 --s2-dense-core s2"
     runs = [
-        resumed(f"stored_{name}_{number}", processes, f"{flags} {more}", script=scripts / "counted_pretrain.py")
+        resumed(f"stored_{name}_{number}", processes, f"{flags} {more}", **altered("counted"))
         for number, more in enumerate(("", "--s2-keep-attention-output"))
     ]
     assert sorted(runs[0].losses) == [11, 12, 13]

@@ -56,9 +56,9 @@ def make_core(config=None, rank=0, size=1, **settings):
     return S2CoreAttention(**{**arguments, **settings})
 
 
-def make_qkv(seq=96, batch=2, heads=HEADS, groups=GROUPS, keys=None, seed=0):
+def make_qkv(seq=96, batch=2, keys=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(seq, batch, heads, DIM), *([(keys or seq, batch, groups, DIM)] * 2)]
+    shapes = [(seq, batch, HEADS, DIM), *([(keys or seq, batch, GROUPS, DIM)] * 2)]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).mul(2).requires_grad_() for shape in shapes]
 
 

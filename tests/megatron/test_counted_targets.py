@@ -1,4 +1,5 @@
-"""Steps and evaluations in which no target counts."""
+"""Targets that do not count: steps and evaluations without any that does, and context-parallel ranks with unequal
+numbers of them, which train as one process does."""
 
 from __future__ import annotations
 
@@ -12,10 +13,15 @@ from megatron.core import mpu
 from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records import counted_targets
 from s2_megatron.megatron.records.counted_targets import STEPS_IN_A_ROW, CountedTargets, count_targets
+from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.status import read_status
 from s2_megatron.megatron.settings import RunFlags
+from tests.tiers import mostly_slow
 
 LOSSES = {"lm loss": torch.tensor(2.0)}
+CP2 = "--context-parallel-size 2"
+FEW = "--train-iters 3 --eval-iters 1 --eval-interval 3 --eval-micro-batch-size 2 --eval-global-batch-size 4"
+MASKED = "--s2-loss-from-token 100 --eod-mask-loss --s2-position-loss 4"
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +106,26 @@ def test_all_targets_masked(lab, tmp_path):
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
     assert "no target counts in 2 steps (iterations 1 to 2)" in line and "Traceback" not in output
     assert read_status(tmp_path / "save")["state"] == "failed" and "lm loss" not in output
+
+
+def numbers(lab, name):
+    """Everything that a run logged, (iteration or name, key) -> value."""
+    records, evaluations = read_loss_log(lab.folder / f"{name}.jsonl")
+    return {
+        (which, key): value
+        for which, record in (records | evaluations).items()
+        for key, value in record.items()
+        if "loss" in key or "tokens" in key or key == "grad_norm"
+    }
+
+
+@pytest.mark.parametrize("name", mostly_slow(["mean", "per_token"], "mean"))
+def test_context_parallel_ranks_train_as_one_process(lab, name):
+    """Conversations (--sft) are in test_context_parallel.py."""
+    flags = MASKED + (" --calculate-per-token-loss" if name == "per_token" else "")
+    lab.run(f"{name}_alone", FEW, flags)
+    lab.run(f"{name}_cp2", FEW, flags, CP2, processes=2)
+    one, two = numbers(lab, f"{name}_alone"), numbers(lab, f"{name}_cp2")
+    assert one.keys() == two.keys() and {(1, "grad_norm"), (3, "lm loss")} <= one.keys()
+    assert any("validation" in str(which) for which, _ in one)
+    assert two == {key: pytest.approx(value, abs=1e-5) for key, value in one.items()}

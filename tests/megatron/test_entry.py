@@ -14,7 +14,7 @@ import pytest
 
 from s2_megatron.megatron.host.processes import start_without_torchrun
 from s2_megatron.megatron.preflight.start_up import start_up
-from tests.megatron.conftest import ROOT, end_all, run_processes
+from tests.megatron.conftest import ROOT, SCRIPTS, end_all, run_processes
 
 EXAMPLE = ROOT / "examples" / "existing_launch"  # a script before and after
 
@@ -24,11 +24,11 @@ STOCK = (
 )
 
 
-def test_without_a_config_it_is_megatron(lab, scripts):
+def test_without_a_config_it_is_megatron(lab):
     """Losses, grad norms and evaluations are bit for bit those of a short script that builds Megatron's stock model."""
     corpus = lab.folder / "corpus"
     flags = f"{STOCK} --data-path 30 {corpus} 70 {corpus}"
-    stock = lab.run("stock", flags, sparsity=False, script=scripts / "logged_stock.py", log_flag=False)
+    stock = lab.run("stock", flags, sparsity=False, script=SCRIPTS / "logged_stock.py", log_flag=False)
     ours = lab.run("ours_without_s2", flags, sparsity=False)
     assert len(stock.losses) == 6
     assert ours.losses == stock.losses

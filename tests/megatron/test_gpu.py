@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from tests.megatron.conftest import SCRIPTS, altered
 from tests.megatron.lifted import LIFT_UNPROVEN
 from tests.megatron.rounding import (
     FP32,
@@ -81,9 +82,9 @@ def test_bf16_kernels_are_as_good_as_the_reference(trained):
     assert_as_good_as_the_reference(kernels, reference, exact)
 
 
-def test_multi_latent_attention(gpu_lab, spec, scripts):
+def test_multi_latent_attention(gpu_lab, spec):
     """Against Transformer Engine's own: test_engine_gpu.py; tensor-parallel ranks: test_gpu_features.py."""
-    options = dict(script=scripts / "watched_pretrain.py", environment={LIFT_UNPROVEN: "1"})
+    options = dict(script=SCRIPTS / "watched_pretrain.py", environment={LIFT_UNPROVEN: "1"})
     run, exact = train_from_checkpoint(
         gpu_lab, f"latent_{spec}", "--s2-dense-core s2", model=LATENT, spec=SPECS[spec], **options
     )
@@ -142,7 +143,7 @@ def test_packed_documents(trained, flags):
     assert distance(run(name, f"--s2-backend triton --s2-dense-core s2 {flags}"), exact) <= FP32
 
 
-def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, scripts, tmp_path):
+def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, tmp_path):
     """As docs/context_parallel.md says: after the timeout every rank has written what it waits for, and torch's tool
     says who is missing."""
     if gpus < 2:
@@ -154,8 +155,7 @@ def test_a_rank_that_hangs_is_found_by_the_flight_recorder(gpus, gpu_lab, script
     options = dict(
         model=MODEL,
         spec=SPECS["local"],
-        script=scripts / "dying_pretrain.py",
-        environment={"AT_EXCHANGE": "80", "HANGS": "1"},
+        **altered("dying", AT_EXCHANGE="80", HANGS="1"),
     )
     start = time.monotonic()
     gpu_lab.run("gpu_hanging", flags, processes=2, fails=True, torchrun=True, **options)
@@ -186,7 +186,7 @@ def engine_only(spec):
 # Megatron records its own graphs in the first iteration and replays them from the second on; Transformer Engine's are
 # captured after --cuda-graph-warmup-steps iterations, 3 by default.
 @pytest.mark.parametrize("implementation, eager_iterations", [("local", 1), ("transformer_engine", 3)])
-def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementation, eager_iterations):
+def test_cuda_graphs_change_no_loss(engine_only, trained, implementation, eager_iterations):
     """Every layer, S2 and dense, captured with its attention and replayed: each loss is that of the run without graphs,
     but for the backward of head dim 64, which adds in whatever order its parts come."""
     run, _ = trained
@@ -195,7 +195,7 @@ def test_cuda_graphs_change_no_loss(engine_only, trained, scripts, implementatio
     graphed = run(
         f"{implementation}_graphs",
         f"{flags} --cuda-graph-impl {implementation}",
-        script=scripts / "watched_pretrain.py",
+        script=SCRIPTS / "watched_pretrain.py",
     )
     replays = int(re.search(r'"graph_replays": (\d+)', graphed.output)[1])
     assert replays >= (6 - eager_iterations) * 4 * 4 * 2, (

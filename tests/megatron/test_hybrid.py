@@ -40,7 +40,7 @@ from s2_megatron.megatron.model.rope_scaling import refuse_dropped
 from s2_megatron.megatron.settings import S2Run, S2Settings
 from s2_megatron.megatron.sparsity import resolve_sparsity, stock_sparsity
 from tests.megatron.conftest import MODEL, ROOT
-from tests.megatron.without_gpt import require_gpt_model, require_mtp
+from tests.megatron.without_gpt import require_gpt_model, require_mtp, write_megatron
 from tests.tiers import mostly_slow
 
 # Of attention in 0, 2 and 5, counted from 0.
@@ -338,3 +338,26 @@ def test_it_trains_is_saved_and_resumed(lab):
     run = lab.run("hybrid_as_pattern", flags, model=HYBRID, fails=True)
     assert "\nerror: " in run.output and "Traceback" not in run.output
     assert "--hybrid-layer-pattern *-*-, not **--" in run.output
+
+
+@pytest.fixture(scope="module")
+def without_gpt(tmp_path_factory):
+    require_gpt_model()
+    return write_megatron(tmp_path_factory.mktemp("megatron"))
+
+
+@pytest.mark.slow
+def test_where_megatron_has_no_gpt_model_a_hybrid_model_trains_as_before(lab, without_gpt):
+    flags = "--train-iters 2 --hybrid-layer-pattern *-*-*-*-"
+    expected = lab.run("with_gpt", flags, model=HYBRID)
+    run = lab.run("without_gpt", flags, model=HYBRID, python_path=without_gpt, torchrun=True)
+    assert (run.losses, run.grad_norms) == (expected.losses, expected.grad_norms) and len(run.losses) == 2
+    assert "GPTModel is DEPRECATED" not in run.output
+
+
+@pytest.mark.slow
+def test_where_megatron_has_no_gpt_model_a_gpt_is_refused(lab, without_gpt):
+    run = lab.run("gpt", "--train-iters 2", python_path=without_gpt, torchrun=True, fails=True)
+    (line,) = (line for line in run.output.splitlines() if line.startswith("error: "))
+    assert line.startswith("error: --hybrid-layer-pattern is not given, and Megatron ")
+    assert line.endswith("; add --hybrid-layer-pattern '*-*-*-*-'")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
-from tests.megatron.conftest import MODEL, SCRIPTS
+from tests.megatron.conftest import MODEL, altered
 from tests.megatron.features import (
     FSDP_CLASSES,
     MANY_CONNECTIONS,
@@ -180,8 +180,7 @@ def test_packing_changes_the_attention(alone):
 @pytest.mark.parametrize("mutation, name", [("head_offset", "tp2_sp_ep2"), ("layer_number", "pp2")])
 def test_a_mistake_would_show(trained, alone, mutation, name):
     """The comparisons fail when a rank takes another rank's heads, or a stage counts its attention layers from 0."""
-    options = dict(script=SCRIPTS / "mutated_pretrain.py", environment={"MUTATION": mutation})
-    run = trained(f"mutated_{mutation}", *LAYOUTS[name], **options)
+    run = trained(f"mutated_{mutation}", *LAYOUTS[name], **altered(mutation))
     far = [abs(run.records[step]["lm loss"] - record["lm loss"]) for step, record in alone("").records.items()]
     assert max(far) > 1e-4, far
 
@@ -242,6 +241,6 @@ def test_conversations_that_are_cut_one_by_one(trained, conversations):
     path, tokenizer, stand_in = conversations
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer}
         --data-path {path} --seq-length 256 --max-position-embeddings 256 --split 80,20,0"""
-    options = dict(python_path=stand_in, script=SCRIPTS / "padded_pretrain.py", environment={"PAD_FOR": "2"})
+    options = dict(python_path=stand_in, **altered("padded"))
     one = trained("sft", 1, LAYERS, flags, **options)
     assert_equal(trained("sft_cp2", 2, LAYERS, f"{flags} {CP2} a2a", **options), one)

@@ -95,10 +95,10 @@ def held():
     return sum(map(len, ALIVE))
 
 
-def make_layers(keep=True, count=2):
+def make_layers(keep=True):
     if keep:
         keep_attention_outputs()
-    return [make_core(settings=S2Settings(backend="reference", keep_attention_output=keep)) for _ in range(count)]
+    return [make_core(settings=S2Settings(backend="reference", keep_attention_output=keep)) for _ in range(2)]
 
 
 def block(cores):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron.conftest import MODEL
+from tests.megatron.conftest import MODEL, altered
 from tests.tiers import mostly_slow
 
 # Head dims 24 of queries and keys, 16 of values.
@@ -27,13 +27,12 @@ LAYOUTS = {
 }
 
 
-def test_dense_layers_train_as_megatrons_own(lab, same_training, scripts):
+def test_dense_layers_train_as_megatrons_own(lab, same_training):
     config = lab.folder / "latent_dense.yaml"
     config.write_text("block_size: 16\nlayers: DDDD\nspecs: {}\n")
     dense = lab.run("latent_dense", f"--train-iters 10 --s2-config {config}", model=LATENT)
     assert "S2 dense layers: computed by S2-Attention (Megatron's local attention does not suit" in dense.output
-    script = scripts / "latent_stock.py"
-    stock = lab.run("latent_stock", "--train-iters 10", model=LATENT, sparsity=False, script=script)
+    stock = lab.run("latent_stock", "--train-iters 10", model=LATENT, sparsity=False, **altered("latent_stock"))
     same_training(dense, stock)
 
 
@@ -69,11 +68,10 @@ def test_packed_rows(lab, latent_start, same_training):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_of_megatron_train_otherwise(lab, same_training, scripts):
+def test_tensor_parallel_ranks_of_megatron_train_otherwise(lab, same_training):
     """Without S2. When this fails, Megatron adds up the gradients of the keys' RoPE part, and the refusal
     mla_tensor_parallel can go."""
-    folder, options = lab.folder / "latent_faulty", dict(model=LATENT, sparsity=False)
-    options["script"] = scripts / "latent_stock.py"
+    folder, options = lab.folder / "latent_faulty", dict(model=LATENT, sparsity=False, **altered("latent_stock"))
     whole = lab.run("latent_faulty", f"--train-iters 20 --save {folder} --save-interval 10", **options)
     flags = f"--train-iters 20 --load {folder} --ckpt-step 10 --tensor-model-parallel-size 2"
     spread = lab.run("latent_faulty_tp2", flags, processes=2, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.megatron.conftest import altered
 from tests.megatron.without_gpt import require_mtp
 from tests.tiers import mostly_slow
 
@@ -92,7 +93,7 @@ MUTATIONS = {"head_offset": "tp2", "layer_number": "pp2", "norm_gradient": "tp2_
 
 
 @pytest.mark.parametrize("mutation", mostly_slow(MUTATIONS, "head_offset"))
-def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, mutation):
+def test_a_mistake_would_show(lab, start, baseline, same_training, mutation):
     """The comparisons above fail when a rank takes another rank's heads, counts its layers from 0, or keeps a norm's
     gradient to itself."""
     processes, flags = LAYOUTS[MUTATIONS[mutation]]
@@ -100,8 +101,7 @@ def test_a_mistake_would_show(lab, start, baseline, same_training, scripts, muta
         f"mutated_{mutation}",
         f"--train-iters 20 --exit-interval 12 --load {start} --ckpt-step 10 {flags}",
         processes=processes,
-        script=scripts / "mutated_pretrain.py",
-        environment={"MUTATION": mutation},
+        **altered(mutation),
     )
     assert sorted(run.losses) == [11, 12]
     with pytest.raises(AssertionError, match="differ by"):

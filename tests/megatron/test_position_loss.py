@@ -7,6 +7,7 @@ import torch
 
 from s2_megatron.megatron.records.loss_log import read_loss_log
 from s2_megatron.megatron.records.position_loss import EVALUATE, TRAIN, PositionLoss, packed_positions
+from tests.megatron.conftest import altered
 from tests.tiers import mostly_slow
 
 BUCKETS = 4
@@ -136,13 +137,13 @@ def test_every_layout_has_the_same_buckets(logged, references, name):
 
 
 @pytest.mark.slow
-def test_conversations_that_are_cut_one_by_one(lab, conversations, scripts):
+def test_conversations_that_are_cut_one_by_one(lab, conversations):
     """--sft: every conversation is padded and cut over the ranks by itself."""
     path, tokenizer, stand_in = conversations
     flags = f"""--sft --sft-tokenizer-prompt-format default --tokenizer-type SFTTokenizer --tokenizer-model {tokenizer}
         --data-path {path} --split 100,0,0 --train-iters 2 --calculate-per-token-loss --seq-length 256
         --max-position-embeddings 256 --s2-position-loss {BUCKETS}"""
-    options = dict(python_path=stand_in, script=scripts / "padded_pretrain.py", environment={"PAD_FOR": "2"})
+    options = dict(python_path=stand_in, **altered("padded"))
     found = []
     for name, layout, processes in (("one", "", 1), ("cp2", f"{CP2} --s2-cp-comm-type all_gather", 2)):
         lab.run(f"position_sft_{name}", f"{flags} {layout}", processes=processes, **options)

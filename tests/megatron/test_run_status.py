@@ -19,7 +19,7 @@ from s2_megatron.megatron.checkpoints.folder import CheckpointError
 from s2_megatron.megatron.errors import RunError
 from s2_megatron.megatron.records import status as run_status
 from s2_megatron.megatron.records.status import FILE, STATES, read_status, recorded_run, write_status
-from tests.megatron.conftest import ENTRY, ROOT
+from tests.megatron.conftest import ENTRY, ROOT, altered
 from tests.processes import free_port, python_path
 
 
@@ -85,9 +85,9 @@ def test_a_signal_stops_and_a_kill_leaves_it_running(lab, tmp_path):
             assert re.fullmatch(r"iteration \d+ of 100000, by SIGTERM", found["line"])
 
 
-def test_an_error_is_kept(lab, tmp_path, scripts):
+def test_an_error_is_kept(lab, tmp_path):
     flags = f"--train-iters 3 --save {tmp_path} --save-interval 2"
-    lab.run("status_failed", flags, processes=2, fails=True, script=scripts / "failing_pretrain.py")
+    lab.run("status_failed", flags, processes=2, fails=True, **altered("failing"))
     state, line, iteration, status = words(tmp_path)
     assert (state, iteration, status) == ("failed", 2, 1) and "IndexError" in line and "\n" not in line
 

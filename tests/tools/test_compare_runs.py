@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +17,9 @@ from s2_megatron.tools.compare.readers import read_run, read_runs
 from s2_megatron.tools.compare.runs import TRAINING_LOSS, Piece, join
 from s2_megatron.tools.compare.settings import DENSE, check_comparable, make_arms, pair_by_seed, sparsity_of
 from tests.tools.logged_runs import ARGUMENTS, BATCH, SEQ_LENGTH, losses, s2_arguments, write_loss_log
-from tests.tools.wandb_server import wandb_server
 
 
-def write_events(folder, values, first=1, start=1000.0, arguments=ARGUMENTS, throughput=None, steps=None):
+def write_events(folder, values, first=1, start=1000.0, throughput=None):
     """One process's event file, as Megatron writes it: scalars with the time of the clock, arguments as texts."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
@@ -30,12 +32,12 @@ def write_events(folder, values, first=1, start=1000.0, arguments=ARGUMENTS, thr
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         writer.add_event(Event(wall_time=start + step, step=step, summary=summary))
 
-    for name, value in arguments.items():
+    for name, value in ARGUMENTS.items():
         text = TensorProto(dtype="DT_STRING", string_val=[str(value).encode()])
         metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
         summary = Summary(value=[Summary.Value(tag=f"{name}/text_summary", tensor=text, metadata=metadata)])
         writer.add_event(Event(wall_time=start, step=0, summary=summary))
-    for step, value in zip(steps or range(first, first + len(values)), values):
+    for step, value in enumerate(values, first):
         scalar("lm loss", step, value)
         scalar("lm loss vs samples", step * BATCH, value)
         scalar("batch-size", step, BATCH)
@@ -154,6 +156,67 @@ def test_an_offline_wandb_folder(tmp_path, monkeypatch):
     assert run.axis("tokens")[-1] == 60 * BATCH * SEQ_LENGTH
     assert run.series["lm loss validation"].steps.tolist() == [60]
     assert len(run.axis("hours")) == 60
+
+
+@contextmanager
+def wandb_server(path: str, config: dict, rows: list[dict]):
+    """The address of a stand-in for a wandb server, which answers the GraphQL queries with which wandb's public API
+    reads its one run. path: entity/project/run. rows: of its history, with `_step`."""
+    entity, _, name = path.split("/")
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *args) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            if self.path != "/graphql":  # telemetry
+                self.send_error(404)
+                return
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            content = json.dumps({"data": answer(asked["query"], asked.get("variables") or {})}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    def answer(query: str, variables: dict) -> dict:
+        if "viewer" in query:
+            return {"viewer": {"id": "1", "entity": entity, "username": entity, "email": "", "flags": "{}"}}
+        if {variables.get("name"), variables.get("run"), variables.get("runName")} & {name} == set():
+            return {"project": {"run": None}}
+        if "parquetHistory" in query:
+            run = {"parquetHistory": {"parquetUrls": [], "liveData": []}}
+        elif "history(" in query:
+            low, high = int(variables["minStep"]), int(variables["maxStep"])
+            run = {"history": [json.dumps(row) for row in rows if low <= row["_step"] < high]}
+        else:
+            run = {
+                "id": "1",
+                "projectId": "1",
+                "name": name,
+                "displayName": name,
+                "state": "finished",
+                "tags": [],
+                "user": {"name": entity, "username": entity},
+                "config": json.dumps({key: {"value": value} for key, value in config.items()}),
+                "summaryMetrics": "{}",
+                "systemMetrics": "{}",
+                "historyLineCount": len(rows),
+                "historyKeys": {"lastStep": max(row["_step"] for row in rows)},
+            }
+        return {"project": {"run": run}}
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_a_run_of_a_wandb_server(monkeypatch):

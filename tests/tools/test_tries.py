@@ -7,10 +7,6 @@ process that has imported everything (scripts/tried.py).
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ import pytest
 from s2_megatron.megatron.errors import FAULT
 from s2_megatron.tools import commands
 from tests.megatron.without_gpt import require_gpt_model
-from tests.processes import python_path
+from tests.processes import found_by, python_path
 from tests.tools import tries
 
 pytest.importorskip("transformers", reason="transformers is an optional extra: pip install 's2-megatron[hf]'")
@@ -30,11 +26,8 @@ QUICK = 100  # more than any option has values: one of each
 def run(folder: Path, lines: str, share: int, seconds: float) -> dict:
     """What tried.py found."""
     require_gpt_model()
-    environment = os.environ | {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(SCRIPT), str(folder / "lab"), lines, str(share)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    return found_by(SCRIPT, folder / "lab", lines, share, seconds=seconds, **environment)
 
 
 def check(found: dict, least: int) -> None:

@@ -71,9 +71,9 @@ def smoothed_steps(run: Run) -> int:
     return min(len(run.steps), max(MIN_SMOOTHED, round(SMOOTHED_SHARE * len(run.steps))))
 
 
-def smoothed(run: Run, name: str = TRAINING_LOSS) -> np.ndarray:
-    """Mean of the values up to and with each step over smoothed_steps; of those that there are at the start."""
-    values = run.series[name].values
+def smoothed(run: Run) -> np.ndarray:
+    """Mean of the training losses up to each step over smoothed_steps; of those that there are at the start."""
+    values = run.series[TRAINING_LOSS].values
     width = min(smoothed_steps(run), len(values))
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
