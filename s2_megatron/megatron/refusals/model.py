@@ -148,11 +148,11 @@ def _fields(config: type, *more: type) -> dict[str, ModelArgument]:
 
 
 def is_one_of(value, allowed: list) -> bool:
-    """Whether an argument has one of these values. 0, False, None and nothing are the same; an Enum's member is its
-    name."""
+    """Whether an argument has one of these values. 0, False, None and nothing are the same, but 0.0 is a number, such
+    as a clamp at 0.0; an Enum's member is its name."""
     allowed = [*allowed, *(each.name for each in allowed if isinstance(each, Enum))]
     known = (value.name if isinstance(value, Enum) else value) in allowed
-    return known or not (value or any(allowed))
+    return known or not (value or isinstance(value, float) or any(allowed))
 
 
 @cache
