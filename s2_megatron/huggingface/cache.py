@@ -114,9 +114,9 @@ class S2Cache(Cache):
         pattern: what the layer attends, by the model's config. offset: of its softmax, [H], where the config has a
         softmax_type with one. rotary: of RoPE, where query and key have not been through it (one token, T = 1).
         Returns [B, H, T, D].
-        Raises ValueError when starts, rows or the pattern differ from those before, when the text exceeds max_length,
-        when the last forward did not reach every layer, when a gradient would have to go back into the cache, and when
-        decode_backend cannot compute the step.
+        Raises ValueError when starts, rows, the pattern or the dtype differ from those before, when the text exceeds
+        max_length, when the last forward did not reach every layer, when a gradient would have to go back into the
+        cache, and when decode_backend cannot compute the step.
         """
         layer, length = self.layers[layer_idx], query.shape[2]
         if layer.pattern is not pattern and canonical_pattern(layer.pattern) != canonical_pattern(pattern):
@@ -130,6 +130,7 @@ class S2Cache(Cache):
                 "same; make a new S2Cache(model.config)"
             )
         layer.pattern = pattern  # the same object, to compare faster
+        layer.check_dtype(value.dtype)
         layer.check_gradient(key, value)
         if layer.seen == self.seen:  # the first layer of a forward
             self._begin(length, query, starts)

@@ -80,8 +80,9 @@ class S2CacheLayer(CacheLayerMixin):
         self.keys, self.values, self.seen, self.has_graph = [], [], 0, False
 
     def _take_memory(self, key, value) -> None:
-        """For this batch, unless it is there."""
-        if not self.is_initialized or (self.seen == 0 and len(self.keys[0]) != len(key)):
+        """For this batch and dtype, unless it is there."""
+        other = self.is_initialized and (len(self.keys[0]) != len(key) or self.dtype != key.dtype)
+        if not self.is_initialized or (self.seen == 0 and other):
             self.lazy_initialization(key, value)
 
     @torch.inference_mode(False)
@@ -108,6 +109,15 @@ class S2CacheLayer(CacheLayerMixin):
             tokens = (place[:, None] * slots.block_size + inside).flatten().to(tensor.device)
             (self.keys if index < len(groups) else self.values)[index % len(groups)] = larger.index_copy_(
                 2, tokens, tensor[:, :, : len(tokens)]
+            )
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raises ValueError for keys and values of another dtype than those that are kept, which would be rounded."""
+        if self.seen > 0 and dtype != self.dtype:
+            raise ValueError(
+                f"this S2Cache holds {self.dtype} and got {dtype}; expected one dtype for all of a text; give the "
+                "model (and torch.autocast) the same dtype in every forward, or call reset() and give the whole text "
+                "again"
             )
 
     def check_gradient(self, key, value) -> None:

@@ -190,9 +190,16 @@ def resolve_sparsity(args: Namespace) -> ResolvedSparsity:
 
 
 def stock_sparsity(args: Namespace) -> ResolvedSparsity:
-    """What a model without --s2-config computes: Megatron's windows, or dense layers. Windows that S2 refuses count as
-    dense. args: Megatron's, also those that a checkpoint has stored."""
-    if getattr(args, "window_size", None) is not None:
+    """What a model without --s2-config computes: Megatron's windows, or dense layers. args: Megatron's, also those that
+    a checkpoint has stored.
+
+    Causal attention of Transformer Engine makes a window of W,R one of W,0 (check_set_window_size). Other windows that
+    S2 refuses count as dense; on Megatron's local layers W,R shows later tokens, which no sparsity says.
+    """
+    window = getattr(args, "window_size", None)
+    if window is not None:
+        if len(window) == 2 and getattr(args, "transformer_impl", "transformer_engine") == "transformer_engine":
+            args = Namespace(**{**vars(args), "window_size": (window[0], 0)})
         with contextlib.suppress(ValueError):
             scale = getattr(args, "softmax_scale", None)
             return dataclasses.replace(resolve_windows(args), softmax_scale=scale)

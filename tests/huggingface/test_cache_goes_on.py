@@ -174,3 +174,27 @@ def test_a_cache_of_another_sparsity_is_refused():
     cache = S2Cache(config_of(three_layers(stride=2)))
     with pytest.raises(ValueError, match="made for another sparsity than the model's in layer 1"):
         run(model, cache, TEXT)
+
+
+@pytest.mark.parametrize("piece", [1, 20])
+@pytest.mark.parametrize("first, then", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+@torch.no_grad()
+def test_a_text_has_one_dtype(first, then, piece):
+    """What is kept would be rounded, or torch would stop in the middle of the forward."""
+    model = model_of(three_layers())
+    cache = S2Cache(model.config)
+    run(model.to(first), cache, TEXT[:, :PROMPT])
+    with pytest.raises(ValueError, match=f"holds {first} and got {then}; expected one dtype for all of a text; give"):
+        run(model.to(then), cache, TEXT[:, PROMPT : PROMPT + piece])
+    run(model.to(first), cache, TEXT[:, PROMPT : PROMPT + piece])  # nothing was written
+    assert cache.get_seq_length() == PROMPT + piece
+
+
+@torch.no_grad()
+def test_a_reset_cache_takes_another_dtype():
+    model = model_of(three_layers())
+    cache, fresh = S2Cache(model.config), S2Cache(model.config)
+    run(copy.deepcopy(model).to(torch.bfloat16), cache, TEXT[:, :PROMPT])
+    cache.reset()
+    for each in TEXT.split([PROMPT, 1, 30, TEXT.shape[1] - PROMPT - 31], 1):
+        assert torch.equal(run(model, cache, each), run(model, fresh, each))

@@ -222,6 +222,8 @@ def test_a_model_that_has_no_stock_form(sizes, scale, message):
     [
         (dict(num_experts=8), "num_experts=8; only a Llama- or Qwen-shaped model"),
         (dict(attention_output_gate=True), "attention_output_gate=True; only a Llama- or Qwen-shaped model"),
+        (dict(activation_func_clamp_value=0.0), "activation_func_clamp_value=0.0; only a Llama- or Qwen-shaped model"),
+        (dict(rotary_percent=0.0), "rotary_percent=0.0; only a Llama- or Qwen-shaped model"),
         (dict(hybrid_layer_pattern="*E*E"), r"--hybrid-layer-pattern \*E\*E; expected \*- repeated"),
         (
             dict(hybrid_layer_pattern="*-*-/*-", mtp_num_layers=1),
@@ -232,6 +234,11 @@ def test_a_model_that_has_no_stock_form(sizes, scale, message):
 def test_a_model_that_is_no_llama(more, message):
     with pytest.raises(ValueError, match=f"^--load x: {message}"):
         shape_of_arguments(arguments_of(shape_of(), **more), "--load x", None, drop_mtp=True)
+
+
+def test_what_is_off_is_no_other_model():
+    off = dict(glu_linear_offset=0.0, activation_func_clamp_value=None, no_rope_freq=0, mtp_num_layers=0)
+    shape_of_arguments(arguments_of(shape_of(), **off, use_mup=None), "--load x", None)
 
 
 def test_the_softmax_scale_of_every_stock_model():

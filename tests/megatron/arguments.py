@@ -110,7 +110,7 @@ def parse(argv: list[str], attributes: dict | None = None):
 def run_case(case: dict) -> dict:
     """argv: a command line; world_size: of the job; connections: CUDA_DEVICE_MAX_CONNECTIONS; attributes: set
     afterwards; version: of megatron-core, pretended; device: pretended type of device; missing: a package that is
-    pretended to be missing.
+    pretended to be missing; unreviewed: arguments that are taken out of REVIEWED (refusals/model.py).
 
     Returns error (the type's name), message, refused_by_megatron, what prepare_s2 printed, whether it returned a
     run, the softmax scale of the model config that Megatron derives, and the attributes of args that start with
@@ -121,6 +121,7 @@ def run_case(case: dict) -> dict:
 
     from s2_megatron import printing
     from s2_megatron.megatron import arguments
+    from s2_megatron.megatron.refusals import model
 
     result = {"error": None, "message": None, "refused_by_megatron": None, "args": {}}
     import torch
@@ -144,6 +145,7 @@ def run_case(case: dict) -> dict:
             patch.object(package_info, "__version__", case.get("version", package_info.__version__)),
             patch.object(arguments, "compute_device", lambda: torch.device(case.get("device", "cpu"))),
             patch.object(importlib.util, "find_spec", found_unless_missing),
+            patch.object(model, "REVIEWED", model.REVIEWED.difference(case.get("unreviewed", ()))),
             contextlib.redirect_stderr(printed),
         ):
             run = arguments.prepare_s2(args)

@@ -1,7 +1,8 @@
 """Which of Megatron's arguments concern attention, and what becomes of those that are not refused.
 
 HONOURED: argument -> why it may stay. ATTENTION: names that sound like attention; NOT_ATTENTION: those among them that
-are not. test_refusals.py compares them with Megatron's own parser.
+are not. SEEN_AND_REFUSED: arguments of Megatron's development branch (d98e8a6) that make a model and were left out of
+REVIEWED (refusals/model.py). test_refusals.py compares them with Megatron's own parser.
 """
 
 from __future__ import annotations
@@ -84,4 +85,13 @@ NOT_ATTENTION = re.compile(
     r"|cpu_offloading_retain_pinned_cpu_buffers|fine_grained_offloading_max_inflight_offloads"
     r"|min_offloaded_tensor_size|delay_offload_until_cuda_graph|biencoder_shared_query_context_model"
     r"|batch_invariant_backend|gdp_.*|mhc_.*|query_in_block_prob|muon_split_qkv|high_priority_a2a_comm_stream|inference_dynamic_batching_.*)$"
+)
+
+SEEN_AND_REFUSED = frozenset(
+    (
+        *("batch_invariant_backend", "enable_mhc_connections", "mhc_init_gating_factor", "mhc_num_residual_streams"),
+        *("mhc_recompute_layer_num", "mhc_sinkhorn_iterations", "gdp_cutedsl_kernel", "gdp_num_householder"),
+        *("gdp_num_chunk_states_to_recompute", "gtp_remat_opt_in_modules", "logit_dtype", "moe_combine_bwd_dtype"),
+        *("moe_dispatch_fwd_dtype", "moe_use_grouped_tensor", "mtp_hsm"),
+    )
 )

@@ -129,6 +129,21 @@ ALSO_REFUSED_HYBRIDS = {
         dict(flags=hybrid("*-*-", position_embedding_type="none")),
         "and --position-embedding-type none; docs/",
     ),
+    "hybrid_clamp": (  # 0.0 is a clamp, too
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", activation_func_clamp_value="0")),
+        "and --activation-func-clamp-value 0.0; docs/",
+    ),
+    "hybrid_unreviewed": (
+        "unknown_arguments",
+        dict(flags=hybrid("*-*-", q_lora_rank="8"), unreviewed=["q_lora_rank"]),
+        "--q-lora-rank 8: this version of s2_megatron was made for",
+    ),
+    "hybrid_unreviewed_here": (  # told once
+        NOT_RUN,
+        dict(flags=hybrid("*-*-", no_rope_freq="4"), unreviewed=["no_rope_freq"]),
+        "and --no-rope-freq 4; docs/",
+    ),
     "hybrid_several": (
         NOT_RUN,
         dict(

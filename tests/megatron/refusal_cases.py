@@ -3,7 +3,7 @@ Those with CUDA graphs: graph_cases.py. Those of refusals/unproven.py: unproven_
 hybrid_cases.py.
 
 A case: flags (to add or change), without (flags to leave out), attributes (set after parsing), world_size, version,
-connections (CUDA_DEVICE_MAX_CONNECTIONS).
+connections (CUDA_DEVICE_MAX_CONNECTIONS), unreviewed (arguments that stand for those of a newer Megatron).
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ OVERLAPPED = {
     "--bf16": None,
     "--no-masked-softmax-fusion": None,
 }
+UNREVIEWED = {"--no-rope-freq": "4", "--qk-layernorm": None}
 
 # For every refusal: (what to change in a command line that is accepted, the flag that the message has to name).
 CASES = {
     "megatron_version": (dict(version="0.18.3"), "pip install 'megatron-core"),
+    "unknown_arguments": (
+        dict(flags=UNREVIEWED, unreviewed=["no_rope_freq", "qk_layernorm", "rotary_base"]),
+        "--qk-layernorm, --no-rope-freq 4: this version of s2_megatron was made for the flags of megatron-core 0.19.2",
+    ),
     "attention_dropout": (dict(without=["--attention-dropout"]), "--attention-dropout 0"),
     "window_size": (
         dict(flags={"--window-size": "128,0"}),
@@ -179,6 +184,7 @@ CASES = {
 
 # Close to a refusal, and accepted.
 ACCEPTED = {
+    "unreviewed_defaults": dict(flags={"--rotary-base": "10000"}, unreviewed=["no_rope_freq", "rotary_base"]),
     "short_attention_mask": dict(without=["--no-create-attention-mask-in-dataloader"]),
     "packed": dict(flags={"--dataloader-inter-document-masking": None}),
     "latent": dict(

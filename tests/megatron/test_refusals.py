@@ -10,10 +10,11 @@ from functools import cache
 import pytest
 
 from s2_megatron.megatron.model.core_attention import HONOURED_CONFIG
-from s2_megatron.megatron.refusals.hybrid import DERIVED, MODEL_ARGUMENTS, RUN, RUN_VALUES
+from s2_megatron.megatron.refusals.hybrid import DERIVED, RUN, RUN_VALUES
+from s2_megatron.megatron.refusals.model import MODEL_ARGUMENTS, REVIEWED
 from s2_megatron.megatron.refusals.table import REFUSALS, refuse_yaml_command_line
 from tests.megatron.arguments import CONFIG, arguments, parse_cases
-from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION
+from tests.megatron.decided import ATTENTION, HONOURED, NOT_ATTENTION, SEEN_AND_REFUSED
 from tests.megatron.graph_cases import ACCEPTED_GRAPHS, ALSO_REFUSED_GRAPHS, GRAPH_CASES
 from tests.megatron.hybrid_cases import ACCEPTED_HYBRIDS, ALSO_REFUSED_HYBRIDS, HYBRID_CASES
 from tests.megatron.refusal_cases import ACCEPTED as ACCEPTED_OTHERS
@@ -125,18 +126,33 @@ def test_the_core_module_and_the_command_line_agree():
     assert {name for name, _, _ in HONOURED_CONFIG} <= {refusal.name for refusal in REFUSALS}
 
 
-def test_every_attention_argument_of_megatron_is_decided():
-    """A new attention flag in another Megatron fails here until REFUSALS or HONOURED says what becomes of it."""
+@cache
+def of_megatron() -> tuple[set[str], set[str]]:
+    """The names of all arguments of the installed Megatron, and of those that make a model."""
     script = (
         "import argparse, json\nfrom s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu\n"
-        "install_if_no_gpu()\n"
+        "install_if_no_gpu()\nfrom s2_megatron.megatron.refusals.model import model_arguments\n"
         "from megatron.training.arguments import add_megatron_arguments\nparser = argparse.ArgumentParser()\n"
-        "add_megatron_arguments(parser)\nprint('names:', json.dumps([action.dest for action in parser._actions]))"
+        "add_megatron_arguments(parser)\n"
+        "print('names:', json.dumps([[action.dest for action in parser._actions], list(model_arguments())]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    names = json.loads(done.stdout.split("names:")[1])
+    every, of_models = json.loads(done.stdout.split("names:")[1])
+    return set(every), set(of_models)
+
+
+def test_every_attention_argument_of_megatron_is_decided():
+    """A new attention flag in another Megatron fails here until REFUSALS or HONOURED says what becomes of it."""
+    names, _ = of_megatron()
     decided = set(HONOURED) | {refusal.name for refusal in REFUSALS}
     undecided = {name for name in names if ATTENTION.search(name) and not NOT_ATTENTION.search(name)} - decided
     assert not undecided
     listed = {*HONOURED, *RUN, *RUN_VALUES, *MODEL_ARGUMENTS, *DERIVED, *DERIVED.values()}
     assert listed <= set(names), f"no longer an argument of Megatron: {listed - set(names)}"
+
+
+def test_every_argument_that_makes_a_model_has_been_seen():
+    """A new argument in another Megatron fails here. Users are refused it until it stands in REVIEWED."""
+    _, names = of_megatron()
+    assert not names - REVIEWED - SEEN_AND_REFUSED
+    assert len(names) > 250 and not REVIEWED & SEEN_AND_REFUSED

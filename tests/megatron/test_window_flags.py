@@ -103,7 +103,11 @@ def test_what_megatrons_own_model_computes():
     assert stock_sparsity(namespace()).canonical_json() == ours.canonical_json()
     dense = stock_sparsity(namespace(window_size=None)).canonical_json()
     assert dense == yaml_sparsity("DDDD").canonical_json()
-    assert stock_sparsity(namespace(window_size=(16, 16))).canonical_json() == dense
+    assert stock_sparsity(namespace(window_size=(16, 16), transformer_impl="local")).canonical_json() == dense
+    assert stock_sparsity(namespace(window_size=(-1, 0))).canonical_json() == dense
+    engine = namespace(window_size=(99, 16), transformer_impl="transformer_engine")
+    assert stock_sparsity(engine).canonical_json() == ours.canonical_json()
+    assert engine.window_size == (99, 16)
     old = namespace()
     del old.window_size, old.window_attn_skip_freq, old.mtp_num_layers
     assert stock_sparsity(old).canonical_json() == dense

@@ -127,6 +127,7 @@ MADE = {
     "perform_initialization": {"--no-initialization": None},
     "init_model_with_meta_device": {"--init-model-with-meta-device": None},
     "full_validation": {"--full-validation": None},
+    "stages of one process": {"--hybrid-layer-pattern": "*-*-|*-*-"},
     "rampup_batch_size": {"--rampup-batch-size": ["2", "2", "6"]},
     **{f"{name} without a folder": {flag_of(name): "2"} for name in WRITTEN_INTERVALS},
 }  # fmt: skip

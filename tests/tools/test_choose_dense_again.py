@@ -66,27 +66,42 @@ def test_an_imported_model_is_not_measured_at_all_its_positions(command, made_up
 
 def test_losses_are_taken_again_for_another_choice(command, made_up, tmp_path, capsys):
     assert command("--within", "0.3") == 1 and (made_up.built, made_up.measured) == (1, 12)
-    assert command("--within", "2.1", "--from-json", "new.json") == 0
+    kept = (tmp_path / "new.json").read_bytes()
+    assert command("--within", "2.1", "--from-json", "new.json", "--write", "first.yaml") == 0
     assert (made_up.built, made_up.measured) == (1, 12), "all sets were known: no model is built"
     assert "of dense" in capsys.readouterr().out
-    fresh = (tmp_path / "new.yaml").read_text()
     assert command("--within", "2.1", "--write", "again.yaml") == 0 and made_up.measured == 22
-    assert (tmp_path / "again.yaml").read_text() == fresh
-    before = json.loads((tmp_path / "new.json").read_text())["losses"]
+    assert (tmp_path / "again.yaml").read_text() == (tmp_path / "first.yaml").read_text()
     assert command("--heads", "3", "--from-json", "new.json", "--write", "three.yaml") == 0
-    after = json.loads((tmp_path / "new.json").read_text())["losses"]
+    assert (tmp_path / "new.json").read_bytes() == kept, "what --from-json names is only read"
+    before, after = (json.loads((tmp_path / name).read_text())["losses"] for name in ("new.json", "three.json"))
     assert made_up.measured == 23 and len(after) == len(before) + 1 and before.items() <= after.items()
     other = "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 2}\n"
-    assert command("--heads", "1", "--from-json", "new.json", "--write", "other.yaml", config=other) == 0
+    assert command("--heads", "1", "--from-json", "three.json", "--write", "other.yaml", config=other) == 0
     assert made_up.measured == 23 + 8, "of another plan only the dense loss is known"
+
+
+def test_losses_are_added_to_the_same_file_when_asked(command, made_up, tmp_path, capsys):
+    assert command("--within", "0.3") == 1
+    kept = (tmp_path / "new.json").read_bytes()
+    assert command("--within", "2.1", "--from-json", "new.json") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: --json new.json, by the name of --write: is the file of --from-json, which is only read; expected a "
+        "new file; give --json another name, or --json new.json to add the new losses to it"
+    )
+    assert (tmp_path / "new.json").read_bytes() == kept and not (tmp_path / "new.yaml").exists()
+    assert command("--heads", "3", "--from-json", "new.json", "--json", "new.json") == 0 and made_up.measured == 13
+    before, after = json.loads(kept)["losses"], json.loads((tmp_path / "new.json").read_text())["losses"]
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
 
 
 def test_an_interrupted_run_keeps_what_it_measured(command, made_up, tmp_path, capsys):
     made_up.most = 5
     assert command("--heads", "2") == 130
-    assert "5 losses are kept; go on with --from-json new.json" in capsys.readouterr().err
+    assert "5 losses are kept; go on with --from-json new.json --json new.json\n" in capsys.readouterr().err
     made_up.most = 10**9
-    assert command("--heads", "2", "--from-json", "new.json") == 0 and made_up.measured == 5 + 5
+    again = ("--heads", "2", "--from-json", "new.json", "--json", "new.json")
+    assert command(*again) == 0 and made_up.measured == 5 + 5
 
 
 FROM = {

@@ -322,6 +322,23 @@ def test_windows_and_sinks_are_counted_to_the_token(window, sink):
     assert (kind.window, kind.head_beyond, kind.all_beyond) == (window, sink, sink)
 
 
+@pytest.mark.parametrize(
+    "window, sink, ranges",
+    [(40, 0, ((3, 1),)), (20, 0, ((1, 2), (5, 1))), (70, 20, ((2, 2), (6, 1))), (None, 0, ((2, 1), (None, 3)))],
+)
+def test_the_window_ends_where_a_head_misses_a_token(window, sink, ranges):
+    """Also where the ranges reach further than the window, or a stride happens to have the next block."""
+    pattern = make_range_pattern(
+        block_size=16, num_heads=2, num_kv_heads=1, ranges=ranges, window=window, sink_tokens=sink
+    )
+    for n_blocks in range(20, 32):
+        seen = layer_kinds.tokens_beyond(pattern, 0, n_blocks, 0)
+        run = layer_kinds.window_tokens(pattern, n_blocks)
+        assert run >= max(16, window or 0)
+        assert (seen[n_blocks - run // 16 :] == 16).all() and seen[n_blocks - 1 - run // 16] < 16
+        assert layer_kinds.tokens_beyond(pattern, 0, n_blocks, run).sum() + run == seen.sum()
+
+
 def test_windows_of_masks():
     rows = [np.arange(query + 1) if query < 3 else np.array([0, query - 1, query]) for query in range(8)]
     mask = BlockMaskPattern.from_csr(16, 4, 2, [np.cumsum([0, *map(len, rows)])], [np.concatenate(rows)])

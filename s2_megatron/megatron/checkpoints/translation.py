@@ -81,6 +81,11 @@ def _difference(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
     stored, content = checkpoint.args, checkpoint.content or {}
     if checkpoint.kind != "GLOBAL":
         return f"its format is {checkpoint.kind}; expected torch_dist, which alone is translated; save it so by the GPT"
+    # Before a pattern is advised: with none of these there is one.
+    if getattr(stored, "moe_layer_freq", 1) != 1 or content.get("singleton_local_shards"):
+        return "it was saved layer by layer, which Megatron does not translate; expected equal layers; train the GPT on"
+    if getattr(stored, "use_rope_scaling", False):
+        return "it was trained with --use-rope-scaling, which a HybridModel has not; expected none; train the GPT on"
     try:
         layers = gpt_compatible_layer_maps(args.hybrid_layer_pattern).num_gpt_layers
     except ValueError as error:
@@ -99,10 +104,6 @@ def _difference(args: Namespace, checkpoint: StoredCheckpoint) -> str | None:
         return (
             f"it has --num-experts {stored.num_experts}, not {args.num_experts}; expected equal numbers; give its own"
         )
-    if getattr(stored, "moe_layer_freq", 1) != 1 or content.get("singleton_local_shards"):
-        return "it was saved layer by layer, which Megatron does not translate; expected equal layers; train the GPT on"
-    if getattr(stored, "use_rope_scaling", False):
-        return "it was trained with --use-rope-scaling, which a HybridModel has not; expected none; train the GPT on"
     if (theirs := _without_rope(stored)) != (ours := _without_rope(args)):
         return (
             f"its attention layers {theirs} (counted from 0) have no RoPE by --no-rope-freq, and here {ours}; expected "

@@ -1,6 +1,6 @@
 """Flags that Megatron takes, and with which a training computes something else without a word, or fails after its first
 steps, at the first evaluation or checkpoint; folders that cannot be written. What Megatron says before the second
-iteration is not said here.
+iteration is not said here, unless its words are about something else.
 
 A new one is an entry of MISTAKES; tests/tools/bad_launches.py needs a launch that makes it.
 """
@@ -108,6 +108,12 @@ MISTAKES: dict[str, Mistake] = {
         "--init-model-with-meta-device without a checkpoint to load and without --use-megatron-fsdp: the weights would "
         "be what the memory holds; expected one of the two; leave the flag out, or add --load FOLDER",
         own_data=True,
+    ),
+    "stages of one process": Mistake(  # Megatron speaks of an interleaved schedule
+        lambda args: "|" in (args.hybrid_layer_pattern or "") and args.pipeline_model_parallel_size == 1,
+        "--hybrid-layer-pattern={hybrid_layer_pattern}: a | is where a pipeline stage ends, and "
+        "--pipeline-model-parallel-size is 1; expected no | in one stage; leave each | out, or give "
+        "--pipeline-model-parallel-size as many stages as the pattern has",
     ),
     "rampup_batch_size": Mistake(
         lambda args: args.rampup_batch_size is not None,

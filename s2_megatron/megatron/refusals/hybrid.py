@@ -3,12 +3,9 @@ not been run."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-from argparse import Action, Namespace
-from enum import Enum
-from functools import cache
+from argparse import Namespace
 
+from s2_megatron.megatron.refusals.model import MISSING, hybrid_arguments, is_one_of
 from s2_megatron.megatron.refusals.refusal import Refusal
 
 # Symbols of --hybrid-layer-pattern, and why they are refused. `*` is attention, `-` a dense MLP, `E` an MoE layer.
@@ -26,8 +23,8 @@ def _refused_symbols(args: Namespace) -> list[str]:
 
 
 # Arguments of a HybridModel that tests/megatron/test_hybrid.py and test_hybrid_layouts.py have run with S2 attention.
-# Looked at are those that Megatron makes a TransformerConfig or a HybridModelConfig of, and MODEL_ARGUMENTS: what is
-# not in these tables, and not Megatron's default, is refused.
+# Looked at are those that Megatron makes a TransformerConfig or a HybridModelConfig of, and model.MODEL_ARGUMENTS: what
+# is not in these tables, and not Megatron's default, is refused.
 RUN = frozenset(
     (
         *("hybrid_layer_pattern", "hybrid_override_pattern"),  # its old name
@@ -86,12 +83,6 @@ VALUES_ON_ENGINE = {
     "overlap_p2p_comm": (True, False),  # Megatron turns it off without virtual stages
 }
 OF_EXPERTS = ("expert_tensor_parallel_size",)  # without them it does nothing
-# What makes the model and is in no such config, or under another name.
-MODEL_ARGUMENTS = (
-    *("num_experts", "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "moe_use_upcycling"),
-    *("untie_embeddings_and_output_weights", "rotary_seq_len_interpolation_factor", "init_method_xavier_uniform"),
-    *("te_precision_config_file", "bias_swiglu_fusion"),
-)
 # Megatron's validation gives these the value of the other one.
 DERIVED = {
     "tensor_parallel_num_weight_shards": "tensor_model_parallel_size",
@@ -129,21 +120,6 @@ ENGINE_NOT_RUN = {
 }
 
 
-@cache
-def _model_arguments() -> dict[str, tuple[Action, object]]:
-    """The arguments that are looked at, each as (the parser's action, TransformerConfig's default or None)."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.training.arguments import add_megatron_arguments
-    from megatron.training.models.hybrid import HybridModelConfig
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
-    actions = {action.dest: action for action in parser._actions}
-    names = (*defaults, *(field.name for field in dataclasses.fields(HybridModelConfig)), *MODEL_ARGUMENTS)
-    found = [name for name in names if name in actions and not name.startswith("inference_")]
-    return {name: (actions[name], defaults.get(name)) for name in found}
-
-
 def _not_run(args: Namespace) -> list[str]:
     """What of args has not been run, as it would be written on the command line."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
@@ -157,32 +133,18 @@ def _not_run(args: Namespace) -> list[str]:
     found = [text.format(args=args) for text, given in conditions.items() if given(args)]
     # Of layers that are told already; Megatron's validation fills some of them in.
     told = [prefix for symbol, prefix in OF_LAYERS if on_engine and symbol in pattern]
-    for name, (action, default) in _model_arguments().items():
+    for name, argument in hybrid_arguments().items():
         value = getattr(args, name, None)
         if name in run or (name in OF_EXPERTS and not args.num_experts) or name.startswith(tuple(told)):
             continue
         allowed = list(values.get(name, ()))
         if name not in no_default:
-            allowed += [action.default] if on_engine else [action.default, default]
+            allowed += [argument.action.default] if on_engine else argument.defaults
         if name in DERIVED:
             allowed.append(getattr(args, DERIVED[name]))
-        allowed += [each.name for each in allowed if isinstance(each, Enum)]
-        known = (value.name if isinstance(value, Enum) else value) in allowed
-        if not known and (value or any(allowed)):  # 0, False, None and nothing are the same
-            found.append(_written(action, value))
+        if not is_one_of(value, allowed):
+            found.append(argument.written(value))
     return found
-
-
-MISSING = "without "  # what a switch begins with that is not given
-
-
-def _written(action: Action, value) -> str:
-    """As it stands on a command line; a switch that is not given as `without --switch`."""
-    option = action.option_strings[0]
-    if action.nargs == 0:
-        return f"{MISSING}{option}" if value == action.default else option
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return " ".join([option, *(str(getattr(item, "name", item)) for item in values)])
 
 
 def _remedy(args: Namespace) -> str:

@@ -14,7 +14,7 @@ Under a plan that loses next to nothing (wide windows on short sequences) the he
 another plan to measure under; the chosen heads are then dense in the plan of --s2-config.
 
 All losses are kept in --json, also of a run that is interrupted: --from-json takes them from there, for another
---within, --heads, --by or plan, and measures what is missing.
+--within, --heads, --by or plan, and measures what is missing. That file is only read, unless --json names it, too.
 
 Status 0: written; 1: no set is near enough, or no head has to be dense: no YAML is written; 2: bad input.
 """
@@ -62,6 +62,7 @@ IMPORTED = 8192  # tokens of a sequence: what an imported model has positions fo
 # lost 3.4 % (`python studies/check.py extend-recall32k`).
 LEAST_GAP = 0.001
 LARGEST_SHARE = 0.5  # of the plan's gap, that one sequence may have
+FROM_JSON = "losses of an earlier run; only read, unless --json names the file, too: then new losses are added to it"
 SINK = 64  # tokens of the sink that is tried where the plan has none and hides the first token
 
 
@@ -112,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="all that was measured (default: the name of --write, with .json)"
     )
-    parser.add_argument("--from-json", type=Path, metavar="FILE", help="losses of an earlier run, which it adds to")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help=FROM_JSON)
 
 
 def run(args: Namespace) -> int:
@@ -142,13 +143,19 @@ def _check_options(args: Namespace) -> None:
         raise ValueError(f"--layers {args.layers}: expected --by {LAYER} beside it; add it, or give --heads")
     if args.loss_from_position < 0:
         raise ValueError(f"--loss-from-position {args.loss_from_position}: expected 0 or more, a place in the sequence")
-    args.json = args.json or args.from_json or args.write.with_suffix(".json")
+    named = args.json is not None
+    args.json = args.json or args.write.with_suffix(".json")
     for name, file in (("--write", args.write), ("--json", args.json)):
-        known = args.from_json is not None and realpath(file) == realpath(args.from_json) != realpath(args.write)
-        if file.exists() and not known:
-            instead = f", or take its losses with --from-json {file}" if name == "--json" else ""
+        is_input = name == "--json" and args.from_json is not None and realpath(file) == realpath(args.from_json)
+        if is_input and not named:
             raise ValueError(
-                f"{name} {file}: is there already; expected a new file; give another name, or remove it{instead}"
+                f"{name} {file}, by the name of --write: is the file of --from-json, which is only read; expected a "
+                f"new file; give --json another name, or --json {file} to add the new losses to it"
+            )
+        if file.exists() and not is_input:
+            add = f", or add to its losses with --from-json {file} --json {file}" if name == "--json" else ""
+            raise ValueError(
+                f"{name} {file}: is there already; expected a new file; give another name, or remove it{add}"
             )
         check_writable(f"{name} {file}", file, is_file=True)
     if realpath(args.json) == realpath(args.write):
@@ -276,7 +283,8 @@ def _choose(args: Namespace, plans: list[tuple[str, SparsityConfig]], output: Te
     except BaseException:
         if kept.measured:
             write_file(args.json, (json.dumps(kept.facts(), indent=1) + "\n").encode())
-            print(f"{kept.measured} losses are kept; go on with --from-json {args.json}", file=sys.stderr)
+            go_on = f"--from-json {args.json} --json {args.json}"
+            print(f"{kept.measured} losses are kept; go on with {go_on}", file=sys.stderr)
         raise
 
 

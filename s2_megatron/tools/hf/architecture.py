@@ -34,6 +34,14 @@ _WANTED = {
 }  # fmt: skip
 
 
+def _is(value, wanted) -> bool:
+    """Whether an argument is as wanted. None, False, 0 and nothing are the same; 0.0 is a number, such as a clamp at
+    0.0, and is not None."""
+    if wanted is None and isinstance(value, float):
+        return False
+    return (value or None) == (wanted or None)
+
+
 def shape_of_arguments(
     args: Namespace, where: str, vocab_size: int | None, *, drop_mtp: bool = False, experts: bool = False
 ) -> Shape:
@@ -50,7 +58,7 @@ def shape_of_arguments(
         for name, wanted in (_WANTED | ({} if experts else {"num_experts": None})).items()
         if not (drop_mtp and name == "mtp_num_layers")
         and (value := getattr(args, name, missing)) is not missing
-        and (value or None) != (wanted or None)
+        and not _is(value, wanted)
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())

@@ -9,7 +9,6 @@ import numpy as np
 
 from s2_megatron.config.sparsity import ResolvedSparsity, joined_layers
 from s2_megatron.patterns.block_mask import BlockMaskPattern
-from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern
 
 
@@ -44,18 +43,14 @@ def head_groups(pattern: Pattern) -> list[list[int]]:
 
 
 def window_tokens(pattern: Pattern, n_blocks: int) -> int:
-    """Tokens up to the last query of so many blocks that every head attends without a gap."""
-    least = n_blocks * pattern.block_size
+    """Tokens up to the last query of so many blocks that every head shows it without a gap, by whatever rule."""
+    block = pattern.block_size
+    least = n_blocks * block
     for heads in head_groups(pattern):
-        if isinstance(pattern, BlockMaskPattern):
-            keys = pattern.key_blocks(heads[0], n_blocks - 1)[::-1]
-            gaps = np.flatnonzero(keys != n_blocks - 1 - np.arange(len(keys)))
-            run = (int(gaps[0]) if len(gaps) else len(keys)) * pattern.block_size
-        else:
-            head = HeadPattern(*pattern.heads[heads[0]].canonical)
-            end = head.touched_ranges[0][0]
-            run = least if end is None else end * pattern.block_size
-            run = run if head.window is None else head.window
+        gaps = np.flatnonzero(tokens_beyond(pattern, heads[0], n_blocks, 0)[::-1] < block)
+        run = (int(gaps[0]) if len(gaps) else n_blocks) * block
+        if not isinstance(pattern, BlockMaskPattern):
+            run = max(run, pattern.heads[heads[0]].window or 0)
         least = min(least, run)
     return least
 
