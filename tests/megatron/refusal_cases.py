@@ -192,6 +192,11 @@ ACCEPTED = {
         flags={**LATENT, "--kv-channels": "512", "--qk-layernorm": None, "--mla-down-proj-fusion": None},
         without=["--group-query-attention"],
     ),
+    "latent_engine": dict(
+        flags={**LATENT, **ENGINE, "--no-rope-fusion": None, "--tensor-model-parallel-size": "2"},
+        without=["--group-query-attention"],
+        world_size=2,
+    ),
     "packed_own_core": dict(flags={"--dataloader-inter-document-masking": None, "--s2-dense-core": "s2"}),
     "reset_position_ids": dict(flags={"--reset-position-ids": None, "--eod-mask-loss": None}),
     "distributed_optimizer_unsaved": dict(flags={"--use-distributed-optimizer": None}),

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from tests.megatron.conftest import SCRIPTS
-from tests.megatron.lifted import LIFT_UNPROVEN
 from tests.megatron.test_gpu import IS_LATENT, LATENT, MODEL, SPECS
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +22,6 @@ DENSE = "block_size: 64\nlayers: DDDD\nspecs: {}\n"
 def equal_training(lab, count_gpus, same_training, monkeypatch, request):
     """Of a run of Megatron alone, and of the same flags with those of ours."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")  # Transformer Engine's products of fp32 are TF32
-    monkeypatch.setenv(LIFT_UNPROVEN, "1")
     if count_gpus == 0:
         pytest.skip("no NVIDIA GPU (nvidia-smi lists none)")
     if subprocess.run([sys.executable, "-c", "import transformer_engine.pytorch"], capture_output=True).returncode:

@@ -13,7 +13,6 @@ from functools import partial
 import pytest
 
 from tests.megatron.conftest import SCRIPTS, altered
-from tests.megatron.lifted import LIFT_UNPROVEN
 from tests.megatron.rounding import (
     FP32,
     assert_as_good_as_the_reference,
@@ -84,7 +83,7 @@ def test_bf16_kernels_are_as_good_as_the_reference(trained):
 
 def test_multi_latent_attention(gpu_lab, spec):
     """Against Transformer Engine's own: test_engine_gpu.py; tensor-parallel ranks: test_gpu_features.py."""
-    options = dict(script=SCRIPTS / "watched_pretrain.py", environment={LIFT_UNPROVEN: "1"})
+    options = dict(script=SCRIPTS / "watched_pretrain.py")
     run, exact = train_from_checkpoint(
         gpu_lab, f"latent_{spec}", "--s2-dense-core s2", model=LATENT, spec=SPECS[spec], **options
     )

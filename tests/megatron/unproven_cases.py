@@ -25,8 +25,12 @@ RANK_CAPACITY = {
 # For every refusal of unproven.py, as CASES in refusal_cases.py.
 UNPROVEN = {
     "mla_transformer_engine": (
-        dict(flags={**LATENT, **ENGINE}, without=["--group-query-attention"]),
-        "has not been run with S2 attention; use --transformer-impl local",
+        dict(
+            flags={**LATENT, **ENGINE, "--pipeline-model-parallel-size": "2"},
+            without=["--group-query-attention"],
+            world_size=2,
+        ),
+        "has not been run with S2 attention and pipeline stages; use --transformer-impl local",
     ),
     "cuda_graph_local_experts": (
         dict(flags={**GRAPHS, **ROUTERS}),

@@ -32,12 +32,31 @@ def _graphs_of_rank_capacity(args: Namespace) -> bool:
     return bool(given and (whole_iterations(args) or graphs_hold_experts(args) or _graphs_of_preprocess(args)))
 
 
+def _latent_on_engine(args: Namespace) -> list[str]:
+    """What has not been run with multi-latent attention on Transformer Engine's layers. One GPU has, and TP with SP."""
+    if not args.multi_latent_attention or args.transformer_impl != "transformer_engine":
+        return []
+    asked = {
+        "fused RoPE": args.apply_rope_fusion,
+        "context parallelism": args.context_parallel_size > 1,
+        "pipeline stages": args.pipeline_model_parallel_size > 1,
+        "packed documents": args.dataloader_inter_document_masking or args.sft,
+        "experts": args.num_experts,
+        "multi-token prediction": args.mtp_num_layers,
+        "recomputation": args.recompute_granularity,
+        "FSDP": args.use_megatron_fsdp or args.use_torch_fsdp2,
+    }
+    return [what for what, is_asked in asked.items() if is_asked]
+
+
 REFUSALS = (
     Refusal(
         "mla_transformer_engine",
-        lambda args: args.multi_latent_attention and args.transformer_impl == "transformer_engine",
-        "--multi-latent-attention with --transformer-impl transformer_engine has not been run with S2 attention",
-        "use --transformer-impl local",
+        lambda args: bool(_latent_on_engine(args)),
+        "--multi-latent-attention with --transformer-impl transformer_engine has not been run with S2 attention and "
+        "{found}",
+        "use --transformer-impl local, or leave that out (fused RoPE by --no-rope-fusion)",
+        values=lambda args: dict(found=", ".join(_latent_on_engine(args))),
     ),
     Refusal(
         "cuda_graph_local_experts",
