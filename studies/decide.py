@@ -20,6 +20,7 @@ import numpy as np
 from studies.data import RESULTS, Run, read_study, select
 from studies.gaps import Fitted, fitted_gaps
 
+JUDGED = ("smollm2-8k", "smollm2-32k", "smollm2-tiny")  # by the targets of public_model.md
 LARGEST_GAP = 0.5  # percent of dense's loss
 LEAST_COPIED = 0.95  # of what dense copies
 # The end of the names of arms whose heads were ranked on few directories (public_model.md, after part 1). What varies
@@ -75,9 +76,9 @@ def scatter_of_dense(runs: Sequence[Run]) -> tuple[float, int]:
     return (100 * float(np.std(losses, ddof=1) / np.mean(losses)) if len(losses) > 1 else float("nan")), len(losses)
 
 
-def lines(runs: Sequence[Run], base: str = "dense") -> list[str]:
+def lines(runs: Sequence[Run], base: str = "dense", judged: bool = True) -> list[str]:
     """The table. runs: of one study that have been tested, each arm and seed once. base: what losses and copies are
-    held against."""
+    held against. judged: whether public_model.md's targets are the study's."""
     gaps = fitted_gaps(runs, lambda run: tested(run)["loss"], base)
     near, far = (fitted_gaps(runs, loss_between(*part), base) for part in ((0, 1 / 16), (1 / 2, 1)))
     some = next(iter(gaps.values()))
@@ -90,7 +91,7 @@ def lines(runs: Sequence[Run], base: str = "dense") -> list[str]:
         shares = " ".join(f"{distance}:{share:.2f}" for distance, share in copied.items())
         whole, last = (f"{own.mean:+.2f} [{own.low:+.2f}, {own.high:+.2f}]" for own in (gap, far[arm]))
         row = f"{arm:<18}{gap.seeds:>6}  {whole:<24}{near[arm].mean:>+11.2f}  {last:<24}"
-        found.append(f"{row}{shares}  {verdict(gap, copied)}")
+        found.append(f"{row}{shares}  {verdict(gap, copied) if judged else ''}".rstrip())
     return found
 
 
@@ -119,7 +120,7 @@ def main() -> None:
         print(f"{parsed.study}, {scale}")
         for part in parts(select(runs, scale=scale), parsed.base):
             try:
-                print("\n".join(lines(part, parsed.base)))
+                print("\n".join(lines(part, parsed.base, parsed.study in JUDGED)))
             except ValueError as error:  # too few runs so far
                 print(error)
 

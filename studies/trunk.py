@@ -35,6 +35,7 @@ def branch_arms(window: int, sink: int, local: int, stride: int) -> tuple[Arm, .
         arm(SHARDED, s2),
         arm("w-sink", alone),
         arm("w-then-dense", {}, dense="all", before="w-sink"),
+        arm("dense-twice", {}, dense="all", before=BASELINE),
     )
 
 

@@ -158,7 +158,7 @@ def run_jobs(
                 if outcome == FAILED:
                     # What ends two runs is likely to end the others.
                     is_second = [*outcomes.values()].count(FAILED) > 1
-                    waiting = [] if is_second else [job for job in waiting if job.start != each.job]
+                    waiting = [] if is_second else [job for job in waiting if not _begins_with(job, each.job)]
             if time.monotonic() - told > TELL_SECONDS:
                 told = time.monotonic()
                 for each in running:
@@ -181,6 +181,11 @@ def _after_outcome(each: _Running, tell) -> str | None:
         return each.after.result()
     tell(f"{each.job.name}: what follows the run failed: {type(error).__name__}: {error}")
     return FAILED
+
+
+def _begins_with(job: Job, other: Job) -> bool:
+    """Whether a job goes on from another one, or from one that does."""
+    return job.start is not None and (job.start == other or _begins_with(job.start, other))
 
 
 def _first_ready(waiting: list[Job], running: list[_Running]) -> Job | None:

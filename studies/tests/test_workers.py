@@ -136,11 +136,12 @@ def test_a_failure_is_shown_and_the_second_starts_no_other_run(tmp_path):
 def test_one_failure_ends_what_goes_on_from_it_and_nothing_else(tmp_path):
     first, other = (make_job(tmp_path, seed=seed) for seed in (1, 2))
     after = replace(make_job(tmp_path, seed=3), start=first)
+    last = replace(make_job(tmp_path, seed=4), start=after)
 
     def command(job):
         return trainer(steps=-1 if job == first else None)(job)
 
-    outcomes = run_jobs([first, after, other], [None], command, Budget(), ends_well, quiet)
+    outcomes = run_jobs([first, after, last, other], [None], command, Budget(), ends_well, quiet)
     assert outcomes == {first.name: FAILED, other.name: FINISHED}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.megatron.refusal_cases import ENGINE
+from tests.megatron.refusal_cases import ENGINE, ENGINE_MODEL
 
 NOT_RUN = "hybrid_not_run"
 
@@ -14,11 +14,6 @@ def hybrid(pattern: str, *switches: str, **flags: str | list[str]) -> dict:
 
 
 # What has been run on Transformer Engine's layers.
-ENGINE_MODEL = {
-    **ENGINE,
-    **dict.fromkeys(("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights")),
-    "--normalization": "RMSNorm",
-}
 HYBRID_CASES = {
     "hybrid_layer_pattern": (dict(flags=hybrid("M*M-")), "has layers M (Mamba takes"),
     NOT_RUN: (dict(flags=hybrid("*-*-", mtp_num_layers="1")), "--mtp-num-layers 1 without its layers (/)"),

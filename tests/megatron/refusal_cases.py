@@ -9,6 +9,11 @@ connections (CUDA_DEVICE_MAX_CONNECTIONS), unreviewed (arguments that stand for 
 from __future__ import annotations
 
 ENGINE = {"--transformer-impl": "transformer_engine"}
+ENGINE_MODEL = {
+    **ENGINE,
+    **dict.fromkeys(("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights")),
+    "--normalization": "RMSNorm",
+}
 WHOLE_ITERATIONS = {"--cuda-graph-impl": "full_iteration", "--no-check-for-nan-in-loss-and-grad": None}
 PADDED = {
     "--num-experts": "4",
@@ -74,6 +79,14 @@ CASES = {
     "mla_tensor_parallel": (
         dict(flags={**LATENT, "--tensor-model-parallel-size": "2"}, without=["--group-query-attention"], world_size=2),
         "use --tensor-model-parallel-size 1",
+    ),
+    "mla_without_sequence_parallel": (
+        dict(
+            flags={**LATENT, **ENGINE_MODEL, "--no-rope-fusion": None, "--tensor-model-parallel-size": "2"},
+            without=["--group-query-attention"],
+            world_size=2,
+        ),
+        "add --sequence-parallel",
     ),
     "mla_rope_scaling": (
         dict(flags={**LATENT, "--use-rope-scaling": None}, without=["--group-query-attention"]),
@@ -193,7 +206,13 @@ ACCEPTED = {
         without=["--group-query-attention"],
     ),
     "latent_engine": dict(
-        flags={**LATENT, **ENGINE, "--no-rope-fusion": None, "--tensor-model-parallel-size": "2"},
+        flags={
+            **LATENT,
+            **ENGINE_MODEL,
+            "--no-rope-fusion": None,
+            "--tensor-model-parallel-size": "2",
+            "--sequence-parallel": None,
+        },
         without=["--group-query-attention"],
         world_size=2,
     ),

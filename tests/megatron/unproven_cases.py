@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.megatron.graph_cases import PREPROCESS
 from tests.megatron.refusal_cases import (
-    ENGINE,
     ENGINE_GRAPHS,
+    ENGINE_MODEL,
     GRAPHS,
     LATENT,
     OFFLOAD,
@@ -26,11 +26,11 @@ RANK_CAPACITY = {
 UNPROVEN = {
     "mla_transformer_engine": (
         dict(
-            flags={**LATENT, **ENGINE, "--pipeline-model-parallel-size": "2"},
+            flags={**LATENT, **ENGINE_MODEL, "--pipeline-model-parallel-size": "2"},
             without=["--group-query-attention"],
             world_size=2,
         ),
-        "has not been run with S2 attention and pipeline stages; use --transformer-impl local",
+        "; docs/validation.md has what has; leave out or change what stands there, or use --transformer-impl local",
     ),
     "cuda_graph_local_experts": (
         dict(flags={**GRAPHS, **ROUTERS}),
@@ -60,6 +60,20 @@ UNPROVEN = {
 
 # Other ways to one of them, as ALSO_REFUSED there.
 ALSO_UNPROVEN = {
+    "latent_engine_offsets": (
+        "mla_transformer_engine",
+        dict(
+            flags={**LATENT, **ENGINE_MODEL, "--no-rope-fusion": None, "--softmax-type": "learnable"},
+            without=["--group-query-attention"],
+        ),
+    ),
+    "latent_engine_yarn": (
+        "mla_transformer_engine",
+        dict(
+            flags={**LATENT, **ENGINE_MODEL, "--no-rope-fusion": None, "--rope-type": "yarn"},
+            without=["--group-query-attention"],
+        ),
+    ),
     "engine_graphs_of_padded_moe_preprocess": (
         "cuda_graph_moe_preprocess",
         dict(flags={**ENGINE_GRAPHS, **OVERLAPPED, **PADDED, **PREPROCESS}, world_size=2, connections="8"),

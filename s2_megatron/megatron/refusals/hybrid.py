@@ -4,8 +4,9 @@ not been run."""
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Collection, Mapping
 
-from s2_megatron.megatron.refusals.model import MISSING, hybrid_arguments, is_one_of
+from s2_megatron.megatron.refusals.model import MISSING, ModelArgument, hybrid_arguments, is_one_of
 from s2_megatron.megatron.refusals.refusal import Refusal
 
 # Symbols of --hybrid-layer-pattern, and why they are refused. `*` is attention, `-` a dense MLP, `E` an MoE layer.
@@ -132,13 +133,29 @@ def _not_run(args: Namespace) -> list[str]:
     conditions = MTP_NOT_RUN | (ENGINE_NOT_RUN if on_engine else {})
     found = [text.format(args=args) for text, given in conditions.items() if given(args)]
     # Of layers that are told already; Megatron's validation fills some of them in.
-    told = [prefix for symbol, prefix in OF_LAYERS if on_engine and symbol in pattern]
-    for name, argument in hybrid_arguments().items():
+    told = tuple(prefix for symbol, prefix in OF_LAYERS if on_engine and symbol in pattern)
+    arguments = {name: argument for name, argument in hybrid_arguments().items() if not name.startswith(told)}
+    return found + outside(args, arguments, run, values, no_default)
+
+
+def outside(
+    args: Namespace,
+    arguments: Mapping[str, ModelArgument],
+    run: Collection[str],
+    values: Mapping[str, tuple],
+    no_default: Collection[str],
+) -> list[str]:
+    """Those of the arguments that are neither in `run`, nor have one of `values` or, unless they are in no_default, the
+    default, as they would be written on the command line. On Transformer Engine's layers the command line's default
+    counts alone."""
+    found = []
+    for name, argument in arguments.items():
         value = getattr(args, name, None)
-        if name in run or (name in OF_EXPERTS and not args.num_experts) or name.startswith(tuple(told)):
+        if name in run or (name in OF_EXPERTS and not args.num_experts):
             continue
         allowed = list(values.get(name, ()))
         if name not in no_default:
+            on_engine = args.transformer_impl == "transformer_engine"
             allowed += [argument.action.default] if on_engine else argument.defaults
         if name in DERIVED:
             allowed.append(getattr(args, DERIVED[name]))

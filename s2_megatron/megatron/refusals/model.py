@@ -189,6 +189,11 @@ def _l2_norm_is_dropped(args: Namespace) -> bool:
     return bool(args.qk_l2_norm and args.transformer_impl == "local" and not others)
 
 
+def _heads_share_rope(args: Namespace) -> bool:
+    """Whether heads of several ranks share the keys' RoPE part, as in multi-latent attention."""
+    return bool(args.multi_latent_attention and args.tensor_model_parallel_size > 1)
+
+
 REFUSALS = (
     Refusal(
         "unknown_arguments",
@@ -212,13 +217,19 @@ REFUSALS = (
     ),
     Refusal(
         "mla_tensor_parallel",
-        lambda args: (
-            args.multi_latent_attention and args.transformer_impl == "local" and args.tensor_model_parallel_size > 1
-        ),
+        lambda args: _heads_share_rope(args) and args.transformer_impl == "local",
         "--multi-latent-attention with --transformer-impl local and --tensor-model-parallel-size "
         "{args.tensor_model_parallel_size}: Megatron does not add up the gradients of the keys' RoPE part, which all "
         "heads share, over the ranks (core/transformer/multi_latent_attention.py), and trains otherwise than one rank",
         "use --tensor-model-parallel-size 1, and --context-parallel-size for longer sequences",
+    ),
+    Refusal(
+        "mla_without_sequence_parallel",
+        lambda args: _heads_share_rope(args) and args.transformer_impl != "local" and not args.sequence_parallel,
+        "--multi-latent-attention with --tensor-model-parallel-size {args.tensor_model_parallel_size} and without "
+        "--sequence-parallel: Megatron does not add up the gradients of the keys' RoPE part, which all heads share, "
+        "over the ranks (core/transformer/multi_latent_attention.py), and trains otherwise than one rank",
+        "add --sequence-parallel",
     ),
     Refusal(
         "mla_rope_scaling",

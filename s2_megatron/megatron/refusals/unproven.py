@@ -15,6 +15,8 @@ from s2_megatron.megatron.refusals.execution import (
     module_names,
     whole_iterations,
 )
+from s2_megatron.megatron.refusals.hybrid import RUN_ON_ENGINE, VALUES_ON_ENGINE, outside
+from s2_megatron.megatron.refusals.model import model_arguments
 from s2_megatron.megatron.refusals.refusal import Refusal, is_set
 
 
@@ -32,21 +34,32 @@ def _graphs_of_rank_capacity(args: Namespace) -> bool:
     return bool(given and (whole_iterations(args) or graphs_hold_experts(args) or _graphs_of_preprocess(args)))
 
 
+# Of multi-latent attention on Transformer Engine's layers tests/megatron/test_gpu.py has run one GPU, and
+# test_gpu_features.py tensor with sequence parallelism: with any value, and with these alone.
+RUN_LATENT = (RUN_ON_ENGINE - {"pipeline_model_parallel_size", "apply_rope_fusion"}) | {
+    *("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+}
+LATENT_VALUES = VALUES_ON_ENGINE | {
+    "rope_type": ("rope",),
+    "apply_rope_fusion": (False,),
+    "recompute_granularity": (None,),
+    "recompute_method": (None,),
+}
+
+
 def _latent_on_engine(args: Namespace) -> list[str]:
-    """What has not been run with multi-latent attention on Transformer Engine's layers. One GPU has, and TP with SP."""
+    """What of args has not been run with multi-latent attention on Transformer Engine's layers, as it would be written
+    on the command line."""
     if not args.multi_latent_attention or args.transformer_impl != "transformer_engine":
         return []
-    asked = {
-        "fused RoPE": args.apply_rope_fusion,
-        "context parallelism": args.context_parallel_size > 1,
-        "pipeline stages": args.pipeline_model_parallel_size > 1,
+    others = {
         "packed documents": args.dataloader_inter_document_masking or args.sft,
-        "experts": args.num_experts,
-        "multi-token prediction": args.mtp_num_layers,
-        "recomputation": args.recompute_granularity,
-        "FSDP": args.use_megatron_fsdp or args.use_torch_fsdp2,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
     }
-    return [what for what, is_asked in asked.items() if is_asked]
+    found = [what for what, is_asked in others.items() if is_asked]
+    arguments = {name: each for name, each in model_arguments().items() if not name.startswith("inference_")}
+    return found + outside(args, arguments, RUN_LATENT, LATENT_VALUES, LATENT_VALUES)
 
 
 REFUSALS = (
@@ -54,8 +67,8 @@ REFUSALS = (
         "mla_transformer_engine",
         lambda args: bool(_latent_on_engine(args)),
         "--multi-latent-attention with --transformer-impl transformer_engine has not been run with S2 attention and "
-        "{found}",
-        "use --transformer-impl local, or leave that out (fused RoPE by --no-rope-fusion)",
+        "{found}; docs/validation.md has what has",
+        "leave out or change what stands there, or use --transformer-impl local",
         values=lambda args: dict(found=", ".join(_latent_on_engine(args))),
     ),
     Refusal(
