@@ -16,7 +16,7 @@ from s2_megatron.megatron.model.rope_scaling import computed_factor
 from s2_megatron.megatron.sparsity import resolve_windows
 from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
 from s2_megatron.tools.hf.config_types import check_types, is_count
-from s2_megatron.tools.hf.experts import expert_flags, experts_of_arguments
+from s2_megatron.tools.hf.experts import TAKERS, expert_flags, experts_of_arguments
 from s2_megatron.tools.hf.weights import Shape
 
 FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query attention)"
@@ -63,15 +63,15 @@ def shape_of_arguments(
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
         leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
-        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it{leave}")
+        raise ValueError(f"{where}: {found}; only {FORM} is taken by {TAKERS}, which has none of it{leave}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
         symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)
         num_layers, kinds = len(symbols) // 2, symbols[1::2]
         if len(symbols) % 2 or any(symbols[start : start + 2] not in halves for start in range(0, len(symbols), 2)):
             raise ValueError(
-                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM} can "
-                "be exported, which has no other layers"
+                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM} is "
+                f"taken by {TAKERS}, which has no other layers"
             )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size

@@ -9,6 +9,8 @@ from collections.abc import Collection
 from s2_megatron.config.errors import printable
 from s2_megatron.tools.hf.weights import Experts
 
+TAKERS = "export-hf, generate and choose-dense"  # of a Megatron checkpoint
+
 # Read here.
 _READ = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"}
 
@@ -56,8 +58,8 @@ def experts_of_arguments(args: Namespace, where: str, layers: int, kinds: str | 
     if other:
         found = ", ".join(f"{name}={printable(repr(value))} ({_expected(name)})" for name, value in other.items())
         raise ValueError(
-            f"{where}: {found}; only experts that a softmax router chooses for each token can be exported, and stock "
-            "architectures compute nothing beside them; train with the expected values"
+            f"{where}: {found}; {TAKERS} take experts only where a softmax router chooses them for each token and "
+            "nothing is computed beside them, as in stock architectures; train with the expected values"
         )
     return Experts(
         layers=has,
