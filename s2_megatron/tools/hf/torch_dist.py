@@ -40,6 +40,7 @@ from s2_megatron.megatron.checkpoints.folder import (
     newest_complete,
     read_tracker,
 )
+from s2_megatron.tools.hf.weights import stored_name
 
 SLOW_BYTES = 10**9  # to hash more takes seconds, which are announced
 
@@ -143,6 +144,9 @@ class TorchDistReader:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
         }
+        # import-hf writes the norm before experts by both of its names.
+        twice = [name for name in tensors if stored_name(name) != name and stored_name(name) in tensors]
+        tensors = {name: entry for name, entry in tensors.items() if name not in twice}
         self._stored = {rename(name): name for name in tensors}
         assert len(self._stored) == len(tensors), "two tensors of one name"
         self.shapes = {name: tuple(tensors[stored].size) for name, stored in self._stored.items()}
