@@ -101,16 +101,15 @@ def test_the_losses_are_megatrons(lab, trained, name):
 
 
 def test_layers_of_a_model_with_experts_under_another_plan(lab, trained):
-    """--beside, --by layer, documents apart."""
+    """--beside and --by layer."""
     (lab.folder / "beside.yaml").write_text("block_size: 16\nlayers: S\nspecs:\n  S: {local_tokens: 16}\n")
-    options = ("--beside", lab.folder / "beside.yaml", "--by", "layer", "--layers", 1, "--eod-mask-loss")
-    found, _ = choose(lab, trained("experts"), PLAN, "layers", *options, "--dataloader-inter-document-masking")
+    options = ("--beside", lab.folder / "beside.yaml", "--by", "layer", "--layers", 1)
+    found, _ = choose(lab, trained("experts"), PLAN, "layers", *options)
     assert len(found["candidates"]) == 4 and found["sets"][1]["size"] == 1
-    content = (lab.folder / "layers.yaml").read_text()
     resolved = load_config(lab.folder / "layers.yaml").resolve(
         num_layers=4, num_heads=4, num_kv_heads=2, seq_length=SEQ_LENGTH
     )
-    assert [layer.pattern is None for layer in resolved.layers].count(True) == 1, content
+    assert [layer.pattern is None for layer in resolved.layers].count(True) == 1
 
 
 def test_the_head_that_sees_least_matters_most(lab, dense):
@@ -120,7 +119,8 @@ def test_the_head_that_sees_least_matters_most(lab, dense):
     assert len(changes) == 7 and max(changes, key=changes.get) == (NEEDED["layer"], *NEEDED["kv_heads"])
 
 
-def test_documents_are_those_of_training(lab, dense):
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_documents_are_those_of_training(lab, trained, name):
     """Three equal documents in one sequence that do not attend each other, and whose ends do not count: in whatever
     order Megatron takes them, its evaluation has this loss, and another one without the two flags."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -128,6 +128,7 @@ def test_documents_are_those_of_training(lab, dense):
     own = (SEQ_LENGTH + 1) // 3
     assert 3 * own == SEQ_LENGTH + 1
     rng = np.random.default_rng(2)
+    (checkpoints, _), (flags, _) = trained(name), MODELS[name]
     builder = IndexedDatasetBuilder(f"{lab.folder / 'documents'}.bin", dtype=np.uint16)
     for _ in range(4):
         builder.add_document(rng.integers(1, VOCABULARY - 1, SEQ_LENGTH + 1).tolist(), [SEQ_LENGTH + 1])
@@ -137,9 +138,9 @@ def test_documents_are_those_of_training(lab, dense):
     builder.finalize(f"{lab.folder / 'documents'}.idx")
     data = f"--data-path {lab.folder / 'documents'} --split 4,3,0"
     masks = "--eod-mask-loss --dataloader-inter-document-masking"
-    found, _ = choose(lab, (dense[0], data), PLAN, "apart", "--heads", 1, *masks.split())
-    together, _ = choose(lab, (dense[0], data), PLAN, "together", "--heads", 1)
-    evaluated = f"--load {dense[0]} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1 {data}"
-    run = lab.run("documents", f"{evaluated} {masks}", f"--s2-config {lab.folder / 'plan'}.yaml")
+    found, _ = choose(lab, (checkpoints, data), PLAN, f"apart_{name}", "--heads", 1, *masks.split())
+    together, _ = choose(lab, (checkpoints, data), PLAN, f"together_{name}", "--heads", 1)
+    evaluated = f"--load {checkpoints} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1"
+    run = lab.run(f"documents_{name}", f"{evaluated} {data} {masks} {flags}", f"--s2-config {lab.folder / 'plan'}.yaml")
     wanted = run.evaluations["iteration 0 on validation set"]
     assert found["sets"][0]["loss"] == pytest.approx(wanted, abs=1e-5) != pytest.approx(together["sets"][0]["loss"])

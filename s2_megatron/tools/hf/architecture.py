@@ -52,7 +52,7 @@ def shape_of_arguments(
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
     layer and a dense MLP, or experts, take turns (`*-`, `*E`).
     """
-    missing = object()
+    missing, takers = object(), TAKERS if experts else "export-hf without --stock"
     other = {
         name: value
         for name, wanted in (_WANTED | ({} if experts else {"num_experts": None})).items()
@@ -63,15 +63,15 @@ def shape_of_arguments(
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
         leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
-        raise ValueError(f"{where}: {found}; only {FORM} is taken by {TAKERS}, which has none of it{leave}")
+        raise ValueError(f"{where}: {found}; only {FORM}, which has none of it, is taken by {takers}{leave}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
         symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)
         num_layers, kinds = len(symbols) // 2, symbols[1::2]
         if len(symbols) % 2 or any(symbols[start : start + 2] not in halves for start in range(0, len(symbols), 2)):
             raise ValueError(
-                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM} is "
-                f"taken by {TAKERS}, which has no other layers"
+                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM}, "
+                f"which has no other layers, is taken by {takers}"
             )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size
