@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 BASELINE, SHARDED = "dense", "s2"
+BEFORE_SHARE = 0.8
 
 # {name: (number of layers) -> the dense ones, from 0}
 PLACEMENTS: dict[str, Callable[[int], Iterable[int]]] = {
@@ -31,7 +32,7 @@ class Arm:
     by_layer: so many layers), other ones in every seed: chosen.py measures on the seed's dense model which, beside the
     sparse heads of the study's `measured_beside`, or, with own_choice, of this arm; ranked_on: a kind of ranked.py's
     sequences, empty for the text that the dense model did not read. offset: learnable softmax offsets, begun by
-    offsets.py."""
+    offsets.py. before: the arm as which the first BEFORE_SHARE of the tokens are trained."""
 
     name: str
     dense: str = "none"
@@ -43,6 +44,7 @@ class Arm:
     by_layer: bool = False
     ranked_on: str = ""
     offset: bool = False
+    before: str = ""
 
 
 _DENSE = Arm(BASELINE, dense="all")

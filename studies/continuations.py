@@ -8,6 +8,7 @@ from studies.arms import WINDOW, chosen_arms
 from studies.public import PUBLIC
 from studies.studies import BASELINE, STUDIES, Start, Study, pairs, sparsity
 from studies.tasks import VOCABULARY, TaskSettings
+from studies.trunk import TRUNKS
 
 # Megatron's RoPE scaling of Llama 3: what turns less than once in 8,192 tokens, turns an eighth as fast. The 8,192 are
 # fixed in Megatron. The first runs were given 4, which Megatron did not hand on: they computed 8, too.
@@ -98,7 +99,7 @@ CONTINUATIONS = {
     )
 }
 
-ALL = STUDIES | CONTINUATIONS | PUBLIC
+ALL = STUDIES | CONTINUATIONS | PUBLIC | TRUNKS
 
 
 def token_flops(study: Study, arm: str, vocabulary: int) -> float:

@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 
 from studies.after_training import measure_recall, measure_text
+from studies.arms import BEFORE_SHARE
 from studies.continuations import tokens_from_scratch
 from studies.corpus import Corpus, prepare_corpus
 from studies.data import select
 from studies.estimate import estimate_continued
-from studies.launch import Job
+from studies.launch import BEFORE, Job
 from studies.parts import split_corpus
 from studies.ranked import make_ranked
 from studies.results import Place, imported_weights, losses_hash, machine, start_of
@@ -91,11 +92,12 @@ def make_corpora(
     make_ranked(text, parts["more"], study.start.study.model.seq_length, kinds, tell)
     read = {START: parts["first"], CHOICE: parts["more"]}
     if study.tasks is None:
-        return text, text, {**read, SWITCHED: parts["more"], "": parts["more"], SCRATCH: parts["all"]}
+        going_on = dict.fromkeys((SWITCHED, BEFORE, ""), parts["more"])
+        return text, text, {**read, **going_on, SCRATCH: parts["all"]}
     tasks = prepare_tasks(runs, study.model.seq_length, study.tasks, tell=tell)
     require_new_sequences(tasks, tokens)
     tasks = replace(tasks, description=tasks.description | {"vocabulary": text.vocabulary})  # the model's
-    return tasks, text, {**read, SWITCHED: tasks, "": tasks, SCRATCH: tasks}
+    return tasks, text, {**read, **dict.fromkeys((SWITCHED, BEFORE, "", SCRATCH), tasks)}
 
 
 def require_new_sequences(tasks: Corpus, tokens: int) -> None:
@@ -128,10 +130,32 @@ def make_jobs(place: ContinuedPlace, arms: list[str], seeds: list[int], rates: d
             folder = place.folder(dense, f"{SWITCHED}-{arm}", own)
             if start.switched:
                 jobs.append(replace(going_on, folder=folder, evaluated=True, role=SWITCHED))
+            if own_before := study.arm(arm).before:
+                first = int(BEFORE_SHARE * place.tokens)
+                folder = place.folder(dense, f"{BEFORE}-{arm}", own)
+                before = replace(going_on, arm=own_before, tokens=first, folder=folder, role=BEFORE)
+                jobs.append(before)
+                going_on = replace(going_on, tokens=place.tokens - first, start=before)
             jobs.append(going_on)
     if not start.switched:  # an arm in all seeds before the next one, for a command that is cut
-        jobs.sort(key=lambda job: -1 if job.role == START else arms.index(job.arm))
+        jobs = sorted(jobs, key=lambda job: _place_of_arm(job, jobs, arms))
     return jobs + later
+
+
+def _place_of_arm(job: Job, jobs: Sequence[Job], arms: list[str]) -> int:
+    """Where an arm stands in the order; a run that it goes on from stands with it, dense runs come first."""
+    if job.role == BEFORE:
+        job = next(each for each in jobs if each.start == job)
+    return -1 if job.role == START else arms.index(job.arm)
+
+
+def with_starts(left: Sequence[Job], asked: Sequence[Job]) -> list[Job]:
+    """The jobs that are left, and those whose weights they begin with, in the order in which they were asked for."""
+    needed = list(left)
+    for job in needed:
+        if job.start is not None:
+            needed.append(job.start)
+    return [job for job in asked if job in needed]
 
 
 def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job: Job, device) -> str:
@@ -145,19 +169,19 @@ def keep(place: ContinuedPlace, about: dict, budget: Budget, tell, options, job:
         outcome = measure_text(job, place.corpus, device, budget, tell)
     place.keep(job, place.corpus_of(job), about, options.command)
     # The dense weights stay: other studies begin with them.
-    if outcome == FINISHED and job.role != START and not options.keep_checkpoints:
+    if outcome == FINISHED and job.role not in (START, BEFORE) and not options.keep_checkpoints:
         remove_checkpoints(job)
     return outcome
 
 
 def begin_again(jobs: Sequence[Job], tell) -> None:
-    """Put the dense runs aside whose weights are gone though some are still to begin with them, and all that began with
-    them."""
-    for dense in (job for job in jobs if job.role == START):
-        unfinished = any(final_evaluation(job) is None for job in jobs if job.start == dense)
-        if unfinished and final_evaluation(dense) is not None and not dense.checkpoints.exists():
-            aside = dense.folder.rename(dense.folder.with_name(f"{dense.folder.name}.gone-{time.time_ns()}"))
-            tell(f"the weights of {dense.name} are gone: it is trained again; what began with them is in {aside}")
+    """Put the runs aside whose weights are gone though some are still to begin with them, and, of a dense run, all that
+    began with them."""
+    for first in (job for job in jobs if job.role in (START, BEFORE)):
+        unfinished = any(final_evaluation(job) is None for job in jobs if job.start == first)
+        if unfinished and final_evaluation(first) is not None and not first.checkpoints.exists():
+            aside = first.folder.rename(first.folder.with_name(f"{first.folder.name}.gone-{time.time_ns()}"))
+            tell(f"the weights of {first.name} are gone: it is trained again; what began with them is in {aside}")
 
 
 @contextlib.contextmanager
@@ -185,7 +209,8 @@ def require_one_start(place: ContinuedPlace, jobs: Sequence[Job]) -> None:
         if all(final_evaluation(job) is not None for job in jobs if job.start == dense):
             continue
         own = losses_hash(dense) if dense.checkpoints.exists() else None
-        begun = {run.arm: start_of(run) for run in select(place.kept, scale=place.scale, seed=dense.seed)}
+        kept = select(place.kept, scale=place.scale, seed=dense.seed)
+        begun = {run.arm: start_of(run) for run in kept if not place.study.arm(run.arm).before}
         if there := sorted(name for name, start in begun.items() if start is not None and start != own):
             raise ValueError(
                 f"seed {dense.seed} has results of {', '.join(there)} that went on from other weights than those of "
@@ -240,7 +265,7 @@ def run_continued(study: Study, parsed: argparse.Namespace, budget: Budget, tell
 
     asked = make_jobs(place, arms, parsed.seeds, rates)
     left = [job for job in asked if not has_result(place, job, parsed.losses_only)]
-    jobs = [job for job in asked if job in left or any(each.start == job for each in left)]
+    jobs = with_starts(left, asked)
     if len(jobs) < len(asked):
         tell(f"{len(asked) - len(jobs)} of {len(asked)} runs have a result in {place.results} already")
     require_one_start(place, jobs)

@@ -3,9 +3,9 @@
     python -m studies.decide smollm2-8k
     python -m studies.decide smollm2-8k --base 16h-w-sink
 
-A table: every arm's distance from dense in percent, with its 95 % interval, the same of the first 512 tokens and beyond
-4K, and at every distance what it copies as a share of what dense of the same seeds copies. A second table has the arms
-that are fitted apart.
+A table: every arm's distance from dense in percent, with its 95 % interval, the same of the first 512 tokens (without
+one) and beyond 4K, and at every distance what it copies as a share of what dense of the same seeds copies. A second
+table has the arms that are fitted apart.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def lines(runs: Sequence[Run], base: str = "dense") -> list[str]:
     some = next(iter(gaps.values()))
     found = [f"{len(runs)} runs; the rest varies by {some.deviation:.3f} % ({some.freedom} degrees of freedom)"]
     found.append("dense's loss varies by {:.3f} % over {} seeds".format(*scatter_of_dense(runs)))
-    found.append(f"{'arm':<18}{'seeds':>6}  {f'loss, % above {base}':<24}{'first 16th':>11}{'last half':>11}  copied, "
+    found.append(f"{'arm':<18}{'seeds':>6}  {f'loss, % above {base}':<24}{'first 16th':>11}  {'last half':<24}copied, "
                  f"of what {base} does")  # fmt: skip
     for arm, gap in gaps.items():
         copied = copied_shares(runs, arm, base)
         shares = " ".join(f"{distance}:{share:.2f}" for distance, share in copied.items())
-        interval, parts = f"{gap.mean:+.2f} [{gap.low:+.2f}, {gap.high:+.2f}]", (near[arm].mean, far[arm].mean)
-        row = f"{arm:<18}{gap.seeds:>6}  {interval:<24}" + "".join(f"{part:>+11.2f}" for part in parts)
-        found.append(f"{row}  {shares}  {verdict(gap, copied)}")
+        whole, last = (f"{own.mean:+.2f} [{own.low:+.2f}, {own.high:+.2f}]" for own in (gap, far[arm]))
+        row = f"{arm:<18}{gap.seeds:>6}  {whole:<24}{near[arm].mean:>+11.2f}  {last:<24}"
+        found.append(f"{row}{shares}  {verdict(gap, copied)}")
     return found
 
 

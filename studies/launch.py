@@ -21,6 +21,8 @@ from studies.tasks import ANSWERS
 INIT_STD = 0.02
 WARM_UP_SHARE = 0.05
 FINAL_RATE_SHARE = 0.1
+WSD_DECAY_SHARE = 0.2  # of the steps of a run whose rate is constant before
+BEFORE = "before"  # role of a run that another arm goes on from
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,13 @@ class Job:
     @property
     def iterations(self) -> int:
         return self.study.iterations(self.tokens)
+
+    @property
+    def decay(self) -> str:
+        """Of the learning rate. Of an arm that is another one before, both runs together have the study's."""
+        if self.role == BEFORE:
+            return "constant"
+        return "linear" if self.study.arm(self.arm).before else self.study.decay
 
     @property
     def last_step(self) -> int:
@@ -184,13 +193,15 @@ def _implementation_flags(on_gpu: bool) -> list[str]:
 
 def _training_flags(job: Job) -> list[str]:
     study, steps = job.study, job.iterations
+    wsd = ["--lr-wsd-decay-style=linear", f"--lr-wsd-decay-iters={max(1, round(WSD_DECAY_SHARE * steps))}"]
     return [
         f"--micro-batch-size={study.micro_batch}",
         f"--global-batch-size={study.batch}",
         f"--train-iters={steps}",
         f"--lr={job.rate:g}",
         f"--min-lr={job.rate * FINAL_RATE_SHARE:g}",
-        f"--lr-decay-style={study.decay}",
+        f"--lr-decay-style={job.decay}",
+        *(wsd if job.decay == "WSD" else []),
         f"--lr-decay-iters={steps}",
         f"--lr-warmup-iters={max(1, round(WARM_UP_SHARE * steps))}",
         "--weight-decay=0.1",

@@ -18,12 +18,12 @@ BESIDE = "w-sink"  # the arm beside whose heads all dense ones are measured
 
 
 def public_arms(
-    window: int, narrow: int, wide: int, stride: int, sink: int, counts: tuple[int, int, int, int], layers: int
+    window: int, narrow: int, s2: int, stride: int, sink: int, counts: tuple[int, int, int, int], layers: int
 ) -> tuple[Arm, ...]:
-    """window: of most arms, narrow: of one, wide: of S2; in tokens, as the sink. counts: of measured heads, the third
+    """window: of most arms, narrow: of one, s2: of S2; in tokens, as the sink. counts: of measured heads, the third
     one that of all other arms. layers: how many are dense where they are measured."""
     heads, sinks = counts[2], dict(sink_tokens=sink)
-    alone, s2 = dict(window=window), dict(window=wide, stride=stride)
+    alone, strided = dict(window=window), dict(window=s2, stride=stride)
 
     def arm(name: str, spec: dict, **more) -> Arm:
         return Arm(name, spec=spec, whole_spec=True, **{"ranked_on": "code" if "chosen" in more else ""} | more)
@@ -40,10 +40,11 @@ def public_arms(
         arm(f"{heads}h-prose", alone | sinks, chosen=heads, ranked_on="prose"),
         arm("layers-w-sink", alone | sinks, chosen=layers, by_layer=True),
         arm("fourth-w-sink", alone | sinks, dense="every fourth"),
-        arm(SHARDED, s2),
-        arm("s2-sink", s2 | sinks),
-        arm(f"{heads}h-s2-sink", s2 | sinks, chosen=heads),
+        arm(SHARDED, strided),
+        arm("s2-sink", strided | sinks),
+        arm(f"{heads}h-s2-sink", strided | sinks, chosen=heads),
         arm(f"{heads}h-narrow-sink", dict(window=narrow) | sinks, chosen=heads),
+        arm(f"{heads}h-wide-sink", dict(window=2 * window) | sinks, chosen=heads),
         *(arm(f"{count}h-w-sink-few", alone | sinks, chosen=count, ranked_on="few") for count in (heads, counts[1])),
     )
 
@@ -97,7 +98,7 @@ def _public(name: str, heal: Study, text_share: float, tokens: int, arms: tuple[
     return replace(heal, name=name, tokens=tokens, evaluations=2, start=start, **settings | changed)
 
 
-ARMS = public_arms(window=1024, narrow=256, wide=512, stride=8, sink=64, counts=(4, 8, 16, 24), layers=7)
+ARMS = public_arms(window=1024, narrow=256, s2=512, stride=8, sink=64, counts=(4, 8, 16, 24), layers=7)
 SMOLLM2 = _public("smollm2-8k", HEAL, 0.4, 24_000_000, ARMS)
 PUBLIC = {
     study.name: study
@@ -118,7 +119,7 @@ PUBLIC = {
             HEAL_TINY,
             0.5,
             20 * 1024,
-            public_arms(window=32, narrow=16, wide=16, stride=4, sink=16, counts=(1, 2, 3, 4), layers=1),
+            public_arms(window=32, narrow=16, s2=16, stride=4, sink=16, counts=(1, 2, 3, 4), layers=1),
         ),
     )
 }

@@ -239,7 +239,9 @@ def compare_runs(place: Place, arms: Sequence[str], tell) -> None:
     baseline's is left out."""
     baseline = place.study.baseline
     folder = place.runs / place.study.name / place.scale
-    wanted = [baseline, *(arm for arm in place.study.arm_names if arm in arms and arm != baseline)]
+    # An arm that is another one before has two logs.
+    others = [arm.name for arm in place.study.arms if arm.name in arms and not arm.before]
+    wanted = [baseline, *(arm for arm in others if arm != baseline)]
     runs = [run for arm in wanted for run in select(place.kept, scale=place.scale, role="", arm=arm)]
     seeds = {run.seed for run in runs if run.arm == baseline}
     shared = {run.arm for run in runs if run.seed in seeds}

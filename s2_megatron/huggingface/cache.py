@@ -14,10 +14,10 @@ from transformers.cache_utils import Cache
 
 from s2_megatron.config.sparsity import ResolvedSparsity, canonical_pattern
 from s2_megatron.huggingface.attention import Rotary, rotated
-from s2_megatron.huggingface.cache_layer import CACHE_ARGUMENT, S2CacheLayer, SharedSlots
+from s2_megatron.huggingface.cache_layer import CACHE_ARGUMENT, JoinedSlots, S2CacheLayer, SharedSlots, joined_slots
 from s2_megatron.huggingface.decoding import DECODE_BACKENDS, OFFSET_ROOM, decode_mask, takes_kernel
 from s2_megatron.huggingface.layer_plans import kept_pattern, layer_plans, resolved_sparsity
-from s2_megatron.huggingface.slots import kept_slots
+from s2_megatron.huggingface.slots import Slots, kept_slots
 from s2_megatron.patterns.checks import shown
 from s2_megatron.patterns.ranges import Pattern
 from s2_megatron.printing import print_once
@@ -82,6 +82,9 @@ class S2Cache(Cache):
         self.starts: torch.Tensor | None = None  # first column of each row that is text; None: 0 everywhere
         self.position: torch.Tensor | None = None  # int64 [B], of the newest token in its text
         self._capacity = 0
+        self._joined: list[JoinedSlots] = []  # of the groups of all layers; made when they are first needed
+        # By device and dtype of masks (None: bool), where the newest tokens go and what they attend.
+        self._steps: dict[tuple[torch.device, torch.dtype | None], dict[Slots, tuple[torch.Tensor, torch.Tensor]]] = {}
         if max_length is not None:
             self._make_room(max_length)
         print_once(cache_summary(sparsity, max_length or sparsity.seq_length))
@@ -173,7 +176,10 @@ class S2Cache(Cache):
         self._make_room(_longest(self.seen + length, starts))
         self.starts = starts
         self.seen += length
-        self._forget_steps()
+        self._steps.clear()
+        if length > 1:
+            for joined in self._all_joined():
+                joined.slots.head_index(query.device)  # with all tables: a captured step cannot copy them there
         if length == 1 and self.seen > 1 and not moved:
             self.position.add_(1)  # in place, so that a captured step counts
             return
@@ -184,10 +190,6 @@ class S2Cache(Cache):
                 self.position.copy_(position)  # a captured step reads this tensor
             else:
                 self.position = position
-
-    def _forget_steps(self) -> None:
-        for layer in self.layers:
-            layer.shared.steps.clear()
 
     def _check_rows(self, rows: int, starts) -> None:
         if self.seen == 0:
@@ -226,21 +228,26 @@ class S2Cache(Cache):
         for layer in self.layers:
             if layer.groups is not layer.shared.groups:
                 layer.fit(layer.shared.groups, shared[layer.shared])
-        self._capacity = capacity
+        self._capacity, self._joined = capacity, []
+
+    def _all_joined(self) -> list[JoinedSlots]:
+        if not self._joined:
+            self._joined = joined_slots(list(dict.fromkeys(slots for layer in self.layers for slots in layer.groups)))
+        return self._joined
 
     def _step(self, layer: S2CacheLayer, query, kv_heads: int, kernel: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each group of a layer's heads, where the newest tokens go and what they attend: bool for the kernel, what
-        is added to scores for SDPA."""
-        steps, found = layer.shared.steps, (query.device, kernel)
-        if found not in steps:
+        is added to scores for SDPA. Once a forward for the groups of all layers."""
+        found = (query.device, None if kernel else query.dtype)
+        if found not in self._steps:
             position, group = self.position.to(query.device), query.shape[1] // kv_heads
-            steps[found] = []
-            for slots in layer.groups:
-                mask = slots.token_mask(position)
+            steps = self._steps[found] = {}
+            for joined in self._all_joined():
+                masks = joined.token_mask(position).transpose(0, 1)
                 if not kernel:
-                    mask = decode_mask(mask, len(slots.kv_heads), group, query.dtype)
-                steps[found].append((slots.write_tokens(position), mask))
-        return steps[found]
+                    masks = decode_mask(masks, len(joined.members[0].kv_heads), group, query.dtype)
+                steps.update(zip(joined.members, zip(joined.write_tokens(position).unbind(1), masks)))
+        return [self._steps[found][slots] for slots in layer.groups]
 
     def count_replay(self) -> None:
         """After the replay of a captured decoding step: counts the token that the graph has added."""
@@ -252,7 +259,7 @@ class S2Cache(Cache):
     def reset(self) -> None:
         super().reset()
         self.seen, self.starts = 0, None
-        self._forget_steps()
+        self._steps.clear()
 
     def _choose_rows(self, choose) -> None:
         """Replaces the rows by choose(tensor [B, ...])."""
@@ -263,7 +270,7 @@ class S2Cache(Cache):
             starts = None if self.starts is None else choose(self.starts)
             self.position = None if self.position is None else choose(self.position)
         self.starts = starts if starts is not None and starts.any() else None  # as a mask of these rows says it
-        self._forget_steps()
+        self._steps.clear()
 
     def reorder_cache(self, beam_idx) -> None:
         self._choose_rows(lambda rows: rows.index_select(0, beam_idx.to(rows.device)))

@@ -2,12 +2,14 @@
 
 Keys and values are made outside of inference mode: what an evaluation has filled, a training may go on with.
 
-B batch, H query heads, G KV heads, K of them in a group, D head dim, T tokens of a forward, S kept tokens of a KV head.
+B batch, H query heads, G KV heads, K of them in a group, R = H / G, P groups, D head dim, T tokens of a forward, S kept
+tokens of a KV head, W places that a token is written to.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 import transformers
@@ -32,16 +34,11 @@ if not CACHE_ARGUMENT:
 
 
 class SharedSlots:
-    """The slots of all layers of one pattern. The layers hold this object, and a copy of the cache has one copy of it.
-
-    steps: by device, and whether for the kernel, where the newest tokens go and what they attend: once a forward for
-    all these layers.
-    """
+    """The slots of all layers of one pattern. The layers hold this object; a copy of the cache has one copy of it."""
 
     def __init__(self, pattern: Pattern):
         self.pattern = pattern
         self.groups: list[Slots] = []
-        self.steps: dict[tuple[torch.device, bool], list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def check_length(self, n_blocks: int) -> None:
         """Raises ValueError for a block mask that is shorter."""
@@ -62,6 +59,41 @@ class SharedSlots:
         larger, places = zip(*(slots.grown(capacity) for slots in self.groups))
         self.groups = list(larger)
         return list(places)
+
+
+class JoinedSlots:
+    """Slots of several groups, computed at once: where the newest token of a row goes, and what it attends.
+
+    The layers of a model often differ in their residues alone. One after the other, the small kernels of 16 patterns
+    took longer than the attention of 30 layers (benchmarks/NOTES.md).
+    """
+
+    def __init__(self, members: Sequence[Slots]):
+        """members: of one form, [P]."""
+        self.members = members
+        self.slots = members[0].joined(members) if len(members) > 1 else members[0]
+
+    def write_tokens(self, position: torch.Tensor) -> torch.Tensor:
+        """Of every member, int64 [B, P, K or 1, W]."""
+        return self._apart(self.slots.write_tokens(position))
+
+    def token_mask(self, position: torch.Tensor) -> torch.Tensor:
+        """Of every member, bool [B, P, K or 1, R or 1, S]."""
+        return self._apart(self.slots.token_mask(position))
+
+    def _apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        count = len(self.members)
+        if tensor.shape[1] == 1:  # all heads are equal
+            return tensor[:, None].expand(-1, count, *tensor.shape[1:])
+        return tensor.unflatten(1, (count, -1))
+
+
+def joined_slots(groups: Sequence[Slots]) -> list[JoinedSlots]:
+    """For a step of all groups: those of one form together."""
+    by_form: dict[object, list[Slots]] = {}
+    for slots in groups:
+        by_form.setdefault(slots.form or slots, []).append(slots)
+    return [JoinedSlots(members) for members in by_form.values()]
 
 
 class S2CacheLayer(CacheLayerMixin):

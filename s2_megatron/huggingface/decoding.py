@@ -47,11 +47,12 @@ def takes_kernel(backend: str, device_type: str, dtype: torch.dtype, head_dim: i
 
 def decode_mask(mask: torch.Tensor, kv_heads: int, group: int, dtype: torch.dtype) -> torch.Tensor:
     """What is added to the scores, in the query's dtype, [B, H or 1, 1, S]: once for all layers, where SDPA would make
-    it of a bool mask in each. mask: bool [B, K or 1, R or 1, S], True where attended; kv_heads: K; group: R."""
+    it of a bool mask in each. mask: bool [B, K or 1, R or 1, S], True where attended; kv_heads: K; group: R. Before B
+    there may be more dims."""
     bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-    if bias.shape[1] == bias.shape[2] == 1:
+    if bias.shape[-3] == bias.shape[-2] == 1:
         return bias
-    return bias.expand(-1, kv_heads, group, -1).flatten(1, 2)[:, :, None]
+    return bias.expand(*bias.shape[:-3], kv_heads, group, -1).flatten(-3, -2).unsqueeze(-2)
 
 
 def mask_with_offset(bias: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,17 @@
-"""Rings of slots: the newest blocks of each range of distance that a KV head attends. NumPy only."""
+"""Rings of slots: the newest blocks of each range of distance that a KV head attends; and the slots of a block mask.
+NumPy only."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from s2_megatron.patterns.head import HeadPattern
+
+_NO_END = 2**40
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Ring:
     @property
     def form(self) -> tuple:
         return self.first, self.limit, self.stride
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """first, limit (where there is none, more than any distance), stride, residue."""
+        return self.first, _NO_END if self.limit is None else self.limit, self.stride, self.residue
 
     def size(self, n_blocks: int) -> int:
         span = n_blocks if self.limit is None else min(self.limit, n_blocks)
@@ -56,3 +65,26 @@ def rings_of(head: HeadPattern) -> list[Ring]:
 
 def rings_of_bounds(bounds, head: HeadPattern) -> list[Ring]:
     return [Ring(start, end, stride, -head.offset % stride) for start, end, stride in bounds]
+
+
+def last_use(blocks: int, tables) -> np.ndarray:
+    """The last query block that attends each key block in any of the tables, at least the block itself (it is there
+    while it is written)."""
+    last = np.arange(blocks)
+    for indptr, indices in tables:
+        indptr = indptr[: blocks + 1]
+        np.maximum.at(last, indices[: indptr[-1]], np.repeat(np.arange(blocks), np.diff(indptr)))
+    return last
+
+
+def assigned_slots(until: np.ndarray) -> tuple[np.ndarray, int]:
+    """A slot for each block, free again after `until`; and how many there are."""
+    slots, count = np.empty(len(until), np.int64), 0
+    busy: list[tuple[int, int]] = []
+    for block, end in enumerate(until.tolist()):
+        if busy and busy[0][0] < block:
+            slots[block] = heapq.heappop(busy)[1]
+        else:
+            slots[block], count = count, count + 1
+        heapq.heappush(busy, (end, int(slots[block])))
+    return slots, count

@@ -10,18 +10,24 @@ written to. "Query block": that of the newest token.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from s2_megatron.huggingface.rings import Ring, distinct, keep_everything, rings_of, rings_of_bounds, token_rings
+from s2_megatron.huggingface.rings import (
+    Ring,
+    assigned_slots,
+    distinct,
+    keep_everything,
+    last_use,
+    rings_of,
+    rings_of_bounds,
+    token_rings,
+)
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import Pattern, RangePattern
-
-_NO_END = 2**40
 
 
 class Slots:
@@ -46,7 +52,9 @@ class Slots:
         if device not in self._tables:
             arrays = self._arrays() | {"kv_heads": np.array(self.kv_heads)}
             with torch.inference_mode(False):  # they stay, and a training may come after an evaluation
-                self._tables[device] = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+                # In order: otherwise what is computed of them is not, and masks are copied when they are flattened.
+                tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+                self._tables[device] = {name: tensor.to(device) for name, tensor in tensors.items()}
         return self._tables[device]
 
     def held_blocks(self, query_block: torch.Tensor) -> torch.Tensor:
@@ -65,13 +73,23 @@ class Slots:
         """Slots for a longer text, and where the present ones lie among them: int64 [S]."""
         raise NotImplementedError
 
+    @property
+    def form(self) -> tuple | None:
+        """Equal for slots that can be joined; None: with no others."""
+        return None
+
+    def joined(self, members: Sequence[Slots]) -> Slots:
+        """Slots of the heads of all members, which have this form: the K or 1 heads of one behind those of another."""
+        raise NotImplementedError
+
     def token_mask(self, position: torch.Tensor) -> torch.Tensor:
         """Which of the kept tokens the token at `position` attends: bool [B, K or 1, R or 1, S * block_size]."""
         query_block = position // self.block_size
         held = self.held_blocks(query_block)
-        inside = torch.arange(self.block_size, device=position.device)
-        seen = held[..., None] * self.block_size + inside <= position[:, None, None, None]
-        return (self.attended_slots(query_block, held)[..., None] & seen[:, :, None]).flatten(-2)
+        # Numbers a slot, not a token: what is as large as the mask is written once.
+        since = (position[:, None, None] - held * self.block_size)[:, :, None]
+        until = since.where(self.attended_slots(query_block, held), -1)
+        return (torch.arange(self.block_size, device=position.device) <= until[..., None]).flatten(-2)
 
     def write_tokens(self, position: torch.Tensor) -> torch.Tensor:
         """Where the token at `position` [B] is written: int64 [B, K or 1, W], places among S * block_size."""
@@ -95,17 +113,25 @@ class RingSlots(Slots):
     def __init__(self, block_size: int, kv_heads: Sequence[int], rings: Sequence[Sequence[Ring]], applies, n_blocks):
         """rings: of every KV head, equal but for their residues; the first one has stride 1. applies: bool [R, rings],
         which of them a query head attends by."""
-        self._rings, self._applies, self._sizes = rings, applies, np.array([ring.size(n_blocks) for ring in rings[0]])
+        self._rings = rings if any(list(of_head) != list(rings[0]) for of_head in rings) else rings[:1]
+        self._applies, self._sizes = applies, np.array([ring.size(n_blocks) for ring in rings[0]])
         super().__init__(block_size, kv_heads, n_blocks, int(self._sizes.sum()))
 
+    @property
+    def form(self):
+        rings = tuple(ring.form for ring in self._rings[0])
+        sizes = (self.block_size, self.n_blocks, len(self.kv_heads), len(self._rings))
+        return RingSlots, sizes, rings, self._applies.shape, self._applies.tobytes()
+
+    def joined(self, members):
+        rings = [of_head for slots in members for of_head in slots._rings]
+        return RingSlots(self.block_size, range(len(rings)), rings, self._applies, self.n_blocks)
+
     def _arrays(self):
-        sizes, rings = self._sizes, self._rings[0]
+        sizes = self._sizes
         ring_of = np.repeat(np.arange(len(sizes)), sizes)
+        first, limit, stride, _ = np.array([ring.numbers for ring in self._rings[0]]).T
         residues = np.array([[ring.residue for ring in of_head] for of_head in self._rings])
-        if (residues == residues[0]).all():
-            residues = residues[:1]
-        stride = np.array([ring.stride for ring in rings])
-        limit = np.array([_NO_END if ring.limit is None else ring.limit for ring in rings])
         base = np.cumsum(sizes) - sizes
         applies = self._applies[:1] if self._applies.all() else self._applies
         return dict(
@@ -117,7 +143,7 @@ class RingSlots(Slots):
             slot_size=sizes[ring_of],
             slot_index=np.arange(self.n_slots) - base[ring_of],
             slot_residue=residues[:, ring_of],
-            slot_first=np.array([ring.first for ring in rings])[ring_of],
+            slot_first=first[ring_of],
             slot_limit=limit[ring_of],
             slot_applies=applies[:, ring_of],
         )
@@ -126,7 +152,8 @@ class RingSlots(Slots):
         table = self._table(query_block.device)
         last = (query_block[:, None, None] - table["slot_residue"]).div(table["slot_stride"], rounding_mode="floor")
         member = last - (last - table["slot_index"]) % table["slot_size"]
-        return (table["slot_residue"] + member * table["slot_stride"]).where(member >= 0, -1)
+        # A residue is less than its stride, so what is before the text's start is less than 0.
+        return (table["slot_residue"] + member * table["slot_stride"]).clamp(min=-1)
 
     def attended_slots(self, query_block, held):
         table = self._table(query_block.device)
@@ -155,27 +182,27 @@ class WholeSlots(Slots):
         super().__init__(block_size, kv_heads, n_blocks, n_blocks)
         self._ranges = ranges
         self._dense = all(list(of_head) == [Ring(0, None, 1, 0)] for group in ranges for of_head in group)
-
-    def _arrays(self):
-        longest = max(len(of_head) for group in self._ranges for of_head in group)
+        longest = max(len(of_head) for group in ranges for of_head in group)
         never = Ring(0, 0, 1, 0)
-        padded = [[[*of_head, *[never] * (longest - len(of_head))] for of_head in group] for group in self._ranges]
-        fields = np.array(
-            [
-                [
-                    [
-                        (ring.first, _NO_END if ring.limit is None else ring.limit, ring.stride, ring.residue)
-                        for ring in of_head
-                    ]
-                    for of_head in group
-                ]
-                for group in padded
-            ]
-        )  # [K, R, ranges, 4]
+        padded = [[[*of_head, *[never] * (longest - len(of_head))] for of_head in group] for group in ranges]
+        # [K, R, ranges, 4]
+        fields = np.array([[[ring.numbers for ring in of_head] for of_head in group] for group in padded])
         for axis in (0, 1):
             if (fields == fields.take([0], axis)).all():
                 fields = fields.take([0], axis)
-        return {name: fields[..., index, None] for index, name in enumerate(("first", "limit", "stride", "residue"))}
+        self._fields = fields
+
+    @property
+    def form(self):
+        return WholeSlots, self.block_size, self.n_blocks, len(self.kv_heads), self._fields.shape[:2], self._dense
+
+    def joined(self, members):
+        ranges = [of_head for slots in members for of_head in slots._ranges[: len(self._fields)]]
+        return WholeSlots(self.block_size, range(len(ranges)), ranges, self.n_blocks)
+
+    def _arrays(self):
+        names = ("first", "limit", "stride", "residue")
+        return {name: self._fields[..., index, None] for index, name in enumerate(names)}
 
     def held_blocks(self, query_block):
         blocks = torch.arange(self.n_blocks, device=query_block.device)
@@ -220,6 +247,15 @@ class TokenSlots(Slots):
         self._rings = RingSlots(block_size, kv_heads, rings, applies[0], n_blocks)
         super().__init__(block_size, kv_heads, n_blocks, self._rings.n_slots + self._n_sink)
 
+    @property
+    def form(self):
+        by_query_head = [slots._fields.shape[1] for slots in (self._seen, self._whole)]
+        return TokenSlots, self._rings.form, self._n_sink, *by_query_head
+
+    def joined(self, members):
+        heads = [of_head for slots in members for of_head in slots._heads]
+        return TokenSlots(self.block_size, range(len(heads)), heads, self.n_blocks)
+
     def _arrays(self):
         # One window and one sink for all query heads of a KV head.
         window, sink = ([getattr(of[0], name) or 0 for of in self._heads] for name in ("window", "sink_tokens"))
@@ -249,14 +285,13 @@ class TokenSlots(Slots):
     def token_mask(self, position):
         table, query_block = self._table(position.device), position // self.block_size
         held = self.held_blocks(query_block)
+        first = (held * self.block_size)[:, :, None]
+        since = position[:, None, None, None] - first
+        until = since.where(self.attended_slots(query_block, held), -1)[..., None]
+        whole = self._whole.attended_slots(query_block, held)[..., None]
         inside = torch.arange(self.block_size, device=position.device)
-        key = (held[..., None] * self.block_size + inside).flatten(-2)[:, :, None]
-        attended, whole = (
-            slots.attended_slots(query_block, held).repeat_interleave(self.block_size, -1)
-            for slots in (self, self._whole)
-        )
-        position = position[:, None, None, None]
-        return attended & (whole | (position - key < table["window"]) | (key < table["sink"])) & (key <= position)
+        shown = whole | (inside > (since - table["window"])[..., None]) | (inside < (table["sink"] - first)[..., None])
+        return (shown & (inside <= until)).flatten(-2)
 
     def grown(self, n_blocks):
         larger, (rings, places) = (
@@ -277,8 +312,8 @@ class TableSlots(Slots):
         needed = 0
         for head in range(kv_heads):
             tables = {pattern.table_of(h) for h in range(head * ratio, (head + 1) * ratio)}
-            until[head] = _last_use(blocks, [pattern.tables[table] for table in tables])
-            slot[head], count = _assigned_slots(until[head])
+            until[head] = last_use(blocks, [pattern.tables[table] for table in tables])
+            slot[head], count = assigned_slots(until[head])
             needed = max(needed, count)
         super().__init__(pattern.block_size, range(kv_heads), blocks, needed)
         by_query_head = len(pattern.tables) == pattern.num_heads and ratio > 1
@@ -319,29 +354,6 @@ class TableSlots(Slots):
 
     def write_slots(self, query_block):
         return self._table(query_block.device)["slot"][:, query_block].T[..., None]
-
-
-def _last_use(blocks: int, tables) -> np.ndarray:
-    """The last query block that attends each key block in any of the tables, at least the block itself (it is there
-    while it is written)."""
-    last = np.arange(blocks)
-    for indptr, indices in tables:
-        indptr = indptr[: blocks + 1]
-        np.maximum.at(last, indices[: indptr[-1]], np.repeat(np.arange(blocks), np.diff(indptr)))
-    return last
-
-
-def _assigned_slots(until: np.ndarray) -> tuple[np.ndarray, int]:
-    """A slot for each block, free again after `until`; and how many there are."""
-    slots, count = np.empty(len(until), np.int64), 0
-    busy: list[tuple[int, int]] = []
-    for block, end in enumerate(until.tolist()):
-        if busy and busy[0][0] < block:
-            slots[block] = heapq.heappop(busy)[1]
-        else:
-            slots[block], count = count, count + 1
-        heapq.heappush(busy, (end, int(slots[block])))
-    return slots, count
 
 
 def kept_slots(pattern: Pattern, n_blocks: int) -> list[Slots]:

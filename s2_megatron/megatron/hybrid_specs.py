@@ -128,6 +128,14 @@ def _mtp_spec(stock: ModuleSpec, attention: list[ModuleSpec]) -> ModuleSpec:
     return ModuleSpec(module=stock.module, params=dict(stock.params), submodules=block)
 
 
+def _pattern_of_gpt(args: Namespace) -> str:
+    """The --hybrid-layer-pattern with the layers of a GPT."""
+    every = args.moe_layer_freq if args.num_experts else [0] * args.num_layers
+    if isinstance(every, int):  # the first layer, and every Nth from there
+        every = [int(layer % every == 0) for layer in range(args.num_layers)]
+    return "".join("*E" if experts else "*-" for experts in every)
+
+
 def model_config_from_args(args: Namespace):
     """Megatron's GPTModelConfig, or its HybridModelConfig where args has a hybrid_layer_pattern: of local modules with
     --transformer-impl local, where Megatron takes Transformer Engine's all the same.
@@ -137,11 +145,10 @@ def model_config_from_args(args: Namespace):
     """
     if args.hybrid_layer_pattern is None:
         if not hasattr(argument_utils, "gpt_config_from_args"):
-            pattern = ("*E" if args.num_experts else "*-") * args.num_layers
             raise ValueError(
                 f"--hybrid-layer-pattern is not given, and Megatron {package_info.__version__} has no GPTModel; "
                 f"expected a pattern, in which *- stands for a layer of a GPT, *E for one with experts; add "
-                f"--hybrid-layer-pattern '{pattern}'"
+                f"--hybrid-layer-pattern '{_pattern_of_gpt(args)}'"
             )
         return argument_utils.gpt_config_from_args(args)
     refuse_dropped(args)

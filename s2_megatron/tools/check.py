@@ -26,12 +26,13 @@ from typing import NamedTuple
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.load import load_config
+from s2_megatron.megatron.errors import CONNECTIONS
 from s2_megatron.megatron.sparsity import FROM_FLAGS
 from s2_megatron.printing import held
 from s2_megatron.tools.launch_line import LaunchLine, launch_words, parse_launch_line
 from s2_megatron.tools.outputs import console
 from s2_megatron.tools.progress import working
-from s2_megatron.tools.repair import DROPPED, RENAMED, named, repaired
+from s2_megatron.tools.repair import ADDED, DROPPED, RENAMED, named, repaired
 from s2_megatron.tools.rules import warnings as plan_warnings
 
 SCRIPT = "pretrain_gpt_s2.py"
@@ -253,7 +254,7 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
     texts: list[str] = []
     first: BaseException | None = None
     touched: set[str] = set()  # flags of mistakes that were found, and of what was done about them
-    done: dict[str, set[str]] = {}  # what was done to the line, by stage
+    done: dict[str, set[str]] = {stage: set() for stage in STAGES}  # what was done to the line
     for _ in range(MOST_ROUNDS):
         check = _Check(here)
         errors = check.all_stages(line)
@@ -263,15 +264,17 @@ def check_line(line: LaunchLine, *, here: bool = False) -> Checked:
         for stage, text, error in errors:
             first = first or error
             # An error that an earlier repair caused is no mistake of the line. Where a stage combines several values we
-            # cannot tell which it is, so there no error counts after a repair other than a renaming.
-            follows = named(text) & touched or (MISSING in text and DROPPED in done.get(stage, ()))
-            unclear = stage in ("megatron", "tokenizer", "model") and any(each - {RENAMED} for each in done.values())
+            # cannot tell which it is, so there no error counts after a repair other than a renaming; but no flag that
+            # was added makes an environment wrong.
+            follows = named(text) & touched or (MISSING in text and DROPPED in done[stage])
+            harmless = {RENAMED, ADDED} if CONNECTIONS in text else {RENAMED}
+            unclear = stage in ("megatron", "tokenizer", "model") and set().union(*done.values()) - harmless
             if text not in texts and not follows and not unclear:
                 texts.append(text)
             repair = repaired(flags, text)
             flags = repair.flags
             touched |= repair.touched
-            done.setdefault(stage, set()).update({repair.kind} if repair.kind else ())
+            done[stage] |= {repair.kind} if repair.kind else set()
         if flags == line.flags:
             break
         line = replace(line, flags=flags)

@@ -47,26 +47,31 @@ def with_starts(prefix: str | Path, documents: range, length: int, most: int) ->
     return found, starts
 
 
-def token_losses(model, sequences: np.ndarray, at_once: int = 1, starts: Sequence[np.ndarray] | None = None):
+def token_losses(
+    model, sequences: np.ndarray, at_once: int = 1, starts: Sequence[np.ndarray] | None = None, inputs=None
+):
     """The loss, in nats, of every token but the first of each sequence.
 
     model: a GPTModel in evaluation mode. sequences: int64 [n, length + 1]. at_once: sequences of a forward pass.
     starts: of each sequence, as of `with_starts`: its documents do not attend each other then, as with Megatron's
-    --dataloader-inter-document-masking. Returns float32 [n, length] on the CPU.
+    --dataloader-inter-document-masking. inputs: of each sequence, by itself, what the decoder's first layer gets,
+    [length, 1, hidden] on the model's device, in place of embeddings. Returns float32 [n, length] on the CPU.
     """
     import torch
 
     device = next(model.parameters()).device
     rows = []
     with torch.no_grad():
-        for start in range(0, len(sequences), at_once if starts is None else 1):
-            ids = torch.from_numpy(sequences[start : start + (at_once if starts is None else 1)]).to(device)
+        step = at_once if starts is None and inputs is None else 1
+        for start in range(0, len(sequences), step):
+            ids = torch.from_numpy(sequences[start : start + step]).to(device)
             positions = torch.arange(ids.shape[1] - 1, device=device).expand(len(ids), -1)
             packed = None
             if starts is not None:
                 positions, packed = _documents(positions, starts[start])
             # [b, length, vocabulary]
-            found = model(ids[:, :-1].contiguous(), positions, None, packed_seq_params=packed)
+            given = dict(packed_seq_params=packed, decoder_input=None if inputs is None else inputs[start])
+            found = model(ids[:, :-1].contiguous(), positions, None, **given)
             for row, logits in zip(ids, found):
                 pieces = zip(logits.split(LOGITS_AT_ONCE), row[1:].split(LOGITS_AT_ONCE))
                 losses = [torch.nn.functional.cross_entropy(own.float(), to, reduction="none") for own, to in pieces]

@@ -24,7 +24,7 @@ from studies.gaps import Fitted, fitted_gaps
 from studies.launch import command
 from studies.public import HEAL, PUBLIC, SMOLLM2
 from studies.ranked import make_ranked, ranked_options, repeated_from, with_copies
-from studies.studies import density, plan_before_choice
+from studies.studies import density, plan_before_choice, sparsity
 
 TINY = PUBLIC["smollm2-tiny"]
 ARMS = ("dense", "16h-w-sink", "16h-w-offset", "16h-copies", "layers-w-sink", "w")
@@ -92,7 +92,8 @@ def test_what_stands_before_the_training_of_measured_heads(jobs, tmp_path):
 def test_the_arms_of_the_plan():
     """A sixth of the heads beside windows is as few pairs as a quarter of the layers is not."""
     names = [arm.name for arm in SMOLLM2.arms]
-    assert len(names) == len(set(names)) == 19 and names[0] == "dense"
+    assert len(names) == len(set(names)) == 20 and names[0] == "dense"
+    assert sparsity(SMOLLM2, "16h-wide-sink")["specs"]["S"]["window"] == 2048
     fourth = plan_before_choice(SMOLLM2, "fourth-w-sink")
     assert fourth["layers"].count("D") == 7 and SMOLLM2.arm("layers-w-sink").chosen == 7
     assert density(SMOLLM2, "16h-w-sink") < density(SMOLLM2, "fourth-w-sink") == density(SMOLLM2, "layers-w-sink")

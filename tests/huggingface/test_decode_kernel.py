@@ -4,17 +4,19 @@ cache, and compiled for cards that are not there."""
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from s2_megatron.huggingface import CACHE_ARGUMENT, S2Cache, decode_kernel
 from s2_megatron.huggingface.attention import attend, rotated
 from s2_megatron.huggingface.decode_kernel import DecodePlan, Kept, decode, plan_for, split_sizes
 from s2_megatron.patterns.ranges import RangePattern
-from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, NAMES, config_of, model_of, sparsity_named, tokens
+from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, NAMES, config_of, model_of, plan_of, sparsity_named, tokens
 from tests.kernels.test_compile import LIMITS
 from tests.processes import found_by
 from tests.tiers import mostly_slow
@@ -206,8 +208,9 @@ def test_every_step_equals_the_full_attention(name, layer, offset, device, monke
 
 @pytest.mark.parametrize("more", [{}, dict(softmax_type="learnable", qk_norm=True)], ids=str)
 def test_the_model_generates_the_same(more, device):
-    """RoPE in the kernel, padding, a growing cache."""
-    model, text = model_of(sparsity_named("dense_heads"), **more).to(device), tokens(2, 60).to(device)
+    """RoPE in the kernel, padding, a growing cache, two patterns whose places and masks are computed together; and as
+    with the full cache."""
+    model, text = model_of(plan_of("dense_heads", "DSS"), **more).to(device), tokens(2, 60).to(device)
     mask = torch.ones_like(text)
     mask[1, :13] = 0
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, output_logits=True)
@@ -221,8 +224,74 @@ def test_the_model_generates_the_same(more, device):
             )
             for backend in ("reference", "triton")
         )
-    assert torch.equal(one.sequences, two.sequences)
+        full = model.generate(text, **options, cache_implementation="dynamic")
+    assert torch.equal(one.sequences, two.sequences) and torch.equal(one.sequences, full)
     assert torch.allclose(torch.stack(one.logits), torch.stack(two.logits), atol=1e-4 if device == "cpu" else 1e-3)
+
+
+class Launches(TorchDispatchMode):
+    """By layer (the number of the one that computes, or -1) what a GPU would launch: every op that is neither a view
+    nor an allocation, and the decoding kernels, which do not run."""
+
+    def __init__(self, model, monkeypatch):
+        super().__init__()
+        self.layer, self.found = -1, [Counter() for _ in range(len(model.model.layers) + 1)]
+        for number, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(lambda *_, number=number: setattr(self, "layer", number))
+            layer.register_forward_hook(lambda *_: setattr(self, "layer", -1))
+        for name in ("s2_decode_kernel", "s2_decode_join_kernel"):
+            monkeypatch.setattr(decode_kernel, name, Recorded(lambda name=name: self.count(name)))
+
+    def count(self, name: str) -> None:
+        self.found[self.layer][name] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returns = [value.alias_info for value in func._schema.returns]
+        view = returns and all(alias is not None and not alias.is_write for alias in returns)
+        if not view and not any(word in func._schema.name for word in ("empty", "view", "promote_types")):
+            self.count(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Recorded:
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launched()
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("name", ["s2", "dense_heads", "tokens_by_head"])
+def test_a_sparse_layer_launches_as_much_as_a_dense_one(name, backend, monkeypatch):
+    """Where a token goes and what it attends is computed in the first layer, once for all patterns: these differ in
+    their residues. A group of KV heads has its own attention. What is computed reads nothing from the host."""
+    monkeypatch.setattr(decode_kernel, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(decode_kernel, "plan_for", lambda *sizes: SMALL)
+    in_first = []
+    for plan in ("DDS", "DDSSSS"):
+        sparsity = plan_of(name, plan)
+        assert len({layer.pattern for layer in sparsity.layers}) == len(plan) - 1
+        model = model_of(sparsity)
+        cache = S2Cache(model.config, max_length=256, decode_backend=backend)
+        counted = Launches(model, monkeypatch)
+        with torch.no_grad():
+            model(tokens(1, 130), **{CACHE_ARGUMENT: cache})
+            assert all(joined.slots._tables for joined in cache._joined)  # a captured step cannot copy them
+            with counted:
+                model(tokens(1, 1), **{CACHE_ARGUMENT: cache})
+        first, dense, *sparse, _ = counted.found
+        groups = len(cache.layers[-1].groups)
+        kernels = Counter(s2_decode_kernel=1, s2_decode_join_kernel=1) if backend == "triton" else Counter()
+        assert kernels <= dense and all(layer == sparse[0] for layer in sparse)
+        if groups == 1:
+            assert sparse[0] == dense
+        else:
+            assert all(sparse[0][kernel] == groups for kernel in kernels)
+            assert sum((sparse[0] - dense).values()) <= 12 * (groups - 1)
+        in_first.append(first - dense)
+    assert in_first[0] == in_first[1]
+    assert name != "s2" or sum(in_first[0].values()) <= (40 if backend == "triton" else 48)
 
 
 def test_refused_backends(device):

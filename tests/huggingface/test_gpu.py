@@ -12,7 +12,7 @@ from s2_megatron.huggingface.attention import attend
 from s2_megatron.huggingface.decode_kernel import Kept, decode
 from s2_megatron.huggingface.decoding import decode_attention, decode_mask
 from tests.huggingface.test_decode_kernel import expected_step, random_kept
-from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, sparsity_named, tokens
+from tests.huggingface.tiny import BLOCK, NAMES, config_of, model_of, plan_of, sparsity_named, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -138,9 +138,11 @@ def test_the_kernel_generates_what_sdpa_generates(name, replayed, dtype):
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("name", ["s2", "dense_heads", "mask_heads", "query_slide"])
-def test_a_captured_step_is_replayed_over_block_borders(name, backend):
-    model = model_of(sparsity_named(name)).cuda()
+@pytest.mark.parametrize(
+    "name, layers", [("s2", "DS"), ("dense_heads", "DSSS"), ("mask_heads", ""), ("query_slide", "DS")]
+)
+def test_a_captured_step_is_replayed_over_block_borders(name, layers, backend):
+    model = model_of(plan_of(name, layers) if layers else sparsity_named(name)).cuda()
     text = tokens(2, 200).cuda()
     expected = model(text, use_cache=False).logits.detach()
     cache = S2Cache(model.config, max_length=256, decode_backend=backend)

@@ -7,10 +7,11 @@ import torch
 from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.huggingface.cache import cache_summary, kept_tokens
+from s2_megatron.huggingface.cache_layer import joined_slots
 from s2_megatron.huggingface.slots import kept_slots
 from s2_megatron.patterns.block_mask import BlockMaskPattern
 from s2_megatron.patterns.ranges import RangePattern, make_range_pattern
-from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, NAMES, SHIPPED, sparsity_named
+from tests.huggingface.tiny import BLOCK, HEADS, KV_HEADS, NAMES, SHIPPED, SPECS, plan_of, random_mask, sparsity_named
 
 BLOCKS = 40
 RATIO = HEADS // KV_HEADS
@@ -128,3 +129,34 @@ def test_config_without_stride_keeps_its_window_alone():
     config = SparsityConfig.from_data(dict(block_size=64, layers="S", specs=dict(S=dict(local_tokens=1024))))
     sparsity = config.resolve(num_layers=1, num_heads=8, num_kv_heads=8, seq_length=65536)
     assert kept_tokens(sparsity, 65536) == [[1024] * 8]
+
+
+def joined_layers(name) -> list:
+    """What is kept in five layers of the pattern, or of five of its kind."""
+    if name in SPECS:
+        patterns = [layer.pattern for layer in plan_of(name, "SSSSS").layers]
+    else:
+        patterns = [pattern_named(name), random_mask(1, 3), pattern_named("s2"), pattern_named("window")]
+    return [slots for pattern in dict.fromkeys(patterns) for slots in kept_slots(pattern, BLOCKS)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_joined_slots_say_what_each_says_alone(name):
+    position, found = torch.tensor([0, 5, 3 * BLOCK, 17 * BLOCK + 9, BLOCKS * BLOCK - 1]), []
+    groups = joined_layers(name)
+    for joined in joined_slots(groups):
+        masks, places = joined.token_mask(position), joined.write_tokens(position)
+        assert masks.shape[1] == places.shape[1] == len(joined.members)
+        for slots, mask, place in zip(joined.members, masks.unbind(1), places.unbind(1)):
+            assert torch.equal(mask, slots.token_mask(position)) and torch.equal(place, slots.write_tokens(position))
+            found.append(slots)
+    assert set(found) == set(groups) and len(found) == len(groups)
+
+
+@pytest.mark.parametrize("name, alone, together", [
+    ("s2", 4, 1), ("tokens_by_head", 8, 2), ("dense_heads", 8, 2), ("query_slide", 1, 1), ("window", 1, 1),
+    ("three_ranges", 4, 1),
+])  # fmt: skip
+def test_layers_that_differ_in_residues_are_joined(name, alone, together):
+    groups = joined_layers(name)
+    assert (len(groups), len(joined_slots(groups))) == (alone, together)

@@ -14,7 +14,7 @@ from s2_megatron.patterns.head import HeadPattern
 from s2_megatron.patterns.ranges import RangePattern
 
 BLOCK = 16
-HEADS, KV_HEADS, LAYERS, VOCABULARY = 4, 2, 2, 97
+HEADS, KV_HEADS, VOCABULARY = 4, 2, 97
 MASK_BLOCKS = 40
 
 SPECS = {
@@ -61,8 +61,7 @@ def mixed_windows() -> RangePattern:
 def sparsity_named(name: str) -> ResolvedSparsity:
     """A dense layer, then one with the pattern. Names: SPECS, mask_1, mask_kv, mask_heads, mixed, dense."""
     if name in SPECS:
-        config = SparsityConfig.from_data(dict(block_size=BLOCK, layers="DS", specs=dict(S=SPECS[name])))
-        return config.resolve(num_layers=LAYERS, num_heads=HEADS, num_kv_heads=KV_HEADS, seq_length=256)
+        return plan_of(name, "DS")
     patterns = {
         "mask_1": lambda: random_mask(1),
         "mask_kv": lambda: random_mask(KV_HEADS),
@@ -72,6 +71,12 @@ def sparsity_named(name: str) -> ResolvedSparsity:
     }
     layers = (LayerSparsity("D", None), LayerSparsity("S", patterns[name]()))
     return ResolvedSparsity(layers, (), None, BLOCK, HEADS, KV_HEADS, 256)
+
+
+def plan_of(name: str, layers: str) -> ResolvedSparsity:
+    """Layers "DSS" with a spec of SPECS; the patterns of the S differ in their residues."""
+    config = SparsityConfig.from_data(dict(block_size=BLOCK, layers=layers, specs=dict(S=SPECS[name])))
+    return config.resolve(num_layers=len(layers), num_heads=HEADS, num_kv_heads=KV_HEADS, seq_length=256)
 
 
 NAMES = (*SPECS, "mask_1", "mask_kv", "mask_heads", "mixed", "dense")

@@ -208,12 +208,17 @@ def test_rope_scaling_is_not_left_out_in_silence():
     refuse_dropped(arguments(use_rope_scaling=True, hybrid_layer_pattern=None))
 
 
-@pytest.mark.parametrize("experts, pattern", [(None, "*-" * 12), (8, "*E" * 12)])
-def test_the_pattern_in_place_of_a_gpt_keeps_its_experts(monkeypatch, experts, pattern):
+@pytest.mark.parametrize(
+    "experts, every, pattern",
+    [(None, 1, "*-" * 12), (8, 1, "*E" * 12), (8, 3, "*E*-*-" * 4), (8, [0] + [1] * 11, "*-" + "*E" * 11)],
+)
+def test_the_pattern_in_place_of_a_gpt_keeps_its_experts(monkeypatch, experts, every, pattern):
     """Where Megatron has no GPTModel: without E, or with fewer layers, it would train another model."""
     monkeypatch.setattr(hybrid_specs, "argument_utils", object())
     with pytest.raises(ValueError, match="has no GPTModel; .*add --hybrid-layer-pattern " + re.escape(f"'{pattern}'")):
-        model_config_from_args(Namespace(hybrid_layer_pattern=None, num_layers=12, num_experts=experts))
+        model_config_from_args(
+            Namespace(hybrid_layer_pattern=None, num_layers=12, num_experts=experts, moe_layer_freq=every)
+        )
 
 
 def test_multi_token_prediction_has_its_own_layers(tmp_path):

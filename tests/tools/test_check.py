@@ -54,8 +54,7 @@ FINE = {
         ("nothing wrong found",)),
     "folders to make": (Bad(WRITTEN, ()), ("nothing wrong found",)),
     "several ranks": (Bad({"--tensor-model-parallel-size": "2"}, (), (),
-        "torchrun --nproc-per-node 4 pretrain_gpt_s2.py"),
-        ("4 processes (tensor 2, data 2)",)),
+        "torchrun --nproc-per-node 4 pretrain_gpt_s2.py"), ("4 processes (tensor 2, data 2)",)),
     "whole experts": (Bad({"--tensor-model-parallel-size": "2", "--num-experts": "8",
         "--expert-model-parallel-size": "2", "--expert-tensor-parallel-size": "1"}, (), (),
         "torchrun --nproc-per-node 2 pretrain_gpt_s2.py"), ("2 processes (tensor 2)",)),
@@ -214,6 +213,8 @@ SEVERAL = {
         ("--eval-interval is not given",)),
     "typos": (Bad({"--lrr": "1e-3", "--hiden-size": "64"}, (), ("--lr", "--hidden-size")),
         ("--lrr 1e-3 --hiden-size; did you mean --lr?", "--hiden-size 64; did you mean --hidden-size?")),
+    "environment": (BAD["no connections"]._replace(without=("--eval-interval",)),
+        ("--eval-interval is not given", "expected CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment")),
     "sparsity and data": (Bad(DATA | {"--data-path": "{tmp}/cut_data", "--s2-config": "{tmp}/none.yaml"}, (), MOCK),
         ("cut_data: .bin was cut", "none.yaml: ")),
 }  # fmt: skip

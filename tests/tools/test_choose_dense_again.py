@@ -6,10 +6,15 @@ import hashlib
 import json
 import re
 from argparse import Namespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from s2_megatron.config.load import SparsityConfig
+from s2_megatron.megatron.model.core_attention import S2CoreAttention
+from s2_megatron.tools.choose_dense.measure import Measured, Sequences
 from tests.tools.choosing import command, made_up
 
 __all__ = ["command", "made_up"]  # fixtures
@@ -182,3 +187,71 @@ def test_documents_end_and_begin_where_the_dataset_says(command, tmp_path):
         ValueError, match=r"--eod-mask-loss: documents of .*bare end with the tokens \[0, 3, 4\] and other"
     ):
         validation_sequences(str(tmp_path / "bare"), *given[1:], eod_mask_loss=True)
+
+
+class Layer(torch.nn.Module):
+    """Adds to a hidden state what depends on it and on the pattern; counts its calls."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.core, self.calls = Core(number), 0
+
+    def forward(self, hidden_states):
+        self.calls += 1
+        return torch.sin(hidden_states * (self.core.number + 2)) + hidden_states + self.core.pattern.attended_pairs(64)
+
+
+class Core(S2CoreAttention):
+    def __init__(self, number: int):
+        torch.nn.Module.__init__(self)
+        self.layer_number = self.number = number
+
+    def use_pattern(self, pattern):
+        self.pattern = pattern
+
+
+class Model(torch.nn.Module):
+    """What Measured needs of a GPTModel: every other layer of its decoder has attention, as in a HybridModel."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(16, 8)
+        self.decoder = torch.nn.Module()
+        layers = (part for number in range(4) for part in (Layer(number), torch.nn.Tanh()))
+        self.decoder.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, ids, positions, mask, packed_seq_params=None, decoder_input=None):
+        hidden = self.embedding(ids).transpose(0, 1) if decoder_input is None else decoder_input
+        for layer in self.decoder.layers:
+            hidden = layer(hidden_states=hidden) if isinstance(layer, Layer) else layer(hidden)
+        return hidden.transpose(0, 1).repeat(1, 1, 2)
+
+
+def test_layers_that_a_plan_shares_with_the_last_one_are_not_computed_again(monkeypatch, tmp_path):
+    from s2_megatron.tools.hf import checkpoint_model
+
+    torch.manual_seed(1)
+    model = Model()
+    monkeypatch.setattr(checkpoint_model, "load_model", lambda folder, dtype: SimpleNamespace(model=model))
+    monkeypatch.setattr(checkpoint_model, "attention_layers", lambda model: 4)
+    sequences = Sequences(np.random.default_rng(1).integers(0, 16, (3, 65)))
+    layers = [layer for layer in model.decoder.layers if isinstance(layer, Layer)]
+    specs = {"S": {"local_tokens": 16}, "W": {"local_tokens": 32}}
+
+    def calls_of(measured, name) -> tuple[list[float], list[int]]:
+        plan = SparsityConfig.from_data(dict(block_size=16, layers=name, specs=specs))
+        before = [layer.calls for layer in layers]
+        shares = measured.shares(plan.resolve(num_layers=4, num_heads=2, num_kv_heads=2, seq_length=64))
+        return shares, [layer.calls - at for layer, at in zip(layers, before)]
+
+    measured = Measured(tmp_path, sequences)
+    order = ("DDDD", "SSSS", "WSSS", "SWSS", "SSWS", "SSSW", "SSSW", "SWSW", "DDDD", "SSSW")
+    computed = {}
+    for name in order:
+        shares, calls = calls_of(measured, name)
+        assert shares == calls_of(Measured(tmp_path, sequences), name)[0], name
+        computed.setdefault(name, []).append([count // 3 for count in calls])
+    # Inputs are kept where a plan leaves the last one: behind the first layer with SSWS, the second with SSSW.
+    assert computed["SSSW"] == [[0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]]
+    assert all(calls == [1, 1, 1, 1] for name in computed if name != "SSSW" for calls in computed[name])
+    assert len(model.decoder.layers) == 8

@@ -167,12 +167,13 @@ def hybrid_arguments() -> dict[str, ModelArgument]:
 
 @cache
 def model_arguments() -> dict[str, ModelArgument]:
-    """Those of GPTs and of HybridModels."""
+    """Those of HybridModels and, where Megatron has one, of GPTs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
-    from megatron.training.models.gpt import GPTModelConfig
+    from megatron.training import models
     from megatron.training.models.hybrid import HybridModelConfig
 
-    return _fields(MLATransformerConfig, GPTModelConfig, HybridModelConfig)
+    of_gpts = [models.GPTModelConfig] if hasattr(models, "GPTModelConfig") else []
+    return _fields(MLATransformerConfig, HybridModelConfig, *of_gpts)
 
 
 def _unknown(args: Namespace) -> list[str]:

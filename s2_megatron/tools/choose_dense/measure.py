@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.megatron.preflight.datasets import DEFAULT_SPLIT, dataset_problem, split_shares
 from s2_megatron.patterns.ranges import RangePattern
 from s2_megatron.tools.losses import token_losses, with_starts
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sequences(NamedTuple):
@@ -122,6 +126,9 @@ def precision() -> str:
 class Measured:
     """The checkpoint's weights, in bf16 on a GPU and in fp32 on a CPU, with S2-Attention in every layer.
 
+    Plans that are measured one after the other differ in few layers, candidates in one. What the layers before give is
+    kept, for one place in the model: a hidden state a sequence, on the device.
+
     folder: of one iteration. Once a process, as load_model.
     """
 
@@ -138,6 +145,14 @@ class Measured:
         cores = [module for module in self.model.modules() if isinstance(module, S2CoreAttention)]
         self.cores = sorted(cores, key=lambda core: core.layer_number)
         assert len(self.cores) == attention_layers(self.model), "a layer without S2's core attention"
+        self._layers = self.model.decoder.layers
+        # Of each core, in which of the decoder's layers it is.
+        self._places = [
+            next(place for place, layer in enumerate(self._layers) if core in layer.modules()) for core in self.cores
+        ]
+        self._last: list[RangePattern] = []  # of the plan that was measured last
+        self._before: list[RangePattern] = []  # of the layers before the place whose inputs are kept
+        self._inputs: list[torch.Tensor] = []  # of each sequence, [length, 1, hidden]
 
     def shares(self, sparsity: ResolvedSparsity) -> list[float]:
         """What each sequence adds to the mean loss of a token that counts, in nats, under a plan."""
@@ -145,10 +160,39 @@ class Measured:
 
         shape = (sparsity.block_size, sparsity.num_heads, sparsity.num_kv_heads)
         dense = RangePattern.dense(*shape)
-        for core, layer in zip(self.cores, sparsity.layers, strict=True):
-            core.use_pattern(dense if layer.pattern is None else layer.pattern)
-        losses = token_losses(self.model, self.sequences.tokens, starts=self.sequences.starts).double()
+        patterns = [dense if layer.pattern is None else layer.pattern for layer in sparsity.layers]
+        for core, pattern in zip(self.cores, patterns, strict=True):
+            core.use_pattern(pattern)
+        losses = self._losses(patterns).double()
         counted = torch.ones_like(losses)
         if self.sequences.counted is not None:
             counted = torch.from_numpy(self.sequences.counted).double()
         return ((losses * counted).sum(1) / counted.sum()).tolist()
+
+    def _losses(self, patterns: list[RangePattern]) -> torch.Tensor:
+        """Of every token, from the layer on whose inputs are kept, if the layers before are those of the plan. Where it
+        leaves the last plan, later, inputs are kept from now on."""
+        import torch
+
+        first = len(self._before) if self._inputs and patterns[: len(self._before)] == self._before else 0
+        same = next((at for at, pair in enumerate(zip(patterns, self._last)) if pair[0] != pair[1]), 0)
+        given, kept = self._inputs if first else None, []
+        hooks = []
+        if same > first:
+            hook = partial(_keep_hidden, kept)
+            hooks.append(self._layers[self._places[same]].register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            if first:
+                self.model.decoder.layers = torch.nn.ModuleList(self._layers[self._places[first] :])
+            return token_losses(self.model, self.sequences.tokens, starts=self.sequences.starts, inputs=given)
+        finally:
+            self.model.decoder.layers = self._layers
+            for hook in hooks:
+                hook.remove()
+            if len(kept) == len(self.sequences.tokens):
+                self._before, self._inputs = patterns[:same], kept
+            self._last = patterns
+
+
+def _keep_hidden(kept: list[torch.Tensor], layer, args, kwargs) -> None:
+    kept.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
