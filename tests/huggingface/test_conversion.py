@@ -249,7 +249,11 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tools, made, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(model_type="gpt2"), "model_type='gpt2'; expected one of llama, qwen2, qwen3, mistral, ministral, s2_gpt"),
+        (
+            dict(model_type="gpt2"),
+            "model_type='gpt2'; expected one of llama, qwen2, qwen3, mistral, ministral, "
+            "qwen3_moe, mixtral, mellum, s2_gpt",
+        ),
         (dict(hidden_act="gelu"), "hidden_act='gelu'"),
         (dict(intermediate_size=80), "model.layers.0.mlp.gate_proj.weight has shape [96, 64], expected [80, 64]"),
         (dict(num_hidden_layers=3), "it is of (2, 4, 4) layers, heads and KV heads, the model of (3, 4, 4)"),

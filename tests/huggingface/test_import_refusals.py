@@ -144,9 +144,11 @@ def test_what_transformers_writes_is_known(family, tmp_path):
     """Every key of a folder that save_pretrained makes."""
     from transformers import CONFIG_MAPPING
 
-    CONFIG_MAPPING[family](**{key: value for key, value in LLAMA.items() if key != "model_type"}).save_pretrained(
-        tmp_path
-    )
+    keys = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    if family == "mellum":  # whose default has two of them
+        rope = dict(rope_type="default", rope_theta=10000.0)
+        keys["rope_parameters"] = dict(full_attention=rope, sliding_attention=rope)
+    CONFIG_MAPPING[family](**keys).save_pretrained(tmp_path)
     config_as_read(json.loads((tmp_path / "config.json").read_text()), "saved")
 
 

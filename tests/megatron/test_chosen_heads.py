@@ -2,12 +2,15 @@
 YAML, and heads are numbered as the YAML numbers them."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from s2_megatron.config.load import load_config
-from tests.megatron.conftest import SEQ_LENGTH, VOCABULARY
+from tests.megatron.conftest import MODEL, SEQ_LENGTH, VOCABULARY
+from tests.megatron.test_hybrid import HYBRID
+from tests.tiers import mostly_slow
 
 # Layers 0, 1 and 3 see nearly everything; in layer 2 KV head 1 sees a block. No head matters as much as that one.
 PLAN = """\
@@ -20,9 +23,19 @@ specs:
 NEEDED = {"layer": 2, "kv_heads": [1]}
 
 
+# (flags, the model's where it is no GPT of MODEL)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type aux_loss"
+MODELS = {
+    "dense": ("", MODEL),
+    "experts": (f"{EXPERTS} --moe-layer-freq [0,1,1,1] --moe-aux-loss-coeff 1e-2 --qk-layernorm", MODEL),
+    "hybrid experts": (f"{EXPERTS} --moe-router-pre-softmax --hybrid-layer-pattern *E*-*E*E", HYBRID),
+}
+
+
 @pytest.fixture(scope="module")
-def dense(lab):
-    """(a dense checkpoint, the flags of data whose validation part is one sequence)."""
+def trained(lab):
+    """name -> (the checkpoint of a model without S2, the flags of data whose validation part is one sequence, of the
+    model, its own), trained once."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     rng = np.random.default_rng(1)
@@ -30,9 +43,23 @@ def dense(lab):
     for _ in range(5):
         builder.add_document(rng.integers(1, VOCABULARY, SEQ_LENGTH + 1).tolist(), [SEQ_LENGTH + 1])
     builder.finalize(f"{lab.folder / 'sequence'}.idx")
-    save = lab.folder / "dense_to_choose"
-    lab.run("dense_to_choose", f"--train-iters 3 --save {save} --save-interval 3 --init-method-std 0.3", sparsity=False)
-    return save, f"--data-path {lab.folder / 'sequence'} --split 4,1,0"
+    data, made = f"--data-path {lab.folder / 'sequence'} --split 4,1,0", {}
+
+    def train(name):
+        if name not in made:
+            flags, model = MODELS[name]
+            run, save = f"{name.replace(' ', '_')}_to_choose", lab.folder / f"{name.replace(' ', '_')}_to_choose"
+            saved = f"--train-iters 3 --save {save} --save-interval 3 --init-method-std 0.3 {flags}"
+            lab.run(run, saved, sparsity=False, model=model)
+            made[name] = save, data
+        return made[name]
+
+    return train
+
+
+@pytest.fixture
+def dense(trained):
+    return trained("dense")
 
 
 def choose(lab, dense, plan: str, name: str, *options) -> tuple[dict, str]:
@@ -45,26 +72,44 @@ def choose(lab, dense, plan: str, name: str, *options) -> tuple[dict, str]:
     return json.loads((lab.folder / f"{name}.json").read_text()), printed
 
 
-@pytest.mark.slow
-def test_the_losses_are_megatrons(lab, dense):
-    found, printed = choose(lab, dense, PLAN, "two", "--heads", 2)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "experts"))
+def test_the_losses_are_megatrons(lab, trained, name):
+    own, model = MODELS[name]
+    checkpoints, data = trained(name)
+    found, printed = choose(lab, (checkpoints, data), PLAN, f"two of {name}".replace(" ", "_"), "--heads", 2)
     assert found["chosen"] == 2 and [each["size"] for each in found["sets"]] == [0, 1, 2]
-    wanted = {"plan": found["sets"][0]["loss"], "two": found["sets"][2]["loss"]}
-    config = load_config(lab.folder / "two.yaml")
-    resolved = config.resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=SEQ_LENGTH)
+    written = lab.folder / f"two of {name}.yaml".replace(" ", "_")
+    wanted = {lab.folder / "plan.yaml": found["sets"][0]["loss"], written: found["sets"][2]["loss"]}
+    resolved = load_config(written).resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=SEQ_LENGTH)
     assert resolved.density() == pytest.approx(found["sets"][2]["density"], abs=1e-9)
-    assert f"{wanted['two']:.4f} with this one" in (lab.folder / "two.yaml").read_text()
-    assert str(lab.folder) not in (lab.folder / "two.yaml").read_text()
-    evaluated = (
-        f"--load {dense[0]} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1 {dense[1]}"
-    )
-    for name, loss in wanted.items():
-        run = lab.run(f"chosen_{name}", evaluated, f"--s2-config {lab.folder / name}.yaml")
-        assert run.evaluations["iteration 0 on validation set"] == pytest.approx(loss, abs=1e-5)
-    run = lab.run("chosen_none", evaluated, sparsity=False)
-    assert run.evaluations["iteration 0 on validation set"] == pytest.approx(found["dense_loss"], abs=1e-5)
+    assert f"{wanted[written]:.4f} with this one" in written.read_text()
+    assert str(lab.folder) not in written.read_text()
+    evaluated = f"--load {checkpoints} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1"
+
+    def megatrons(plan: Path | None) -> float:
+        given = dict(sparsity=False) if plan is None else {}
+        plan_flag = [] if plan is None else [f"--s2-config {plan}"]
+        label = f"{name}_{'none' if plan is None else plan.stem}".replace(" ", "_")
+        run = lab.run(f"chosen_{label}", evaluated, data, own, *plan_flag, model=model, **given)
+        return run.evaluations["iteration 0 on validation set"]
+
+    for plan, loss in wanted.items():
+        assert megatrons(plan) == pytest.approx(loss, abs=1e-5)
+    assert megatrons(None) == pytest.approx(found["dense_loss"], abs=1e-5)
     assert len({round(loss, 4) for loss in (*wanted.values(), found["dense_loss"])}) == 3
     assert "3 of 8 KV heads are dense" in printed
+
+
+def test_layers_of_a_model_with_experts_under_another_plan(lab, trained):
+    """--beside and --by layer."""
+    (lab.folder / "beside.yaml").write_text("block_size: 16\nlayers: S\nspecs:\n  S: {local_tokens: 16}\n")
+    options = ("--beside", lab.folder / "beside.yaml", "--by", "layer", "--layers", 1)
+    found, _ = choose(lab, trained("experts"), PLAN, "layers", *options)
+    assert len(found["candidates"]) == 4 and found["sets"][1]["size"] == 1
+    resolved = load_config(lab.folder / "layers.yaml").resolve(
+        num_layers=4, num_heads=4, num_kv_heads=2, seq_length=SEQ_LENGTH
+    )
+    assert [layer.pattern is None for layer in resolved.layers].count(True) == 1
 
 
 def test_the_head_that_sees_least_matters_most(lab, dense):
@@ -74,7 +119,8 @@ def test_the_head_that_sees_least_matters_most(lab, dense):
     assert len(changes) == 7 and max(changes, key=changes.get) == (NEEDED["layer"], *NEEDED["kv_heads"])
 
 
-def test_documents_are_those_of_training(lab, dense):
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_documents_are_those_of_training(lab, trained, name):
     """Three equal documents in one sequence that do not attend each other, and whose ends do not count: in whatever
     order Megatron takes them, its evaluation has this loss, and another one without the two flags."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -82,6 +128,7 @@ def test_documents_are_those_of_training(lab, dense):
     own = (SEQ_LENGTH + 1) // 3
     assert 3 * own == SEQ_LENGTH + 1
     rng = np.random.default_rng(2)
+    (checkpoints, _), (flags, _) = trained(name), MODELS[name]
     builder = IndexedDatasetBuilder(f"{lab.folder / 'documents'}.bin", dtype=np.uint16)
     for _ in range(4):
         builder.add_document(rng.integers(1, VOCABULARY - 1, SEQ_LENGTH + 1).tolist(), [SEQ_LENGTH + 1])
@@ -91,9 +138,9 @@ def test_documents_are_those_of_training(lab, dense):
     builder.finalize(f"{lab.folder / 'documents'}.idx")
     data = f"--data-path {lab.folder / 'documents'} --split 4,3,0"
     masks = "--eod-mask-loss --dataloader-inter-document-masking"
-    found, _ = choose(lab, (dense[0], data), PLAN, "apart", "--heads", 1, *masks.split())
-    together, _ = choose(lab, (dense[0], data), PLAN, "together", "--heads", 1)
-    evaluated = f"--load {dense[0]} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1 {data}"
-    run = lab.run("documents", f"{evaluated} {masks}", f"--s2-config {lab.folder / 'plan'}.yaml")
+    found, _ = choose(lab, (checkpoints, data), PLAN, f"apart_{name}", "--heads", 1, *masks.split())
+    together, _ = choose(lab, (checkpoints, data), PLAN, f"together_{name}", "--heads", 1)
+    evaluated = f"--load {checkpoints} --finetune --skip-train --train-iters 1 --eval-iters 1 --global-batch-size 1"
+    run = lab.run(f"documents_{name}", f"{evaluated} {data} {masks} {flags}", f"--s2-config {lab.folder / 'plan'}.yaml")
     wanted = run.evaluations["iteration 0 on validation set"]
     assert found["sets"][0]["loss"] == pytest.approx(wanted, abs=1e-5) != pytest.approx(together["sets"][0]["loss"])

@@ -13,6 +13,7 @@ from s2_megatron.tools import commands
 from s2_megatron.tools.choose_dense.plan import dense_kv_heads
 
 DENSE_LOSS = 2.0
+EXPERTS = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=64)  # of a checkpoint's arguments
 CONFIGS = {
     "plain": "layers: S\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",
     "mixed": "layers: SSSD\nspecs:\n  S: {local_tokens: 64, stride: 4}\n",

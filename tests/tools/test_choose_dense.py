@@ -29,16 +29,7 @@ from s2_megatron.tools.choose_dense.plan import (
 )
 from s2_megatron.tools.choose_dense.search import Sets, Unit, rank
 from s2_megatron.tools.losses import evenly_chosen
-from tests.tools.choosing import (
-    CONFIGS,
-    DENSE_LOSS,
-    FUNCTION,
-    ONE_HEAD,
-    STORED,
-    WINDOWS,
-    command,
-    made_up,
-)  # fmt: skip
+from tests.tools.choosing import CONFIGS, DENSE_LOSS, EXPERTS, FUNCTION, ONE_HEAD, STORED, WINDOWS, command, made_up
 
 __all__ = ["command", "made_up"]  # fixtures
 
@@ -190,8 +181,6 @@ def test_sequences_are_those_of_the_documents_one_after_the_other(tmp_path):
 
 
 # What is refused before the model is built
-
-
 REFUSED = {
     "sequences": (["--sequences", "0"], {}, "--sequences 0: expected a number of 1 or more"),
     "heads": (["--heads", "0"], {}, "--heads 0: expected a number of 1 or more"),
@@ -235,8 +224,10 @@ REFUSED = {
     "short": (["--sequences", "5"], {}, "have 4 whole sequences of 256 tokens; expected as many as are asked for"),
     "shorter": ([], {"seq_length": 2048}, "1200 tokens to validate with; expected 2049 or more"),
     "vocabulary": ([], {"padded_vocab_size": 8}, "--data-path text: has the token 9; expected less than 8"),
-    "other layers": ([], {"hybrid_layer_pattern": "**--", "num_layers": 4}, "pattern **--; expected *- repeated; only"),
-    "another model": ([], {"num_experts": 4}, "num_experts=4; only a Llama- or Qwen-shaped model"),
+    "other layers": ([], {"hybrid_layer_pattern": "**--", "num_layers": 4}, "pattern **--; expected *- or *E repeated"),
+    "another model": ([], {"qk_l2_norm": True}, "qk_l2_norm=True; only a Llama- or Qwen-shaped model"),
+    "another router": ([], EXPERTS | {"moe_router_score_function": "sigmoid"}, "score_function='sigmoid' (expected "
+        "softmax); export-hf, generate and choose-dense take experts only where a softmax router chooses them"),
 }  # fmt: skip
 
 
@@ -277,9 +268,10 @@ def test_the_yaml_and_the_table(command, made_up, tmp_path, capsys):
     assert "2.0000 dense, 2.1500 with plan.yaml, 2.0400 with this one (+2.00%)" in text and str(tmp_path) not in text
     plan = load_config(tmp_path / "new.yaml").resolve(num_layers=4, num_heads=4, num_kv_heads=2, seq_length=256)
     assert count_dense(plan) == 4 and dense_kv_heads(plan.layers[2].pattern) == [1]
-    hybrid = dict(num_layers=8, hybrid_layer_pattern="*-*-*-*-")  # counted by its attention layers
-    assert command("--within", "2.1", "--write", "hybrid.yaml", **hybrid) == 0
-    assert (tmp_path / "hybrid.yaml").read_text() == text
+    hybrid = dict(num_layers=8, hybrid_layer_pattern="*-*E*E*-")  # counted by its attention layers
+    for name, more in {"hybrid": EXPERTS | hybrid, "experts": EXPERTS | {"moe_layer_freq": [0, 1, 1, 1]}}.items():
+        assert command("--within", "2.1", "--write", f"{name}.yaml", **more) == 0
+        assert (tmp_path / f"{name}.yaml").read_text() == text
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["candidates"][0] == {"layer": 2, "kv_heads": [1], "loss": pytest.approx(2.05)}
     assert facts["chosen"] == 2 and [each["size"] for each in facts["sets"]] == [0, 1, 2]

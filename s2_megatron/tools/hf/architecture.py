@@ -14,9 +14,9 @@ from s2_megatron.config.stored import MODEL_TYPE, sparsity_from_stored, stored_s
 from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.megatron.model.rope_scaling import computed_factor
 from s2_megatron.megatron.sparsity import resolve_windows
-from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config
+from s2_megatron.tools.hf.config_keys import CLASSES, LLAMA3_ROPE, resolved_config, rope_of
 from s2_megatron.tools.hf.config_types import check_types, is_count
-from s2_megatron.tools.hf.experts import expert_flags, experts_of_arguments
+from s2_megatron.tools.hf.experts import TAKERS, expert_flags, experts_of_arguments, experts_of_config
 from s2_megatron.tools.hf.weights import Shape
 
 FORM = "a Llama- or Qwen-shaped model (RoPE, RMSNorm, SwiGLU, grouped-query attention)"
@@ -52,7 +52,7 @@ def shape_of_arguments(
     Raises one ValueError that names every setting which no Llama or Qwen has. A HybridModel is one where an attention
     layer and a dense MLP, or experts, take turns (`*-`, `*E`).
     """
-    missing = object()
+    missing, takers = object(), TAKERS if experts else "export-hf without --stock"
     other = {
         name: value
         for name, wanted in (_WANTED | ({} if experts else {"num_experts": None})).items()
@@ -63,15 +63,15 @@ def shape_of_arguments(
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
         leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
-        raise ValueError(f"{where}: {found}; only {FORM} can be exported, which has none of it{leave}")
+        raise ValueError(f"{where}: {found}; only {FORM}, which has none of it, is taken by {takers}{leave}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:
         symbols, halves = pattern.replace("|", ""), ("*-", "*E") if experts else ("*-",)
         num_layers, kinds = len(symbols) // 2, symbols[1::2]
         if len(symbols) % 2 or any(symbols[start : start + 2] not in halves for start in range(0, len(symbols), 2)):
             raise ValueError(
-                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM} can "
-                "be exported, which has no other layers"
+                f"{where}: --hybrid-layer-pattern {pattern}; expected {' or '.join(halves)} repeated; only {FORM}, "
+                f"which has no other layers, is taken by {takers}"
             )
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     padded = args.padded_vocab_size
@@ -206,7 +206,9 @@ def config_as_read(content: dict, where: str) -> dict:
         )
     check_types(content, where)
     sparsity_of_config(content, where)
-    return resolved_config(content, where)
+    resolved = resolved_config(content, where)
+    experts_of_config(resolved, where)
+    return resolved
 
 
 def shape_of_config(content: dict, divisor: int) -> Shape:
@@ -222,9 +224,10 @@ def shape_of_config(content: dict, divisor: int) -> Shape:
         vocab_size=words,
         padded_vocab_size=-(-words // divisor) * divisor,
         qkv_bias=family == "qwen2" or bool(content.get("qkv_bias")),
-        qk_norm=family == "qwen3" or bool(content.get("qk_norm")),
+        qk_norm=family in ("qwen3", "qwen3_moe", "mellum") or bool(content.get("qk_norm")),
         tied=bool(content["tie_word_embeddings"]),
         softmax_type=content.get("softmax_type", "vanilla") if family == MODEL_TYPE else "vanilla",
+        experts=experts_of_config(content, "--input"),
     )
 
 
@@ -259,7 +262,7 @@ def sparsity_of_config(content: dict, where: str) -> ResolvedSparsity | None:
 
 def megatron_flags(content: dict, shape: Shape) -> list[str]:
     """The flags of Megatron that make this model, dropouts included. content: of config_as_read or hf_config."""
-    rope = content["rope_parameters"]
+    rope = rope_of(content)
     flags = [
         f"--num-layers={shape.num_layers}", f"--hidden-size={shape.hidden_size}",
         f"--ffn-hidden-size={shape.ffn_hidden_size}", f"--num-attention-heads={shape.num_heads}",

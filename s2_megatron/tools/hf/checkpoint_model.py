@@ -20,6 +20,7 @@ from s2_megatron.megatron.checkpoints.translation import pattern_of
 from s2_megatron.printing import held
 from s2_megatron.tools.hf.architecture import hf_config, megatron_flags, shape_of_arguments, sparsity_of_arguments
 from s2_megatron.tools.hf.torch_dist import TorchDistReader
+from s2_megatron.tools.hf.weights import stored_name
 
 
 @contextlib.contextmanager
@@ -87,10 +88,17 @@ def load_model(
 def load_weights(model: torch.nn.Module, folder: Path) -> None:
     """Has Megatron load a model's weights."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    stored = TorchDistReader(folder).shapes
+    engines = {stored_name(name): name for name in stored if stored_name(name) != name}
     with quiet():
         metadata = dist_checkpointing.load_content_metadata(folder) or {}
         state = {"model": model.sharded_state_dict(metadata=metadata)}
+        for part in nested_values(state):  # Transformer Engine's layers wrote the norm before experts by another name
+            if isinstance(part, ShardedTensor) and part.key not in stored:
+                part.key = engines.get(part.key, part.key)
         model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
 
 

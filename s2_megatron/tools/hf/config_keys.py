@@ -19,6 +19,9 @@ CLASSES = {
     "qwen3": ("Qwen3ForCausalLM", TRANSFORMERS_CLASS),
     "mistral": ("MistralForCausalLM",),
     "ministral": ("MinistralForCausalLM",),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", TRANSFORMERS_MOE_CLASS),
+    "mixtral": ("MixtralForCausalLM", TRANSFORMERS_MOE_CLASS),
+    "mellum": ("MellumForCausalLM", TRANSFORMERS_MOE_CLASS),
     MODEL_TYPE: ("S2GPTForCausalLM",),
 }
 
@@ -35,8 +38,22 @@ WINDOW_KEYS = {
     "qwen3": {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"},
     "mistral": {"sliding_window", "layer_types"},
     "ministral": {"sliding_window", "layer_types"},
+    "qwen3_moe": {"sliding_window", "max_window_layers"},
+    "mixtral": {"sliding_window", "layer_types"},
+    "mellum": {"sliding_window", "layer_types"},
 }
-_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}, **WINDOW_KEYS}
+# What each family with experts says of them. transformers 5.24 writes num_experts as num_local_experts.
+ROUTER_LOSS = "router_aux_loss_coef"  # of a loss in training, which transformers adds with output_router_logits
+_MIXTRAL = {"num_local_experts", "num_experts_per_tok", ROUTER_LOSS, "output_router_logits"}
+_QWEN = _MIXTRAL | {"num_experts", "moe_intermediate_size", "norm_topk_prob"}
+EXPERT_KEYS = {
+    "qwen3_moe": _QWEN | {"decoder_sparse_step", "mlp_only_layers"},
+    "mixtral": _MIXTRAL,
+    "mellum": _QWEN | {"mlp_layer_types"},
+}
+_READ_OF = {MODEL_TYPE: {"qkv_bias", "qk_norm", "softmax_type"}} | {
+    family: keys | EXPERT_KEYS.get(family, set()) for family, keys in WINDOW_KEYS.items()
+}
 
 # What the logits of one text do not depend on: names and versions, tokens, how a text is generated, what is returned.
 _WITHOUT_EFFECT = {
@@ -57,7 +74,10 @@ _NEUTRAL = {
     "chunk_size_feed_forward": 0, "tie_encoder_decoder": False, "pruned_heads": {}, "embedding_multiplier": 1,
     "residual_multiplier": 1, "logits_scaling": 1, "logit_scale": 1,
 }  # fmt: skip
-_NEUTRAL_OF = {"llama": {"use_sliding_window": False}, MODEL_TYPE: {"use_sliding_window": False}}
+_NEUTRAL_OF = {family: {"use_sliding_window": False} for family in ("llama", "qwen3_moe", MODEL_TYPE)} | {
+    "mixtral": {"router_jitter_noise": 0},
+    "mellum": {"num_mtp_layers": 0, "num_nextn_predict_layers": 0},
+}
 
 # By rope_type, and what each has to be (None: any number).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -98,6 +118,21 @@ def refused_rope(rope: Mapping) -> dict[str, str]:
     }
 
 
+def rope_of(content: Mapping) -> Mapping:
+    """rope_parameters, of which a Mellum has some for each kind of layer: those of its dense layers."""
+    rope = content["rope_parameters"]
+    return rope.get("full_attention") or {} if content.get("model_type") == "mellum" else rope
+
+
+def _refused_ropes(resolved: Mapping) -> dict[str, tuple[object, str]]:
+    """What of rope_parameters would be lost: (what is there, what was expected)."""
+    rope = rope_of(resolved)
+    lost = {f"rope_parameters.{key}": (rope.get(key), expected) for key, expected in refused_rope(rope).items()}
+    if resolved["model_type"] == "mellum" and (other := resolved["rope_parameters"].get("sliding_attention")) != rope:
+        lost["rope_parameters.sliding_attention"] = other, f"that of full_attention ({printable(repr(rope))})"
+    return lost
+
+
 @contextlib.contextmanager
 def quiet_transformers():
     """Without what transformers warns of in a config: all that matters here is refused."""
@@ -130,8 +165,7 @@ def resolved_config(content: dict, where: str) -> dict:
                 f"{where}: transformers refuses config.json ({printable(' '.join(str(error).split()), 200)}); expected "
                 "one that it loads; save the model again with save_pretrained"
             ) from error
-        rope = resolved["rope_parameters"]
-        lost = {f"rope_parameters.{key}": (rope.get(key), expected) for key, expected in refused_rope(rope).items()}
+        lost = _refused_ropes(resolved)
     if lost:
         texts = [f"{printable(key)}={printable(repr(value))}, expected {text}" for key, (value, text) in lost.items()]
         more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""

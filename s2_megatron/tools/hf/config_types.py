@@ -6,7 +6,7 @@ import math
 
 from s2_megatron.config.errors import printable
 from s2_megatron.config.stored import MODEL_TYPE, SOFTMAX_TYPES
-from s2_megatron.tools.hf.config_keys import WINDOW_KEYS
+from s2_megatron.tools.hf.config_keys import EXPERT_KEYS, ROUTER_LOSS, WINDOW_KEYS
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _COUNTS = (*_NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
@@ -43,6 +43,10 @@ def _rope_mistakes(content: dict) -> list[str]:
         if not isinstance(rope, dict):
             found.append(f"{name}={printable(repr(rope))}, expected an object")
             continue
+        if content.get("model_type") == "mellum":  # one for each kind of layer
+            for kind in LAYER_KINDS:
+                found += [f"{name}.{kind}: {mistake}" for mistake in _rope_mistakes({name: rope.get(kind)})]
+            continue
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind == "llama3" and "factor" not in rope:
             found.append(f"{name} has no factor")
@@ -76,6 +80,38 @@ def _window_mistakes(content: dict) -> list[str]:
     ]
 
 
+def _expert_mistakes(content: dict) -> list[str]:
+    """Of a family that has experts."""
+    layers = content["num_hidden_layers"]
+
+    def some_layers(value) -> bool:
+        return isinstance(value, list) and all(type(one) is int and 0 <= one < layers for one in value)
+
+    def kinds(value) -> bool:
+        return isinstance(value, list) and len(value) == layers and all(kind in ("dense", "sparse") for kind in value)
+
+    count = (is_count, "a whole number above 0 (and below 2^31)")
+    checks = {
+        "num_experts": count, "num_local_experts": count, "num_experts_per_tok": count, "moe_intermediate_size": count,
+        "decoder_sparse_step": count, "norm_topk_prob": (lambda value: type(value) is bool, "true or false"),
+        ROUTER_LOSS: (lambda value: value == 0 or _is_number(value), "a number from 0"),
+        "output_router_logits": (lambda value: type(value) is bool, "true or false"),
+        "mlp_only_layers": (some_layers, f"numbers of some of the {layers} layers, from 0"),
+        "mlp_layer_types": (kinds, f"dense or sparse for each of {layers} layers"),
+    }  # fmt: skip
+    found = [
+        f"{name}={printable(repr(content[name]), 200)}, expected {checks[name][1]}"
+        for name in checks
+        if name in EXPERT_KEYS[content["model_type"]]
+        and content.get(name) is not None
+        and not checks[name][0](content[name])
+    ]
+    counts = {name: content[name] for name in ("num_experts", "num_local_experts") if content.get(name) is not None}
+    if not found and len(set(counts.values())) > 1:
+        found.append(", ".join(f"{name}={value}" for name, value in counts.items()) + ", expected one number of both")
+    return found
+
+
 def check_types(content: dict, where: str) -> None:
     """Raises one ValueError that names what is missing in a config.json and what has another type."""
     found = [f"{name} is missing" for name in _NEEDED if name not in content]
@@ -96,6 +132,8 @@ def check_types(content: dict, where: str) -> None:
         found = [f"num_hidden_layers={content['num_hidden_layers']}, expected {MOST_LAYERS} at most"]
     if not found and content.get("model_type") in WINDOW_KEYS:
         found = _window_mistakes(content)
+    if not found and content.get("model_type") in EXPERT_KEYS:
+        found = _expert_mistakes(content)
     if not found:
         heads, groups = content["num_attention_heads"], content.get("num_key_value_heads")
         if groups and heads % groups:

@@ -4,10 +4,13 @@ nothing else is added, dropped or scaled."""
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from s2_megatron.config.errors import printable
+from s2_megatron.tools.hf.config_keys import EXPERT_KEYS
 from s2_megatron.tools.hf.weights import Experts
+
+TAKERS = "export-hf, generate and choose-dense"  # of a Megatron checkpoint
 
 # Read here.
 _READ = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"}
@@ -56,8 +59,8 @@ def experts_of_arguments(args: Namespace, where: str, layers: int, kinds: str | 
     if other:
         found = ", ".join(f"{name}={printable(repr(value))} ({_expected(name)})" for name, value in other.items())
         raise ValueError(
-            f"{where}: {found}; only experts that a softmax router chooses for each token can be exported, and stock "
-            "architectures compute nothing beside them; train with the expected values"
+            f"{where}: {found}; {TAKERS} take experts only where a softmax router chooses them for each token and "
+            "nothing is computed beside them, as in stock architectures; train with the expected values"
         )
     return Experts(
         layers=has,
@@ -93,6 +96,32 @@ def _layers_with_experts(args: Namespace, where: str, layers: int) -> tuple[bool
     return tuple(bool(one) for one in every)
 
 
+def experts_of_config(content: Mapping, where: str) -> Experts | None:
+    """The experts of a Hugging Face config, of config_as_read; None where no layer has some. Raises ValueError for
+    those that Megatron cannot route."""
+    family, layers = content["model_type"], content["num_hidden_layers"]
+    if family not in EXPERT_KEYS:
+        return None
+    has = (True,) * layers
+    if family == "qwen3_moe":
+        dense, every = content["mlp_only_layers"] or [], content["decoder_sparse_step"]
+        has = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
+    elif family == "mellum":
+        has = tuple(kind == "sparse" for kind in content["mlp_layer_types"])
+    if not any(has):
+        return None
+    count = content.get("num_local_experts") or content["num_experts"]
+    top, normalized = content["num_experts_per_tok"], family == "mixtral" or content["norm_topk_prob"]
+    if not (2 if normalized else 1) <= top <= count:
+        least = "2 or more, for Megatron scales no single expert to 1, and " if normalized else ""
+        raise ValueError(
+            f"{where}: config.json has num_experts_per_tok={top}; expected {least}at most its {count} experts; "
+            "such a model cannot be imported"
+        )
+    hidden = content["intermediate_size" if family == "mixtral" else "moe_intermediate_size"]
+    return Experts(layers=has, count=count, hidden=hidden, top=top, normalized=normalized)
+
+
 def expert_flags(experts: Experts) -> list[str]:
     """The flags of Megatron that make these experts in a GPT; in a HybridModel its pattern says which layers have
     some."""
@@ -101,5 +130,9 @@ def expert_flags(experts: Experts) -> list[str]:
         f"--moe-router-topk={experts.top}", "--moe-router-load-balancing-type=none",
     ]  # fmt: skip
     flags += [] if experts.normalized else ["--moe-router-pre-softmax"]
-    layers = ",".join(str(int(has)) for has in experts.layers)
-    return flags if all(experts.layers) else [*flags, f"--moe-layer-freq=[{layers}]"]
+    return flags if all(experts.layers) else [*flags, layers_flag(experts.layers)]
+
+
+def layers_flag(layers: Collection[bool]) -> str:
+    """The flag that says which layers have experts; their weights are not stacked then."""
+    return f"--moe-layer-freq=[{','.join(str(int(has)) for has in layers)}]"

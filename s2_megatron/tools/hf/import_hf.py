@@ -1,5 +1,5 @@
-"""s2-megatron import-hf: a Llama-, Qwen- or Mistral-type folder (or one that export-hf wrote) becomes a Megatron
-checkpoint, from which pretraining with S2-Attention continues.
+"""s2-megatron import-hf: a Llama-, Qwen- or Mistral-type folder, also with experts (Qwen3-MoE, Mixtral, Mellum), or one
+that export-hf wrote, becomes a Megatron checkpoint, from which pretraining with S2-Attention continues.
 
     s2-megatron import-hf --input Llama-3.1-8B --output llama-megatron
     llama-megatron/train.sh --data-path data/text --s2-config configs/s2_7b_mixed.yaml --save runs/sparse
@@ -24,7 +24,7 @@ from s2_megatron.config.load import SparsityConfig, load_config
 from s2_megatron.config.sparsity import ResolvedSparsity
 from s2_megatron.config.stored import MODEL_TYPE
 from s2_megatron.tools.hf import require_transformers
-from s2_megatron.tools.hf.config_keys import WINDOW_KEYS
+from s2_megatron.tools.hf.config_keys import ROUTER_LOSS, WINDOW_KEYS
 from s2_megatron.tools.hf.folders import complete_folder, refuse_existing
 from s2_megatron.tools.hf.launch_text import (
     PLAN,
@@ -38,12 +38,13 @@ from s2_megatron.tools.hf.launch_text import (
 from s2_megatron.tools.hf.safetensors_files import SafetensorsFolder
 from s2_megatron.tools.hf.source_windows import plan_data, plan_text, source_windows
 from s2_megatron.tools.hf.torch_dist import TorchDistWriter
-from s2_megatron.tools.hf.weights import LAYERS, Shape, megatron_shapes, pieces
+from s2_megatron.tools.hf.weights import BEFORE_EXPERTS, EXPERTS, LAYERS, Shape, megatron_shapes, pieces
 
 # Modules whose empty _extra_state Megatron asks for in every layer, and norms for which Transformer Engine does.
-_EXTRA_STATES = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+_ATTENTION, _OF_EXPERTS = ("self_attention.linear_proj", "self_attention.linear_qkv"), ("linear_fc1", "linear_fc2")
+_MLP = ("mlp.linear_fc1", "mlp.linear_fc2")
 _NORMS = ("self_attention.q_layernorm", "self_attention.k_layernorm")  # of models that have them
-_OFFSETS = ("self_attention.core_attention", "softmax_offset")  # the same of models with learnable softmax offsets
+_OFFSETS = "self_attention.core_attention"  # the same of models with learnable softmax offsets
 _FINAL_NORM = "decoder.final_layernorm"
 _ROPE_BUFFER = "rotary_emb.inv_freq"  # old folders carry it
 
@@ -84,13 +85,23 @@ def run(args: argparse.Namespace) -> int:
     if plan is None and content["model_type"] in WINDOW_KEYS and given.get("use_sliding_window") is True:
         unused = f"sliding_window={given.get('sliding_window')}, max_window_layers={content.get('max_window_layers')}"
         print(f"import-hf: {unused}: transformers gives no layer a window; the model is dense", file=sys.stderr)
+    if shape.experts is not None and content.get(ROUTER_LOSS):
+        print(
+            f"import-hf: {ROUTER_LOSS}={content[ROUTER_LOSS]}: train.sh balances no experts, as transformers without "
+            "output_router_logits; add --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff "
+            f"{content[ROUTER_LOSS]:g} to do it",
+            file=sys.stderr,
+        )
     if plan is not None:
         sparsity = _resolved(SparsityConfig.from_data(plan), content, shape)
     flags = megatron_flags(content, shape)
     stored = _stored_arguments(args.input, content, shape, sparsity, flags)
     own_plan = [] if plan is None else [plan_flag(args.output)]
     words = launch_here(args.output, flags + own_plan, stored, shape.vocab_size)
-    needed = sum(math.prod(size) for size in megatron_shapes(shape).values()) * _dtype(weights).itemsize
+    needed = (
+        sum(math.prod(size) for size in megatron_shapes(shape, stacked=shape.stacked).values())
+        * _dtype(weights).itemsize
+    )
     with complete_folder(args.output, "--output", needed) as work:
         (work / "release").mkdir()
         writer = TorchDistWriter(work / "release")
@@ -175,6 +186,12 @@ def _check_weights(weights: SafetensorsFolder, shape: Shape, folder: Path) -> No
         for name, size in expected.items()
         if name in found and found[name] != size
     ]
+    fused = next((name for name in found if name.endswith(".experts.gate_up_proj")), None)
+    if fused is not None and shape.experts is not None:
+        raise ValueError(
+            f"--input {folder}: {fused} holds all experts of a layer; expected tensors of each expert, as published "
+            "folders have them; load it with transformers, and save it again with save_pretrained"
+        )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ValueError(
@@ -204,13 +221,20 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
     """All weights, in their own dtype. Rows of the embedding beyond the vocabulary are zeros."""
     from rich.progress import track
 
-    shapes = megatron_shapes(shape)
+    shapes = megatron_shapes(shape, stacked=shape.stacked)
     for piece in track(list(pieces(shape)), "importing", disable=not sys.stdout.isatty()):
         tensor = piece.join([weights.read(name) for name, _ in piece.hf])
         first = (piece.first, *(0 for _ in piece.shape[1:]))
         if piece.layer is not None:
-            name = LAYERS + piece.name
-            writer.add(name, shapes[name], (piece.layer, *first), tensor[None])
+            prefix, place, _ = _of_layer(shape, piece.layer, piece.expert)
+            for _ in place:
+                tensor = tensor[None]
+            size = shapes[prefix + piece.name]
+            names = [piece.name]
+            if piece.name == BEFORE_EXPERTS[0] and shape.has_experts(piece.layer):
+                names = BEFORE_EXPERTS
+            for name in names:
+                writer.add(prefix + name, size, (*place, *first), tensor)
             continue
         writer.add(piece.name, shapes[piece.name], first, tensor)
         missing = shapes[piece.name][0] - tensor.shape[0]
@@ -218,12 +242,25 @@ def write_checkpoint(writer: TorchDistWriter, weights: SafetensorsFolder, shape:
             words, hidden = tensor.shape
             writer.add(piece.name, shapes[piece.name], (words, 0), torch.zeros(missing, hidden, dtype=tensor.dtype))
     writer.add_object(f"{_FINAL_NORM}._extra_state/shard_0_1", [None])
-    more = [module for module in _NORMS if f"{LAYERS}{module}.weight" in shapes]
-    if LAYERS + ".".join(_OFFSETS) in shapes:
-        more.append(_OFFSETS[0])
+    more = [*_NORMS] if shape.qk_norm else []
+    if shape.softmax_type == "learnable":
+        more.append(_OFFSETS)
     for layer in range(shape.num_layers):
-        for module in (*_EXTRA_STATES, *more):
-            writer.add_object(f"{LAYERS}{module}._extra_state/shard_{layer}_{shape.num_layers}", [None])
+        mlp = [(module, None) for module in _MLP]
+        if shape.has_experts(layer):
+            mlp = [(f"{EXPERTS}{name}", expert) for expert in range(shape.experts.count) for name in _OF_EXPERTS]
+            mlp.append((BEFORE_EXPERTS[1].removesuffix(".weight"), None))
+        for module, expert in [*((module, None) for module in (*_ATTENTION, *more)), *mlp]:
+            prefix, place, of = _of_layer(shape, layer, expert)
+            shard = "_".join(".".join(map(str, numbers)) for numbers in (place, of)) if place else "0_1"
+            writer.add_object(f"{prefix}{module}._extra_state/shard_{shard}", [None])
+
+
+def _of_layer(shape: Shape, layer: int, expert: int | None) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """How the names of a layer's weights begin in a checkpoint, and where in the stack of all layers, and of a layer's
+    experts, its own stand: (prefix, places, how many there are)."""
+    prefix, place, of = (LAYERS, (layer,), (shape.num_layers,)) if shape.stacked else (f"{LAYERS}{layer}.", (), ())
+    return (prefix, place, of) if expert is None else (prefix, (*place, expert), (*of, shape.experts.count))
 
 
 def _stored_arguments(

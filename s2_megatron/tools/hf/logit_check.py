@@ -18,6 +18,7 @@ import torch
 from s2_megatron.config.errors import printable
 from s2_megatron.config.sparsity import LayerSparsity, ResolvedSparsity
 from s2_megatron.config.stored import stored_sparsity
+from s2_megatron.tools.hf.experts import layers_flag
 from s2_megatron.tools.hf.weights import Shape
 
 TOKENS = 256  # as many as the model has positions for, at most
@@ -37,12 +38,17 @@ class Extent(NamedTuple):
 def extent(shape: Shape, free_bytes: int) -> Extent:
     """The first layers of a model that fit into memory and time."""
     qkv_and_out = shape.hidden_size * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    layer = qkv_and_out + 3 * shape.hidden_size * shape.ffn_hidden_size
+    mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
+    layer = active = qkv_and_out + mlp  # parameters, and those that a token meets
+    if shape.experts is not None:
+        expert = 3 * shape.hidden_size * shape.experts.hidden
+        layer = qkv_and_out + max(mlp, shape.experts.count * expert)
+        active = qkv_and_out + max(mlp, shape.experts.top * expert)
     words = shape.padded_vocab_size * shape.hidden_size
     # fp32 weights, the logits, and the embedding once more while it is read
     fixed = 4 * (words * (2 if shape.tied else 3) + 2 * TOKENS * shape.padded_vocab_size)
     by_memory = int((free_bytes * MEMORY_SHARE - fixed) // (4 * layer))
-    by_time = int((MOST_FLOPS / (4 * TOKENS) - words) // layer)
+    by_time = int((MOST_FLOPS / (4 * TOKENS) - words) // active)
     layers = max(0, min(shape.num_layers, by_memory, by_time))
     limit = "memory" if by_memory <= by_time else "time"
     return Extent(layers, "" if layers == shape.num_layers else f"not the rest, for its {limit}")
@@ -84,7 +90,7 @@ def compare_logits(
         count = sum(layer.pattern is not None for layer in plan.layers)
         said = f", {count} with a window of {shown}" + (f" in place of {window}" if shown != window else "")
     expected = _source_logits(source, content, layers, None if stock else plan, tokens)
-    found = _imported_logits(checkpoint, shape.num_layers, flags, plan, tokens)[:, : shape.vocab_size]
+    found = _imported_logits(checkpoint, shape, flags, plan, tokens)[:, : shape.vocab_size]
     difference, largest = (found - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= LARGEST * largest or not math.isfinite(largest):
         raise ValueError(
@@ -114,8 +120,9 @@ def _source_logits(
     from transformers.utils import logging
 
     changed = copy.deepcopy(content) | {"num_hidden_layers": layers}
-    if isinstance(changed.get("layer_types"), list):
-        changed["layer_types"] = changed["layer_types"][:layers]
+    for name in ("layer_types", "mlp_layer_types"):
+        if isinstance(changed.get(name), list):
+            changed[name] = changed[name][:layers]
     if sparsity is not None:
         changed["s2_sparsity"] = stored_sparsity(sparsity)
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -143,18 +150,22 @@ def _source_logits(
 
 
 def _imported_logits(
-    checkpoint: Path, num_layers: int, flags: list[str], sparsity: ResolvedSparsity, tokens: torch.Tensor
+    checkpoint: Path, shape: Shape, flags: list[str], sparsity: ResolvedSparsity, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """Of Megatron's model with the written weights, [S, rows of the embedding] in fp32. num_layers: of the
+    """Of Megatron's model with the written weights, [S, rows of the embedding] in fp32. shape: of the
     checkpoint."""
     from s2_megatron.megatron.host.cuda_on_cpu import compute_device
     from s2_megatron.tools.hf.checkpoint_model import build_model, load_first_layers, load_weights, quiet
 
+    layers = len(sparsity.layers)
+    less = [f"--num-layers={layers}"]
+    if shape.experts is not None and not shape.stacked:
+        less.append(layers_flag(shape.experts.layers[:layers]))
     model = build_model(
-        [*flags, f"--num-layers={len(sparsity.layers)}"],  # the last one holds
+        [*flags, *less],  # the last one holds
         sparsity, seq_length=tokens.shape[1], dtype=torch.float32,
     )  # fmt: skip
-    load = load_weights if len(sparsity.layers) == num_layers else load_first_layers
+    load = load_weights if layers == shape.num_layers else load_first_layers
     load(model, checkpoint)
     device = compute_device()
     positions = torch.arange(tokens.shape[1], device=device).unsqueeze(0)  # [B, S]

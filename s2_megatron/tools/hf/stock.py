@@ -163,7 +163,7 @@ def _check(config: dict, windows: Windows, flag: str, experts: bool) -> None:
 
 
 def _as_read(config: dict, flag: str) -> dict:
-    """A config with experts, which import-hf does not take. Raises ValueError where transformers does not have the
+    """A config with experts as transformers reads it. Raises ValueError where transformers does not have the
     architecture, or reads something else."""
     from transformers import CONFIG_MAPPING, __version__
 

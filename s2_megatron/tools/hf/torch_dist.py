@@ -40,6 +40,7 @@ from s2_megatron.megatron.checkpoints.folder import (
     newest_complete,
     read_tracker,
 )
+from s2_megatron.tools.hf.weights import stored_name
 
 SLOW_BYTES = 10**9  # to hash more takes seconds, which are announced
 
@@ -143,10 +144,14 @@ class TorchDistReader:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer.", "rng_state"))
         }
+        # import-hf writes the norm before experts by both of its names.
+        twice = [name for name in tensors if stored_name(name) != name and stored_name(name) in tensors]
+        tensors = {name: entry for name, entry in tensors.items() if name not in twice}
         self._stored = {rename(name): name for name in tensors}
         assert len(self._stored) == len(tensors), "two tensors of one name"
         self.shapes = {name: tuple(tensors[stored].size) for name, stored in self._stored.items()}
         self.dtypes = {name: tensors[stored].properties.dtype for name, stored in self._stored.items()}
+        self._chunks = {(name, tuple(one.offsets)): one for name, entry in tensors.items() for one in entry.chunks}
         self._places = {
             (index.fqn, tuple(index.offset)): place
             for index, place in self._metadata.storage_data.items()
@@ -160,6 +165,9 @@ class TorchDistReader:
         Raises ValueError when the checkpoint does not hold all of the box.
         """
         result, found, name = None, 0, self._stored[name]
+        whole = self._chunks.get((name, tuple(first)))  # of 10,000 experts and more: not looked for among all
+        if whole is not None and whole.sizes == torch.Size(size):
+            return self._piece(name, whole)
         for chunk in self._metadata.state_dict_metadata[name].chunks:
             low = [max(*pair) for pair in zip(first, chunk.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(first, size, chunk.offsets, chunk.sizes)]

@@ -15,6 +15,8 @@ import torch
 
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts.experts."
+# The norm before experts, by the names that Megatron's local layers and Transformer Engine's give it in a checkpoint.
+BEFORE_EXPERTS = ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Shape:
     tied: bool
     softmax_type: str = "vanilla"  # Megatron's: learnable has one number a head in each layer
     experts: Experts | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether Megatron stores all layers as one tensor: they are equal."""
+        return self.experts is None or all(self.experts.layers)
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
@@ -154,11 +161,9 @@ def pieces(shape: Shape) -> Iterator[Piece]:
 
 
 def stored_name(name: str) -> str:
-    """The norm before experts by the name that Megatron's local layers give it in a checkpoint; Transformer Engine's
-    give it another. Other names stay as they are."""
-    return re.sub(
-        r"(^decoder\.layers\.(\d+\.)?)pre_mlp_layernorm\.weight$", r"\1mlp.linear_fc1.layer_norm_weight", name
-    )
+    """The norm before experts by the name of Megatron's local layers. Other names stay as they are."""
+    local, engine = BEFORE_EXPERTS
+    return re.sub(rf"(^decoder\.layers\.(\d+\.)?){re.escape(engine)}$", rf"\1{local}", name)
 
 
 def name_in_gpt(name: str) -> str:

@@ -4,10 +4,10 @@ Usage: forked_tools.py; reads JSON lines {"command": [arguments of s2-megatron],
 {"logits": {...}}, {"compare": {...}} or {"save": {...}} and answers each with {"status", "out", "err"}. set: constants
 that are changed before. logits: load (a checkpoint folder), output (.npz), dense_core, s2_config (or null), words;
 writes `tokens` [1, longest] and for each length `logits_<length>` [length, rows of the embedding] in fp32. compare: the
-check of import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data). save: has Megatron
-write the checkpoint of a random model: load (the folder to make), plan (a YAML as data), tokens (how many), output
-(.npz with `tokens` and the model's `logits`), and, beside the defaults, sizes (of shape_of), flags, mtp_layers, pattern
-(of a HybridModel) and what else arguments_of takes.
+check of import-hf with another plan: source (the Hugging Face folder), load, plan (a YAML as data), flags (behind the
+model's). save: has Megatron write the checkpoint of a random model: load (the folder to make), plan (a YAML as data),
+tokens (how many), output (.npz with `tokens` and the model's `logits`), and, beside the defaults, sizes (of shape_of),
+flags, mtp_layers, pattern (of a HybridModel) and what else arguments_of takes.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def logits(load, output, dense_core, s2_config, words):
     return 0
 
 
-def compare(source, load, plan):
+def compare(source, load, plan, flags=()):
     from s2_megatron.config.load import SparsityConfig
     from s2_megatron.tools.hf.architecture import config_as_read, megatron_flags, shape_of_config
     from s2_megatron.tools.hf.logit_check import compare_logits
@@ -61,7 +61,7 @@ def compare(source, load, plan):
     sizes = dict(num_layers=shape.num_layers, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads)
     sparsity = SparsityConfig.from_data(plan).resolve(**sizes, seq_length=content["max_position_embeddings"])
     try:
-        flags = megatron_flags(content, shape)
+        flags = [*megatron_flags(content, shape), *flags]
         print(compare_logits(Path(source), content, Path(load) / "release", shape, flags, sparsity))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
