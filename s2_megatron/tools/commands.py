@@ -49,7 +49,9 @@ COMMANDS = {
     "compare": Command("s2_megatron.tools.compare.command", "training runs side by side, with noise told from signal"),
     "make-dataset": Command("s2_megatron.tools.dataset.command", "text files become what Megatron's --data-path reads"),
     "export-hf": Command("s2_megatron.tools.hf.export_hf", "a Megatron checkpoint becomes a Hugging Face folder"),
-    "import-hf": Command("s2_megatron.tools.hf.import_hf", "a folder of Llama, Qwen or Mistral becomes a checkpoint"),
+    "import-hf": Command(
+        "s2_megatron.tools.hf.import_hf", "a folder of Llama, Qwen or Mistral, also with experts, becomes a checkpoint"
+    ),
     "export-pattern": Command("s2_megatron.tools.export_pattern", "which blocks are attended, for ports, with vectors"),
     "choose-dense": Command("s2_megatron.tools.choose_dense.command", "which heads of a dense checkpoint stay dense"),
     "generate": Command("s2_megatron.tools.generate", "a checkpoint continues a prompt, in Megatron"),

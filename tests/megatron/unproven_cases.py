@@ -30,7 +30,7 @@ UNPROVEN = {
             without=["--group-query-attention"],
             world_size=2,
         ),
-        "; docs/validation.md has what has; leave out or change what stands there, or use --transformer-impl local",
+        "; docs/validation.md has what has; give --rope-type rope --no-rope-fusion, leave out or change the rest, or",
     ),
     "cuda_graph_local_experts": (
         dict(flags={**GRAPHS, **ROUTERS}),
@@ -64,6 +64,13 @@ ALSO_UNPROVEN = {
         "mla_transformer_engine",
         dict(
             flags={**LATENT, **ENGINE_MODEL, "--no-rope-fusion": None, "--softmax-type": "learnable"},
+            without=["--group-query-attention"],
+        ),
+    ),
+    "latent_engine_experts": (
+        "mla_transformer_engine",
+        dict(
+            flags={**LATENT, **ENGINE_MODEL, "--no-rope-fusion": None, "--num-experts": "4"},
             without=["--group-query-attention"],
         ),
     ),

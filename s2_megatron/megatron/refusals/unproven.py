@@ -58,7 +58,8 @@ def _latent_on_engine(args: Namespace) -> list[str]:
         "--use-torch-fsdp2": args.use_torch_fsdp2,
     }
     found = [what for what, is_asked in others.items() if is_asked]
-    arguments = {name: each for name, each in model_arguments().items() if not name.startswith("inference_")}
+    no_choice = ("inference_", *(("moe_", "expert_") if args.num_experts else ()))  # experts are told as --num-experts
+    arguments = {name: each for name, each in model_arguments().items() if not name.startswith(no_choice)}
     return found + outside(args, arguments, RUN_LATENT, LATENT_VALUES, LATENT_VALUES)
 
 
@@ -68,7 +69,7 @@ REFUSALS = (
         lambda args: bool(_latent_on_engine(args)),
         "--multi-latent-attention with --transformer-impl transformer_engine has not been run with S2 attention and "
         "{found}; docs/validation.md has what has",
-        "leave out or change what stands there, or use --transformer-impl local",
+        "give --rope-type rope --no-rope-fusion, leave out or change the rest, or use --transformer-impl local",
         values=lambda args: dict(found=", ".join(_latent_on_engine(args))),
     ),
     Refusal(

@@ -12,6 +12,7 @@ from s2_megatron.tools.choose_dense.plan import count_dense, with_dense
 from s2_megatron.tools.choose_dense.search import DenseSet, Ranked, Sets
 
 SHOWN = 10  # candidates
+LEAST_LOSS = 1e-3  # of the dense loss: of less no share is told
 
 
 class Sink(NamedTuple):
@@ -54,7 +55,7 @@ def sink_sentence(sink: Sink, dense: float, chosen: DenseSet | None, config: str
     """What of the switch's loss is the sink's. dense: the loss of the dense model."""
     without, beside = (loss / dense - 1 for loss in sink.losses)
     heads = f", with {chosen.size} more dense {chosen.gap:+.2%}" if sink.is_own and chosen and chosen.size else ""
-    share = f": the sink gives back {(without - beside) / without:.0%}" if without > 0 else ""
+    share = f": the sink gives back {(without - beside) / without:.0%}" if without > LEAST_LOSS else ""
     if sink.is_own:
         return f"without its sink {config} is {without:+.2%} from dense, with it {beside:+.2%}{heads}{share}"
     return f"{config} is {without:+.2%} from dense, with sink_tokens: {sink.tokens} it would be {beside:+.2%}{share}"

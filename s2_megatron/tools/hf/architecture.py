@@ -62,7 +62,8 @@ def shape_of_arguments(
     }
     if other:
         found = ", ".join(f"{name}={value!r}" for name, value in other.items())
-        leave = "; experts leave with export-hf --stock" if "num_experts" in other else ""
+        stock = "; experts leave with export-hf --stock, if all layers are dense or have one exact window, else not"
+        leave = stock if "num_experts" in other else ""
         raise ValueError(f"{where}: {found}; only {FORM}, which has none of it, is taken by {takers}{leave}")
     pattern, num_layers, kinds = pattern_of(args), args.num_layers, None
     if pattern is not None:

@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
         if tokenizer is not None:
             tokenizer.save_pretrained(work)
     print(
-        f"wrote {args.output}: {config['model_type']}, {size / 1e9:.2f} GB, {sparsity.density():.1%} of dense attention"
+        f"wrote {args.output}: {config['model_type']}, {size / 1e9:.2f} GB, "
+        f"{1 if args.as_dense else sparsity.density():.1%} of dense attention"
     )
     return 0
 
