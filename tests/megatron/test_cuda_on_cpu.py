@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from s2_megatron.megatron.host import cuda_on_cpu
 from s2_megatron.megatron.host.cuda_on_cpu import _CudaMeansCpu
+from tests.processes import python_path
 
 CALLS = {
     "cuda": lambda tensor: tensor.cuda(),
@@ -58,3 +63,26 @@ def test_coalesced_collectives_have_ended_where_they_are_launched(lab):
     output = lab.python("coalesced.py", processes=2)
     for rank in (0, 1):
         assert f"rank {rank} found [1.0, 2.0]" in output, output
+
+
+COLLECTIVE = """
+from s2_megatron.megatron.host.cuda_on_cpu import install_if_no_gpu
+install_if_no_gpu()
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU stands for a GPU where there is none")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) for the delay of gloo's threads")
+def test_a_late_thread_of_gloo_does_not_abort_the_end(tmp_path):
+    """Without the moment at the end: status -6, "terminate called without an active exception"."""
+    source, library = Path(__file__).parent / "scripts" / "late_gloo.c", str(tmp_path / "late_gloo.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, str(source), "-ldl"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": library, "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTIVE], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -12,11 +12,13 @@ Afterwards `torch.cuda.is_available()` is true in this process; ask `is_installe
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
 import logging
 import sys
+import time
 import types
 
 import torch
@@ -220,6 +222,7 @@ def install_if_no_gpu() -> bool:
     torch.autograd._engine_run_backward = run_backward_redirected
     _meshes_of_the_cpu()
     _coalesced_collectives_end_at_once()
+    atexit.register(_wait_for_gloo)
     # The "GPU" generator and the CPU's are one generator here, so the cross check of Megatron's RNG tracker always
     # warns.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -228,6 +231,17 @@ def install_if_no_gpu() -> bool:
         "models."
     )
     return True
+
+
+def _wait_for_gloo() -> None:
+    """A moment in which gloo's threads can drop the tensors of the last collectives, before the interpreter ends.
+
+    They need the interpreter for it. A thread that comes later aborts the process, with status 134 and "terminate
+    called without an active exception" (torch 2.14). Destroying the process groups would wait for the threads
+    of groups that nobody else holds; Megatron holds some.
+    """
+    if torch.distributed.is_initialized():
+        time.sleep(0.1)
 
 
 def require_cpu_settings(args) -> None:
