@@ -56,8 +56,8 @@ HEAD_MODELS = {
 @dataclass(frozen=True)
 class Made:
     layers: str
-    # "stock", or "own" type; "no windows", "shifted" and "moved" heads, which must not pass; "sinks" and "experts", which
-    # vLLM refuses; "own class" of an engine
+    # "stock", or "own" type; "no windows", "shifted" and "moved" heads, which must not pass; "sinks" and "experts",
+    # which vLLM refuses; "own class" of an engine
     folders: dict[str, Path]
     text: np.ndarray  # int [T]
     expected: np.ndarray  # [T, V], log-probabilities, fp32, of Megatron's model
